@@ -1,0 +1,192 @@
+"""One frozen dataclass per subsystem; every field is a flag, with its help and its default, and nothing else is.
+Knows nothing of argparse, files or devices; resolve() turns every `auto` that needs no measurement into a value, once."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import ConfigError
+
+AUTO = "auto"
+
+
+def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "", kind: str = "") -> Any:
+    """A field that is also a flag. `flag`: its name where that differs from the field's; `kind`: how to read its text."""
+    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag, "kind": kind})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model: str = knob("", "folder, .gguf file or hub id; empty: the embedded SmolLM2-135M-Instruct", flag="MODEL")
+    tokenizer: str = knob("", "folder or file to take the tokenizer from; empty: the model's own")
+    revision: str = knob("", "hub revision; empty: main")
+    dtype: str = knob(AUTO, "arithmetic and storage type", choices=(AUTO, "float32", "bfloat16", "float16"))
+    max_model_len: int | str = knob(
+        AUTO, "longest prompt plus output, in tokens (8k = 8192); auto: what model and memory allow", kind="tokens"
+    )
+    served_model_name: str = knob("", "name clients use; empty: the model's own")
+    seed: int = knob(0, "base of the seeds of offline requests that bring none")
+    load_format: str = knob(
+        AUTO, "auto: weights from the model; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
+    )
+    chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
+    device: str = knob(AUTO, "where to compute", choices=(AUTO, "cpu", "cuda"))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    page_size: int = knob(16, "tokens in a KV page", flag="block-size")
+    kv_cache_memory_bytes: int | str = knob(
+        AUTO, "size of the KV store (2G, 512M, bytes); auto: measured", kind="bytes"
+    )
+    gpu_memory_utilization: float = knob(
+        0.92, "share of the GPU's memory for weights, KV pages and working space when the KV size is auto"
+    )
+    swap_space: float = knob(
+        0.0, "GiB of host memory to which preempted requests are swapped; 0: they are computed again"
+    )
+    enable_prefix_caching: bool = knob(True, "share the pages of equal prompt prefixes")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    max_num_seqs: int | str = knob(AUTO, "rows: sequences that run at once", kind="tokens")
+    max_num_batched_tokens: int | str = knob(
+        AUTO, "tokens computed in one step, prefill chunks and decodes together", kind="tokens"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tensor_parallel_size: int = knob(1, "ranks that share every layer", flag="tensor-parallel-size,tp")
+    cpu_threads: int | str = knob(
+        AUTO, "compute threads per rank on the CPU; auto: the cores, shared by the ranks", kind="tokens"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    host: str = knob("127.0.0.1", "address to listen on")
+    port: int = knob(8000, "port to listen on; 0: any free one")
+    api_key: str = knob(
+        "",
+        "key that clients must send as 'Authorization: Bearer KEY'; several: separate by commas; also OCTAVO_API_KEY",
+    )
+    api_processes: int = knob(1, "processes that parse, tokenize and stream", flag="api-processes,api-server-count")
+    max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
+    allowed_origins: str = knob("", "origins a browser may call from (CORS), separated by commas; *: any")
+    root_path: str = knob("", "path prefix under which a proxy serves this server")
+    uvicorn_log_level: str = knob(
+        "warning", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug")
+    )
+    enable_log_requests: bool = knob(False, "log every request in one line")
+    shutdown_timeout: float = knob(30.0, "seconds that running requests get to finish after SIGTERM")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self) -> None:
+        """What can be refused without looking at a model or a machine."""
+        for name, value, ok, limit in (
+            ("--block-size", self.cache.page_size, self.cache.page_size >= 1, "at least 1"),
+            (
+                "--gpu-memory-utilization",
+                self.cache.gpu_memory_utilization,
+                0 < self.cache.gpu_memory_utilization <= 1,
+                "above 0 and at most 1",
+            ),
+            ("--swap-space", self.cache.swap_space, self.cache.swap_space >= 0, "at least 0"),
+            ("--max-num-seqs", self.scheduler.max_num_seqs, _positive(self.scheduler.max_num_seqs), "at least 1"),
+            (
+                "--max-num-batched-tokens",
+                self.scheduler.max_num_batched_tokens,
+                _positive(self.scheduler.max_num_batched_tokens),
+                "at least 1",
+            ),
+            ("--max-model-len", self.model.max_model_len, _positive(self.model.max_model_len), "at least 1"),
+            (
+                "--kv-cache-memory-bytes",
+                self.cache.kv_cache_memory_bytes,
+                _positive(self.cache.kv_cache_memory_bytes),
+                "at least 1",
+            ),
+            ("--cpu-threads", self.parallel.cpu_threads, _positive(self.parallel.cpu_threads), "at least 1"),
+            (
+                "--tensor-parallel-size",
+                self.parallel.tensor_parallel_size,
+                self.parallel.tensor_parallel_size >= 1,
+                "at least 1",
+            ),
+            ("--api-processes", self.server.api_processes, self.server.api_processes >= 1, "at least 1"),
+            ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
+            ("--shutdown-timeout", self.server.shutdown_timeout, self.server.shutdown_timeout >= 0, "at least 0"),
+        ):
+            if not ok:
+                raise ConfigError(f"{name} must be {limit}, got {value}")
+
+
+def _positive(value: int | str) -> bool:
+    return value == AUTO or (isinstance(value, int) and value >= 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The integers every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
+
+    dtype: str
+    max_model_len: int
+    max_model_len_is_auto: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cpu_threads: int
+
+
+def resolve(config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int) -> Limits:
+    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16")."""
+    on_cpu = device == "cpu"
+    wanted = config.model.max_model_len
+    if isinstance(wanted, int) and wanted > context_len:
+        raise ConfigError(f"--max-model-len {wanted} is beyond the model's context of {context_len}; lower it")
+    rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 256)
+    return Limits(
+        # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
+        dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
+        max_model_len=_or(wanted, context_len),
+        max_model_len_is_auto=wanted == AUTO,
+        max_num_seqs=rows,
+        max_num_batched_tokens=_or(config.scheduler.max_num_batched_tokens, max(rows, 512 if on_cpu else 8192)),
+        cpu_threads=_or(config.parallel.cpu_threads, max(1, num_cores // config.parallel.tensor_parallel_size)),
+    )
+
+
+def _or(value: int | str, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def _or_text(value: str, otherwise: str) -> str:
+    return otherwise if value == AUTO else value
+
+
+def sections() -> list[tuple[str, type[Any]]]:
+    """(field of Config, dataclass) for every subsystem: what a flag generator walks."""
+    return [(f.name, f.default_factory) for f in dataclasses.fields(Config)]  # type: ignore[misc]
+
+
+def replace(config: Config, **values: Any) -> Config:
+    """A copy with fields changed by name, whichever section they live in. An unknown name is a ConfigError."""
+    changed: dict[str, Any] = {}
+    for section, cls in sections():
+        names = {f.name for f in dataclasses.fields(cls)}
+        mine = {name: values.pop(name) for name in list(values) if name in names}
+        if mine:
+            changed[section] = dataclasses.replace(getattr(config, section), **mine)
+    if values:
+        known = sorted(f.name for _, cls in sections() for f in dataclasses.fields(cls))
+        raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(known)}")
+    return dataclasses.replace(config, **changed)

@@ -1,0 +1,23 @@
+"""Executor: where a step is carried out. Four verbs; submit and collect are called in pairs, in order.
+Knows nothing of requests or of torch."""
+
+from typing import Protocol
+
+from octavo.messages import EngineReport, StepPlan, StepResult
+
+
+class Executor(Protocol):
+    overlap: bool
+    """True where submit returns before the step is computed, so that the next plan can be made meanwhile."""
+
+    def start(self) -> EngineReport:
+        """Load the weights, size and allocate the KV store. Raises ConfigError for what a person must change."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over one step. At most two may be uncollected."""
+
+    def collect(self) -> StepResult:
+        """The oldest uncollected step's tokens. Raises EngineDead when a worker is lost."""
+
+    def close(self) -> None:
+        """Free everything; idempotent."""

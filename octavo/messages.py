@@ -1,0 +1,214 @@
+"""Every type that crosses a process boundary, SamplingParams included.
+Knows nothing of sockets, tensors or HTTP; all of it is msgspec structs of plain values."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How to choose tokens. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
+
+    n: int = 1  # independent samples of one prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: the whole vocabulary
+    min_p: float = 0.0
+    seed: int | None = None  # None: chosen at the door
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16  # None: as many as the context holds
+    min_tokens: int = 0
+    stop: Sequence[str] = ()  # a single string is taken as one stop string
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, ok, limit in (
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "-1, 0 (both: no limit) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("stop", all(stop), "non-empty strings"),
+        ):
+            if not ok:
+                raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+
+
+# ── API process → engine ────────────────────────────────────────────────────────────────────────────
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """One prompt to continue. Lengths, ranges and the model's name were checked before it was made."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams  # seed and max_tokens are set
+    stop_ids: list[int]  # sampling one of these ends the request: end-of-sequence ids and stop_token_ids
+    origin: int = 0  # the API process its tokens go back to
+    arrived: float = 0.0  # CLOCK_MONOTONIC seconds at which the server received it
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The client is gone, or a stop string was found: free the request's rows and pages."""
+
+    request_id: str
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """An API process introduces itself; the engine answers with its EngineReport once it is ready."""
+
+    origin: int
+    reply_to: str  # address at which it listens for deltas
+
+
+class ReadMetrics(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with the Prometheus text of the engine's registry."""
+
+    call: int
+    origin: int = 0
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered by the step loop itself, between two steps: proof that it turns."""
+
+    call: int
+    origin: int = 0
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Forget every published page. Answered with the number of pages forgotten."""
+
+    call: int
+    origin: int = 0
+
+
+Control = ReadMetrics | Ping | ResetPrefixCache
+ToEngine = GenerateRequest | Abort | Hello | Control
+
+
+# ── engine → API process ────────────────────────────────────────────────────────────────────────────
+
+
+class Finish(msgspec.Struct, frozen=True, gc=False):
+    """Why a choice ended, and what it cost."""
+
+    reason: FinishReason
+    stop_token: int | None = None  # the stop id that was sampled, when that was the reason
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
+    message: str | None = None  # with reason "error": what happened
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """New tokens of one choice of one request. A failure travels here too, as `finish`."""
+
+    request_id: str
+    index: int  # which of the n choices
+    token_ids: list[int]
+    finish: Finish | None = None
+
+
+class StepDeltas(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Everything one step produced for one API process."""
+
+    deltas: list[TokenDelta]
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The answer to a Control."""
+
+    call: int
+    body: str
+
+
+class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """What a client may count on, sent when the engine is ready. All sizes are per engine, summed over ranks."""
+
+    device: str  # in words: "cpu (2 threads)"
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int  # tokens a page holds
+    num_pages: int
+    num_host_pages: int  # swap space
+    weights_bytes: int
+    page_bytes: int
+    notes: list[str] = []  # what `auto` decided, in words, for the start-up print
+
+
+class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The engine is about to end; every open request of it fails with this message."""
+
+    message: str
+
+
+FromEngine = StepDeltas | Reply | EngineReport | Dying
+
+
+# ── engine → workers ────────────────────────────────────────────────────────────────────────────────
+
+
+class Entering(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row's new occupant, with all of its tokens known so far (a preempted request brings its output along)."""
+
+    row: int
+    token_ids: list[int]
+    prompt_len: int  # the first of token_ids that came from the client
+    params: SamplingParams
+    seed: int  # already distinct for each of the n choices
+    stop_ids: list[int]  # masked until min_tokens are out
+    pages: list[int]
+
+
+class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy one page before the step. Moves are executed in list order; `host` pages live in the swap space."""
+
+    kind: Literal["copy", "out", "in"]  # page → page, page → host page, host page → page
+    source: int
+    target: int
+
+
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
+    """One step, decided: the same bytes for every rank. Columns of equal length describe the rows that advance."""
+
+    step: int
+    leaves: list[int]  # rows whose occupant is gone
+    enters: list[Entering]
+    moves: list[PageMove]
+    rows: list[int]  # ┐ row `rows[i]` computes positions
+    starts: list[int]  # │ starts[i] … starts[i] + counts[i] − 1
+    counts: list[int]  # │ and samples a token after the last of them
+    samples: list[bool]  # ┘ if samples[i]
+    page_rows: list[int]  # ┐ entry page_slots[j] of row page_rows[j]'s page table
+    page_slots: list[int]  # │ becomes page_ids[j], before the step
+    page_ids: list[int]  # ┘
+
+
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """What a step sampled: one token for each True in the plan's `samples`, in that order."""
+
+    step: int
+    tokens: list[int]

@@ -1,0 +1,22 @@
+"""ModelSpec: what the rest of the house must know of a model, as plain integers.
+Knows nothing of any family, file format or device."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # the file in models/ that runs it
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    context_len: int  # positions the model was trained for
+
+    def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
+        """Bytes one token's keys and values take on one rank, over all layers."""
+        heads = max(1, self.num_kv_heads // tensor_parallel)
+        return 2 * self.num_layers * heads * self.head_size * element_bytes
