@@ -1,0 +1,215 @@
+"""EngineMetrics against hand-computed values, and its text against Prometheus' own parser."""
+
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.messages import EngineReport, Finish, GenerateRequest, SamplingParams, TokenDelta
+from octavo.observe.exposition import Histogram, Scrape
+from octavo.observe.metrics import EngineMetrics, EngineState
+
+REPORT = EngineReport(
+    device="cpu (1 thread)",
+    dtype="float32",
+    vocab_size=256,
+    max_model_len=128,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    page_size=16,
+    num_pages=32,
+    num_host_pages=4,
+    weights_bytes=1000,
+    page_bytes=100,
+)
+
+
+def request(id: str, prompt_len: int = 10, n: int = 1, max_tokens: int = 20, arrived: float = 100.0) -> GenerateRequest:
+    params = SamplingParams(n=n, max_tokens=max_tokens, seed=1)
+    return GenerateRequest(id=id, prompt_ids=[1] * prompt_len, params=params, stop_ids=[], arrived=arrived)
+
+
+def samples(metrics: EngineMetrics, state: EngineState | None = None) -> dict[tuple[str, str], float]:
+    """(sample name, its one extra label's value or "") → value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.text(state or EngineState())):
+        for sample in family.samples:
+            extra = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
+            found[sample.name, ",".join(extra.values())] = sample.value
+    return found
+
+
+def one_request_life() -> EngineMetrics:
+    """Arrives at 100, gets a row at 101 with 4 of 10 tokens cached, first token at 103, then 104, 106; ends."""
+    metrics = EngineMetrics("m", REPORT)
+    metrics.arrived(request("a"), now=100.5)
+    metrics.admitted("a", 101.0, num_cached_tokens=4)
+    metrics.step(102.0, 6, [])
+    metrics.step(103.0, 6, [TokenDelta("a", 0, [7])])
+    metrics.step(104.0, 1, [TokenDelta("a", 0, [8])])
+    metrics.step(106.0, 1, [TokenDelta("a", 0, [9], Finish("stop", stop_token=9))])
+    return metrics
+
+
+def test_every_name_that_dashboards_read_is_there() -> None:
+    text = EngineMetrics("m", REPORT).text(EngineState(waiting_by_reason={"pages": 1}))
+    for name, kind in {
+        "vllm:num_requests_running": "gauge",
+        "vllm:num_requests_waiting": "gauge",
+        "vllm:kv_cache_usage_perc": "gauge",
+        "vllm:cache_config_info": "gauge",
+        "vllm:prompt_tokens_total": "counter",
+        "vllm:generation_tokens_total": "counter",
+        "vllm:request_success_total": "counter",
+        "vllm:num_preemptions_total": "counter",
+        "vllm:prefix_cache_queries_total": "counter",
+        "vllm:prefix_cache_hits_total": "counter",
+        "vllm:time_to_first_token_seconds": "histogram",
+        "vllm:inter_token_latency_seconds": "histogram",
+        "vllm:request_time_per_output_token_seconds": "histogram",
+        "vllm:e2e_request_latency_seconds": "histogram",
+        "vllm:request_queue_time_seconds": "histogram",
+        "vllm:request_inference_time_seconds": "histogram",
+        "vllm:request_prefill_time_seconds": "histogram",
+        "vllm:request_decode_time_seconds": "histogram",
+        "vllm:request_prompt_tokens": "histogram",
+        "vllm:request_generation_tokens": "histogram",
+        "vllm:iteration_tokens_total": "histogram",
+        "vllm:request_params_n": "histogram",
+        "vllm:request_params_max_tokens": "histogram",
+        "octavo:kv_pages": "gauge",
+        "octavo:kv_slot_use_ratio": "gauge",
+        "octavo:host_pages_used": "gauge",
+        "octavo:steps_total": "counter",
+        "octavo:waiting_by_reason": "gauge",
+    }.items():
+        assert f"# TYPE {name} {kind}\n" in text
+
+
+def test_counters_and_times_of_one_request() -> None:
+    found = samples(one_request_life())
+    assert found["vllm:prompt_tokens_total", ""] == 10
+    assert found["vllm:generation_tokens_total", ""] == 3
+    assert found["vllm:prefix_cache_queries_total", ""] == 10
+    assert found["vllm:prefix_cache_hits_total", ""] == 4
+    assert found["vllm:request_success_total", "stop"] == 1
+    assert found["vllm:request_success_total", "length"] == 0
+    assert found["octavo:steps_total", ""] == 4
+    sums = {
+        "vllm:time_to_first_token_seconds": 3.0,
+        "vllm:inter_token_latency_seconds": 1.0 + 2.0,
+        "vllm:request_time_per_output_token_seconds": 1.5,
+        "vllm:e2e_request_latency_seconds": 6.0,
+        "vllm:request_queue_time_seconds": 1.0,
+        "vllm:request_inference_time_seconds": 5.0,
+        "vllm:request_prefill_time_seconds": 2.0,
+        "vllm:request_decode_time_seconds": 3.0,
+        "vllm:request_prompt_tokens": 10,
+        "vllm:request_generation_tokens": 3,
+        "vllm:iteration_tokens_total": 14,
+        "vllm:request_params_n": 1,
+        "vllm:request_params_max_tokens": 20,
+    }
+    for name, expected in sums.items():
+        assert found[f"{name}_sum", ""] == pytest.approx(expected), name
+    assert found["vllm:inter_token_latency_seconds_count", ""] == 2
+    assert found["vllm:time_to_first_token_seconds_bucket", "2.5"] == 0
+    assert found["vllm:time_to_first_token_seconds_bucket", "5.0"] == 1
+    assert found["vllm:time_to_first_token_seconds_bucket", "+Inf"] == 1
+
+
+def test_choices_are_counted_each_and_their_request_once() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    metrics.arrived(request("a", n=3), now=100.0)
+    metrics.admitted("a", 100.0, 0)
+    metrics.step(101.0, 10, [TokenDelta("a", i, [5]) for i in range(3)])
+    metrics.step(102.0, 3, [TokenDelta("a", 1, [5], Finish("length"))])
+    metrics.step(103.0, 2, [TokenDelta("a", 0, [5], Finish("stop"))])
+    assert samples(metrics)["vllm:request_params_n_count", ""] == 0
+    metrics.step(104.0, 1, [TokenDelta("a", 2, [5], Finish("length"))])
+    found = samples(metrics)
+    assert found["vllm:request_params_n_sum", ""] == 3 and found["vllm:request_params_n_count", ""] == 1
+    assert found["vllm:prompt_tokens_total", ""] == 10
+    assert found["vllm:generation_tokens_total", ""] == 6
+    assert found["vllm:request_success_total", "length"] == 2
+    assert found["vllm:request_success_total", "stop"] == 1
+
+
+def test_abort_counts_only_what_had_not_finished_and_later_deltas_are_ignored() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    metrics.arrived(request("a", n=2), now=100.0)
+    metrics.arrived(request("b"), now=100.0)
+    metrics.admitted("a", 100.0, 0)
+    metrics.step(101.0, 10, [TokenDelta("a", 0, [5], Finish("stop")), TokenDelta("a", 1, [5])])
+    metrics.aborted("a", 102.0)
+    metrics.aborted("a", 102.0)
+    metrics.aborted("b", 102.0)  # never admitted
+    metrics.aborted("never seen", 102.0)
+    metrics.step(103.0, 1, [TokenDelta("a", 1, [5])])
+    found = samples(metrics)
+    assert found["vllm:request_success_total", "stop"] == 1
+    assert found["vllm:request_success_total", "abort"] == 2
+    assert found["vllm:generation_tokens_total", ""] == 2
+    assert found["vllm:request_params_n_count", ""] == 2
+
+
+def test_a_second_admission_is_not_a_second_wait() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    metrics.arrived(request("a"), now=100.0)
+    metrics.admitted("a", 101.0, 0)
+    metrics.preempted(2)
+    metrics.admitted("a", 150.0, 8)
+    found = samples(metrics)
+    assert found["vllm:request_queue_time_seconds_sum", ""] == 1.0
+    assert found["vllm:prompt_tokens_total", ""] == 10
+    assert found["vllm:num_preemptions_total", ""] == 2
+
+
+def test_gauges_show_pages_and_waste() -> None:
+    state = EngineState(
+        num_running=3,
+        num_waiting=2,
+        waiting_by_reason={"pages": 1, "order": 1},
+        num_used_pages=8,
+        num_cached_pages=4,
+        num_free_pages=20,
+        num_filled_slots=96,
+        num_host_pages_used=1,
+    )
+    found = samples(EngineMetrics("m", REPORT), state)
+    assert found["vllm:num_requests_running", ""] == 3
+    assert found["vllm:num_requests_waiting", ""] == 2
+    assert found["vllm:kv_cache_usage_perc", ""] == 0.25
+    assert found["octavo:kv_slot_use_ratio", ""] == 0.75
+    assert found["octavo:kv_pages", "cached"] == 4
+    assert found["octavo:waiting_by_reason", "order"] == 1
+    assert found["octavo:host_pages_used", ""] == 1
+    assert found["vllm:cache_config_info", "16,32,4,float32"] == 1
+
+
+def test_bucket_bounds_are_inclusive_and_labels_are_escaped() -> None:
+    histogram = Histogram([1, 2])
+    histogram.observe(1)
+    histogram.observe(1.5, times=3)
+    histogram.observe(9)
+    assert histogram.counts == [1, 3, 1] and histogram.count == 5 and histogram.total == 14.5
+    scrape = Scrape({"model_name": 'a"b\\c\nd'})
+    scrape.histogram("x", "help", histogram)
+    (family,) = text_string_to_metric_families(scrape.text())
+    assert {sample.labels["model_name"] for sample in family.samples} == {'a"b\\c\nd'}
+    assert [s.value for s in family.samples if s.name == "x_bucket"] == [1, 4, 5]
+
+
+def test_a_step_of_256_rows_is_cheap() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    for i in range(256):
+        metrics.arrived(request(f"cmpl-{i:032x}"), now=100.0)
+    deltas = [TokenDelta(f"cmpl-{i:032x}", 0, [5]) for i in range(256)]
+    best = 1.0
+    for step in range(50):
+        started = time.perf_counter()
+        metrics.step(101.0 + step, 256, deltas)
+        best = min(best, time.perf_counter() - started)
+    print(f"{best * 1e6:.0f} us per step of 256 rows")
+    assert best < 500e-6  # the budget is 60 us; the margin is for a busy machine
