@@ -1,0 +1,48 @@
+"""What a benchmark sends: prompts and arrival times, drawn from a seed and nothing else.
+Knows nothing of servers, engines or tokenizers."""
+
+import random
+from dataclasses import dataclass
+
+# Frequent English words: with a leading space each is one token in every vocabulary of note, so words count as tokens.
+_FREQUENT = (
+    "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one "
+    "you were her all she there would their we him been has when who will more no if out so said what up its about into "
+    "than them can only other new some could time these two may then do first any my now such like our over man me even "
+    "most made after also did many before must through back years where much your way well down should because each just "
+    "those people how too little state good very make world still own see men work long get here between both life being "
+    "under never day same another know while last might us great old year off come since against go came right used take three"
+)
+WORDS = _FREQUENT.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`prompts` are texts or lists of token ids; request i is sent `arrivals[i]` seconds after the start."""
+
+    prompts: list[str | list[int]]
+    arrivals: list[float]
+
+
+def id_prompts(num: int, input_len: int, shared_len: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Random token ids. The lowest ids, where special tokens live, are left out as far as the vocabulary allows."""
+    rng = random.Random(seed)
+    lowest = min(1000, vocab_size // 2)
+    shared = [rng.randrange(lowest, vocab_size) for _ in range(shared_len)]
+    return [shared + [rng.randrange(lowest, vocab_size) for _ in range(input_len)] for _ in range(num)]
+
+
+def word_prompts(num: int, input_len: int, shared_len: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    shared = rng.choices(WORDS, k=shared_len)
+    return [" ".join(shared + rng.choices(WORDS, k=input_len)) for _ in range(num)]
+
+
+def poisson_arrivals(num: int, rate: float, seed: int) -> list[float]:
+    """Exponential gaps with a mean of 1 / rate, the first at 0; a rate of infinity sends everything at once."""
+    rng = random.Random(seed)
+    arrivals, now = [], 0.0
+    for _ in range(num):
+        arrivals.append(now)
+        now += rng.expovariate(1.0) / rate
+    return arrivals

@@ -1,0 +1,167 @@
+"""`octavo serve | chat | complete | bench`: reads the command line, runs the command, turns errors into one line and a code.
+Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.bench.flags import add_bench
+from octavo.errors import ConfigError, OctavoError
+from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, number, options_from, whole
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        arguments = build_parser().parse_args(argv)
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _complain(error, EXIT_USAGE)
+    except OctavoError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter's last flush must not complain about it either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
+
+
+def _complain(error: OctavoError, code: int) -> int:
+    sys.stderr.write(f"octavo: error: {' '.join(error.message.split())}\n")
+    return code
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="octavo", description="Serve, try and measure language models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    parser.set_defaults(run=lambda _: _print_help(parser))
+    _add_serve(commands)
+    _add_chat(commands)
+    _add_complete(commands)
+    add_bench(commands)
+    return parser
+
+
+def _print_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help(sys.stderr)
+    return EXIT_USAGE
+
+
+class _Version(argparse.Action):
+    """Looked up only when asked for: reading package metadata takes longer than starting up."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"octavo {version('octavo')}")
+        parser.exit()
+
+
+# ── serve ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, OpenAI-compatible",
+        description="Serve a model over HTTP with OpenAI's API. Without MODEL: the embedded SmolLM2-135M-Instruct.",
+    )
+    add_config_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    from octavo.engine.supervisor import serve
+
+    return serve(config)
+
+
+# ── chat, complete ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model, in this process or at --url. Ctrl-C stops an answer, Ctrl-D leaves.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
+    _add_talk_flags(parser, max_tokens="longest answer (default: until the model ends it)")
+    add_config_flags(parser, OFFLINE)
+    parser.set_defaults(run=_chat)
+
+
+def _add_complete(commands: Any) -> None:
+    parser = commands.add_parser(
+        "complete",
+        help="continue a text; the completion goes to stdout as it comes",
+        description="Continue PROMPT with a model, in this process or at --url, and print what comes, nothing else.",
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
+    _add_talk_flags(parser, max_tokens="longest completion (default: 256)")
+    add_config_flags(parser, OFFLINE, positional=False)
+    parser.set_defaults(run=_complete)
+
+
+def _add_talk_flags(parser: Parser, *, max_tokens: str) -> None:
+    where = parser.add_argument_group("server")
+    where.add_argument("--url", metavar="URL", help="an OpenAI-compatible server, http://127.0.0.1:8000 for example")
+    where.add_argument("--api-key", metavar="KEY", help="its key; also OCTAVO_API_KEY")
+    how = parser.add_argument_group("sampling")
+    how.add_argument("--temperature", type=number, metavar="X", help="0: always the likeliest token")
+    how.add_argument("--top-p", type=number, metavar="X", help="sample from the likeliest tokens that sum to X")
+    how.add_argument("--top-k", type=whole, metavar="N", help="sample from the N likeliest tokens")
+    how.add_argument(
+        "--min-p", type=number, metavar="X", help="drop tokens below X times the likeliest one's probability"
+    )
+    how.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    how.add_argument("--max-tokens", type=count, metavar="N", help=max_tokens)
+
+
+def _open_model(arguments: argparse.Namespace, otherwise: dict[str, Any]) -> Any:
+    """A model in this process or at --url, with the sampling that was asked for on top of `otherwise`."""
+    from octavo import talk
+
+    options = options_from(arguments)
+    named = {name: getattr(arguments, name) for name in talk.SAMPLING if getattr(arguments, name) is not None}
+    sampling = otherwise | named
+    if arguments.url is None:
+        if arguments.api_key is not None:
+            raise ConfigError("--api-key is for a server: give its --url as well")
+        return talk.LocalModel(options, sampling)
+    model, seed = options.pop("model", ""), options.pop("seed", None)
+    if options:
+        raise ConfigError(
+            f"--{sorted(options)[0].replace('_', '-')} has no effect on the server at --url: leave it out"
+        )
+    key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    return talk.RemoteModel(arguments.url, model, key, sampling | ({} if seed is None else {"seed": seed}))
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from octavo.talk import converse
+
+    return converse(_open_model(arguments, {}), arguments.system)
+
+
+def _complete(arguments: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise ConfigError("the prompt is empty: give a text to continue")
+    for piece in _open_model(arguments, {"max_tokens": 256}).complete(prompt):
+        print(piece, end="", flush=True)
+    if sys.stdout.isatty():
+        print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

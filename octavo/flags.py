@@ -1,0 +1,223 @@
+"""argparse generated from the config dataclasses: every knob is a flag, with its help, its default and its limits.
+Knows nothing of what a flag does; a bad value is one line that names the flag and what it takes."""
+
+import argparse
+import builtins
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from octavo.config import AUTO, Config, replace, sections
+from octavo.errors import ConfigError
+
+OFFLINE = ("model", "cache", "scheduler", "parallel")
+"""The sections that mean something without a server."""
+
+_DEST = "config."  # a config field's place in the namespace, apart from the commands' own flags
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with whole flag names only, `_` read as `-` in them, and errors of one line that suggest the nearest name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else args
+        known, unknown = super().parse_known_args([_dashed(text) for text in given], namespace)
+        if unknown:
+            # Here, and not at the top of the tree of commands, because only here the command's own flags are known.
+            self.error(self._about_unknown(unknown[0]))
+        return known, []
+
+    def _about_unknown(self, text: str) -> str:
+        if not text.startswith("-"):
+            return f"unexpected argument {text!r}"
+        name = text.split("=")[0]
+        return f"unknown flag {name}{_nearest(name, list(self._option_string_actions))}"
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
+        if wrong := re.match(r"(\S+): invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            name, value, names = wrong[1], wrong[2], wrong[3].replace("'", "")
+            message = f"{name}: {value!r} is not one of {names}{_nearest(value, names.split(', '))}"
+        sys.stderr.write(f"octavo: error: {message}\n")
+        raise SystemExit(2)
+
+
+def _dashed(text: str) -> str:
+    name, equals, value = text.partition("=")
+    return name.replace("_", "-") + equals + value if re.fullmatch(r"--[A-Za-z][\w-]*", name) else text
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    import difflib  # only needed on the way out
+
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def add_config_flags(parser: argparse.ArgumentParser, only: Sequence[str] = (), *, positional: bool = True) -> None:
+    """Every knob of the sections named in `only` (all of them if empty). `positional`: MODEL may be given without a flag."""
+    for section, cls in sections():
+        if only and section not in only:
+            continue
+        group = parser.add_argument_group(section)
+        for knob in dataclasses.fields(cls):
+            if knob.metadata["flag"] == "MODEL":
+                _add_model(parser, group, knob, positional)
+            else:
+                _add_knob(group, knob)
+
+
+def _add_model(
+    parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]", positional: bool
+) -> None:
+    text = knob.metadata["help"]
+    if positional:
+        parser.add_argument(_DEST + "positional_model", metavar="MODEL", nargs="?", default=None, help=text)
+    group.add_argument("--model", dest=_DEST + knob.name, metavar="MODEL", default=argparse.SUPPRESS, help=text)
+
+
+def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") -> None:
+    options: dict[str, Any] = {
+        "dest": _DEST + knob.name,
+        "default": argparse.SUPPRESS,  # what is absent keeps the dataclass's default
+        "help": (knob.metadata["help"] + _show_default(knob)).replace("%", "%%"),
+    }
+    if knob.type is bool:
+        group.add_argument(*_names(knob), action=argparse.BooleanOptionalAction, **options)
+        return
+    choices = knob.metadata["choices"]
+    metavar = "{" + ",".join(choices) + "}" if choices else _metavar(knob)
+    group.add_argument(*_names(knob), type=_reader(knob), metavar=metavar, **options)
+
+
+def _names(knob: "dataclasses.Field[Any]") -> list[str]:
+    """`--name` for each name of the knob; a short alias such as `tp` may also be typed with one dash."""
+    names = (knob.metadata["flag"] or knob.name.replace("_", "-")).split(",")
+    return [f"--{name}" for name in names] + [f"-{name}" for name in names if len(name) <= 2]
+
+
+def _show_default(knob: "dataclasses.Field[Any]") -> str:
+    value = knob.default
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    elif knob.metadata["kind"] == "bytes" and isinstance(value, int) and value % 2**20 == 0:
+        value = f"{value // 2**20}M"
+    return f" (default: {value})" if value != "" else ""  # the help says what an empty value means
+
+
+def _metavar(knob: "dataclasses.Field[Any]") -> str:
+    if knob.metadata["kind"]:
+        return {"tokens": "N", "bytes": "BYTES"}[knob.metadata["kind"]]
+    match knob.type:
+        case builtins.int:
+            return "N"
+        case builtins.float:
+            return "X"
+        case _:
+            return knob.name.split("_")[-1].upper()
+
+
+def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
+    if knob.metadata["choices"]:
+        return one_of(knob.metadata["choices"])
+    if knob.metadata["kind"] == "tokens":
+        return lambda text: _automatic(text) or count(text)
+    if knob.metadata["kind"] == "bytes":
+        return lambda text: _automatic(text) or size(text)
+    match knob.type:
+        case builtins.int:
+            return whole
+        case builtins.float:
+            return number
+        case _:
+            return str
+
+
+def _automatic(text: str) -> str:
+    return AUTO if text.strip().lower() in (AUTO, "-1") else ""
+
+
+def one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(choices)}")
+        return text
+
+    return read
+
+
+def whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if value != value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def count(text: str) -> int:
+    """A number of things: 8192, 8k, 1.5k."""
+    value = _scaled(text, r"([0-9.]+)([km]?)", {"": 1, "k": 2**10, "m": 2**20})
+    if value is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a count: give 8192, 8k (k = 1024) or auto where it is offered"
+        )
+    return value
+
+
+def size(text: str) -> int:
+    """A number of bytes: 1048576, 512M, 1.5G, 2GiB. Not 2GB, which some read as 10^9 and some as 2^30."""
+    value = _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?", _UNITS)
+    if value is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"
+        )
+    return value
+
+
+def _scaled(text: str, pattern: str, units: Mapping[str, int]) -> int | None:
+    parts = re.fullmatch(pattern, text.strip().lower())
+    if not parts:
+        return None
+    try:
+        value = float(parts[1]) * units[parts[2] or ""] if "." in parts[1] else int(parts[1]) * units[parts[2] or ""]
+    except ValueError:  # "1.2.3"
+        return None
+    return int(value) if value == int(value) else None
+
+
+def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The config fields that were given as flags, by name: what `LLM(**options)` takes."""
+    given = {name.removeprefix(_DEST): value for name, value in vars(arguments).items() if name.startswith(_DEST)}
+    model = given.pop("positional_model", None)
+    if model is not None:
+        if given.get("model", model) != model:
+            raise ConfigError(f"two models are named: {model!r} and --model {given['model']!r}; give one")
+        given["model"] = model
+    return given
+
+
+def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
+    """The whole configuration. Raises ConfigError for a value out of range."""
+    options = options_from(arguments)
+    if "api_key" not in options and environ.get("OCTAVO_API_KEY"):
+        options["api_key"] = environ["OCTAVO_API_KEY"]
+    return replace(Config(), **options)

@@ -1,0 +1,188 @@
+"""A conversation in the terminal, with a model in this process or behind any OpenAI-compatible URL.
+Knows nothing of flags, and of the engine only LLM's two streaming verbs."""
+
+import json
+import signal
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from octavo.errors import ConfigError, EngineUnavailable, OctavoError, RequestFailed
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "max_tokens")
+"""Names that mean the same as a flag, as a field of SamplingParams and as a field of a request's body."""
+
+Message = dict[str, str]
+
+
+class TalkModel(Protocol):
+    def chat(self, messages: list[Message]) -> Iterator[str]:
+        """The answer, in pieces as they come."""
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        """The continuation, in pieces as they come."""
+
+
+class LocalModel:
+    """A model in this process."""
+
+    def __init__(self, options: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+        from octavo import LLM, SamplingParams
+
+        # Checked before the weights are loaded: a wrong temperature should not cost a start.
+        self._params = SamplingParams(**({"max_tokens": None} | dict(sampling)))
+        self._llm = LLM(**options)
+
+    def chat(self, messages: list[Message]) -> Iterator[str]:
+        return self._pieces(self._llm.stream_chat(messages, self._params))
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        return self._pieces(self._llm.stream(prompt, self._params))
+
+    def _pieces(self, deltas: Iterator[Any]) -> Iterator[str]:
+        # An exception thrown into the middle of a step would leave the engine half changed: note the wish, stop between two.
+        with _noted_interrupt() as interrupted:
+            for delta in deltas:
+                yield delta.text
+                if interrupted():
+                    getattr(deltas, "close", lambda: None)()
+                    raise KeyboardInterrupt
+
+
+@contextmanager
+def _noted_interrupt() -> Iterator[Any]:
+    """Within: Ctrl-C only makes the given function return True; a second Ctrl-C raises as usual."""
+    seen = False
+
+    def note(signum: int, frame: Any) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class RemoteModel:
+    """A model behind an OpenAI-compatible URL, spoken to with nothing but the standard library."""
+
+    def __init__(self, url: str, model: str, api_key: str, sampling: Mapping[str, Any]) -> None:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"--url {url!r} is not a URL: give http://HOST:PORT")
+        self._base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}/v1"
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+        loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        # A proxy has no business between us and a server on this machine.
+        proxies = [urllib.request.ProxyHandler({})] if loopback else []
+        self._opener = urllib.request.build_opener(*proxies)
+        self._sampling = dict(sampling)
+        self._model = model or self._first_model()
+
+    def chat(self, messages: list[Message]) -> Iterator[str]:
+        for chunk in self._events("/chat/completions", {"messages": messages}):
+            for choice in chunk.get("choices", []):
+                yield (choice.get("delta") or {}).get("content") or ""
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        for chunk in self._events("/completions", {"prompt": prompt}):
+            for choice in chunk.get("choices", []):
+                yield choice.get("text") or ""
+
+    def _first_model(self) -> str:
+        with self._open("/models", None) as response:
+            models = json.load(response).get("data", [])
+        if not models:
+            raise RequestFailed(f"{self._base} serves no model")
+        return str(models[0]["id"])
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"model": self._model, "stream": True} | self._sampling | body
+        with self._open(path, json.dumps(body).encode()) as response:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise RequestFailed(_error_text(chunk))
+                yield chunk
+        raise RequestFailed(f"{self._base} ended the answer early")
+
+    def _open(self, path: str, body: bytes | None) -> Any:
+        request = urllib.request.Request(self._base + path, body, self._headers)
+        try:
+            return self._opener.open(request)
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode(errors="replace")
+            with suppress(ValueError):
+                text = _error_text(json.loads(text))
+            raise RequestFailed(f"{self._base}{path} answered {error.code}: {text[:500] or error.reason}") from None
+        except urllib.error.URLError as error:
+            raise EngineUnavailable(f"cannot reach {self._base}: {error.reason}; is the server running?") from None
+
+
+def _error_text(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+# ── the conversation ────────────────────────────────────────────────────────────────────────────────
+
+
+def converse(model: TalkModel, system: str | None) -> int:
+    """Turns until the input ends. What was said so far, half answers included, is part of every later turn."""
+    history: list[Message] = [{"role": "system", "content": system}] if system else []
+    typed = sys.stdin.isatty()
+    if typed:
+        with suppress(ImportError):
+            import readline  # noqa: F401 line editing and history for input()
+        print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+    while (question := _next_question(typed)) is not None:
+        if question.strip():
+            _turn(model, history, question)
+    return 0
+
+
+def _next_question(typed: bool) -> str | None:
+    if not typed:
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    while True:
+        try:
+            return input("> ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()  # an unfinished line is thrown away, as in a shell
+
+
+def _turn(model: TalkModel, history: list[Message], question: str) -> None:
+    history.append({"role": "user", "content": question})
+    answer = ""
+    try:
+        for piece in model.chat(history):
+            answer += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pass
+    except OctavoError as error:
+        history.pop()  # a turn the model never saw must not be in the way of the next one
+        print(f"{answer and chr(10)}octavo: error: {error.message}", file=sys.stderr)
+        return
+    print()
+    history.append({"role": "assistant", "content": answer})
