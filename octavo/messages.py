@@ -206,6 +206,11 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_slots: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to carry out. (A plan may move pages and advance nobody.)"""
+        return not self.rows and not self.moves
+
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What a step sampled: one token for each True in the plan's `samples`, in that order."""

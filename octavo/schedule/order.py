@@ -1,0 +1,46 @@
+"""Who is next: the only policy seam of the scheduler. A policy maps a request to a key; the smallest key goes first.
+Knows nothing of rows, pages or budgets, and never allocates."""
+
+import heapq
+from collections.abc import Callable
+
+from octavo.schedule.request import Request
+
+Policy = Callable[[Request], int]
+
+
+def arrival(request: Request) -> int:
+    """Strict first come, first served. A preempted request keeps its place: before everything newer."""
+    return request.sequence
+
+
+class WaitingQueue:
+    """Requests in the policy's order. Adding and removing cost O(log n), looking at the head O(1)."""
+
+    def __init__(self, policy: Policy = arrival) -> None:
+        self._policy = policy
+        self._heap: list[tuple[int, int]] = []  # (key, sequence); entries of removed requests are skipped later
+        self._waiting: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.sequence in self._waiting
+
+    def add(self, request: Request) -> None:
+        self._waiting[request.sequence] = request
+        heapq.heappush(self._heap, (self._policy(request), request.sequence))
+
+    def head(self) -> Request | None:
+        while self._heap:
+            request = self._waiting.get(self._heap[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        del self._waiting[request.sequence]
+        if self._heap[0][1] == request.sequence:
+            heapq.heappop(self._heap)

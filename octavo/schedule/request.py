@@ -1,0 +1,67 @@
+"""Request: one sequence on its way through the scheduler. Private to schedule/; n choices are n Requests.
+Knows nothing of pages' owners, of time, or of text."""
+
+from octavo.messages import GenerateRequest, SamplingParams
+
+_MASK = 2**64 - 1
+
+
+class Request:
+    """`length` tokens exist, `computed` of them have (or will have, by a plan already issued) keys and values."""
+
+    __slots__ = (
+        "capacity",
+        "computed",
+        "epoch",
+        "followers",
+        "id",
+        "index",
+        "is_finished",
+        "is_swapped",
+        "max_len",
+        "min_len",
+        "num_cached",
+        "num_preemptions",
+        "num_published",
+        "params",
+        "pending",
+        "prompt_len",
+        "row",
+        "seed",
+        "sequence",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, sequence: int, source: GenerateRequest, index: int) -> None:
+        params = source.params
+        assert params.max_tokens is not None and params.seed is not None, "resolved at the door"
+        self.sequence = sequence  # arrival order over all requests; also the cache's name for it
+        self.id, self.index = source.id, index
+        self.params: SamplingParams = params
+        self.seed = choice_seed(params.seed, index)
+        self.stop_ids = source.stop_ids
+        self.tokens = list(source.prompt_ids)  # prompt and output, as far as known here
+        self.prompt_len = len(self.tokens)
+        self.max_len = self.prompt_len + params.max_tokens
+        self.min_len = self.prompt_len + params.min_tokens
+        self.computed = 0
+        self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
+        self.epoch = 0  # times it left its row; results of an older epoch own no pages
+        self.row = -1  # −1: waiting
+        self.capacity = 0  # positions below this can be written without asking the cache
+        self.num_published = 0  # positions below this were offered to the prefix cache
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.is_swapped = False
+        self.is_finished = False
+        self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.pending
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over 64 bits."""
+    return (seed + index * 0x9E3779B97F4A7C15) & _MASK

@@ -1,0 +1,310 @@
+"""Continuous batching, first come first served: plan() decides a step, commit() learns what it sampled.
+Knows nothing of tensors, text, clocks or processes; one plan may be in flight while the next is made.
+
+The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
+Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
+When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes."""
+
+from collections import deque
+from typing import Literal, NamedTuple
+
+from octavo.cache import KVCache
+from octavo.messages import Entering, Finish, FinishReason, GenerateRequest, PageMove, StepPlan, StepResult, TokenDelta
+from octavo.schedule.order import Policy, WaitingQueue, arrival
+from octavo.schedule.request import Request
+
+WaitReason = Literal["rows", "pages", "budget"]
+
+
+class _Issued(NamedTuple):
+    """What commit() must remember of a plan: its rows' requests, as they were."""
+
+    requests: list[Request]
+    epochs: list[int]
+    forking: list[Request]  # leaders whose prompt this plan completes
+
+
+class Scheduler:
+    def __init__(
+        self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
+    ) -> None:
+        """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
+        self.cache = cache
+        self.max_rows, self.max_step_tokens, self.swap_min_tokens = max_rows, max_step_tokens, swap_min_tokens
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []  # oldest first
+        self.head_waits_for: WaitReason | None = None  # why the queue's head was not admitted; all behind it wait for order
+        self.num_preemptions = 0
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
+        self._in_flight: deque[_Issued] = deque()
+        self._leaves: list[int] = []
+        self._next_sequence = 0
+        self._step = 0
+
+    # ── what the loop calls ──
+
+    def add(self, source: GenerateRequest) -> None:
+        assert source.params.n <= self.max_rows, "refused at the door"
+        choices = [Request(self._next_sequence + i, source, i) for i in range(source.params.n)]
+        self._next_sequence += len(choices)
+        self._groups[source.id] = choices
+        leader, *leader.followers = choices
+        self.waiting.add(leader)
+
+    def abort(self, request_id: str) -> bool:
+        """Free everything the request holds, now. False: it is not here (any more)."""
+        choices = self._groups.get(request_id)
+        for request in list(choices or ()):
+            self._finish(request)
+        return choices is not None
+
+    def plan(self) -> StepPlan:
+        draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [])
+        issued = _Issued([], [], [])
+        budget = self._plan_running(draft, issued)
+        if budget >= 0:
+            self._plan_admissions(draft, issued, budget)
+        for leader in issued.forking:  # last: a choice reads what its leader writes, so it may start in the next step
+            self._fork(leader, draft)
+        if not draft.is_empty:
+            self._in_flight.append(issued)
+            self._leaves = []
+            self._step += 1
+        return draft
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
+        issued = self._in_flight.popleft()
+        tokens = iter(result.tokens)
+        deltas: list[TokenDelta] = []
+        page_size = self.cache.page_size
+        for request, epoch, start, count, samples in zip(
+            issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
+        ):
+            token = next(tokens) if samples else -1
+            if request.is_finished:
+                continue
+            if samples:
+                request.tokens.append(token)
+                request.pending -= 1
+            if epoch == request.epoch and start + count - request.num_published >= page_size:
+                self._publish(request, start + count)
+            if samples:
+                if len(request.tokens) >= request.max_len or token in request.stop_ids:
+                    deltas.append(self._ended(request, token))
+                else:
+                    deltas.append(TokenDelta(request.id, request.index, [token]))
+        return deltas
+
+    @property
+    def num_requests(self) -> int:
+        """Choices that are not finished, wherever they are."""
+        return sum(map(len, self._groups.values()))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._groups
+
+    def request_ids(self) -> list[str]:
+        return list(self._groups)
+
+    def slot_use(self) -> tuple[int, int]:
+        """(slots that hold a token, slots allocated), over the pages owned now. Walks every page: not for every step."""
+        page_size = self.cache.page_size
+        filled: dict[int, int] = {}
+        for request in self.running:
+            for i, page in enumerate(self.cache.tables.get(request.sequence, ())):
+                held = min(max(request.computed - i * page_size, 0), page_size)
+                filled[page] = max(filled.get(page, 0), held)
+        return sum(filled.values()), len(filled) * page_size
+
+    # ── planning ──
+
+    def _plan_running(self, draft: StepPlan, issued: _Issued) -> int:
+        """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
+        budget = self.max_step_tokens
+        preemptions = self.num_preemptions
+        for request in self.running[:]:
+            if budget == 0:
+                break
+            length = len(request.tokens) + request.pending
+            count = length - request.computed
+            # row < 0: preempted a moment ago, by an older one. Sated: its last token is on its way.
+            # count 0: a choice that waits to fork from its leader.
+            if request.row < 0 or length >= request.max_len or count == 0:
+                continue
+            if count > budget:
+                count = budget
+            if request.computed + count > request.capacity and not self._grow(request, count, draft):
+                continue
+            self._issue(request, count, draft, issued)
+            budget -= count
+        return budget if preemptions == self.num_preemptions else -1
+
+    def _plan_admissions(self, draft: StepPlan, issued: _Issued, budget: int) -> None:
+        self.head_waits_for = None
+        while (request := self.waiting.head()) is not None:
+            self.head_waits_for = self._admit(request, budget, draft)
+            if self.head_waits_for is not None:
+                return
+            count = min(request.length - request.computed, budget)
+            self._issue(request, count, draft, issued)
+            budget -= count
+
+    def _admit(self, request: Request, budget: int, draft: StepPlan) -> WaitReason | None:
+        """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
+        if budget == 0:
+            return "budget"
+        if len(self._free_rows) < 1 + len(request.followers):
+            return "rows"
+        assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
+        # Room for half of the running requests to grow by a page: entering only to be thrown out again costs twice.
+        spare = len(self.running) // 2
+        if request.is_swapped:
+            transfer = self.cache.swap_in(request.sequence, len(request.tokens), spare)
+            if transfer is None:
+                return "pages"
+            for host, device in zip(transfer.host, transfer.device, strict=True):
+                draft.moves.append(PageMove("in", host, device))
+            pages = transfer.pages
+            request.is_swapped = False
+        else:
+            admission = self.cache.admit(request.sequence, request.tokens, spare)
+            if admission is None:
+                return "pages"
+            pages = admission.pages
+            request.computed = request.num_published = admission.num_cached
+            if request.num_preemptions == 0:
+                request.num_cached = admission.num_cached
+        self.waiting.remove(request)
+        self._seat(request)
+        request.capacity = len(pages) * self.cache.page_size
+        draft.enters.append(self._entering(request, pages))
+        for follower in request.followers:
+            self._seat(follower)
+            follower.computed = follower.prompt_len  # nothing to do until it forks
+        return None
+
+    def _issue(self, request: Request, count: int, draft: StepPlan, issued: _Issued) -> None:
+        start = request.computed
+        end = start + count
+        samples = end == len(request.tokens) + request.pending
+        draft.rows.append(request.row)
+        draft.starts.append(start)
+        draft.counts.append(count)
+        draft.samples.append(samples)
+        issued.requests.append(request)
+        issued.epochs.append(request.epoch)
+        request.computed = end
+        if samples:
+            request.pending += 1
+        if count > 1:
+            # Known tokens: later requests may share these pages from this very step on, because a step
+            # writes all of its keys and values before any row reads them.
+            self._publish(request, min(end, len(request.tokens)))
+        if request.followers and end >= request.prompt_len:
+            issued.forking.append(request)
+
+    def _grow(self, request: Request, count: int, draft: StepPlan) -> bool:
+        """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
+        start, end = request.computed, request.computed + count
+        while (growth := self.cache.extend(request.sequence, start, end)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        if growth.copied is not None:
+            draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
+        for slot, page in zip(growth.slots, growth.pages, strict=True):
+            draft.page_rows.append(request.row)
+            draft.page_slots.append(slot)
+            draft.page_ids.append(page)
+        request.capacity = self.cache.capacity(request.sequence)
+        return True
+
+    def _fork(self, leader: Request, draft: StepPlan) -> None:
+        """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
+        in the next step, to sample after it. Whoever writes first into the page they share copies it."""
+        for follower in leader.followers:
+            pages = self.cache.fork(leader.sequence, follower.sequence, leader.prompt_len - 1)
+            follower.computed = follower.capacity = leader.prompt_len - 1
+            follower.num_published = follower.computed // self.cache.page_size * self.cache.page_size
+            follower.num_cached = leader.num_cached
+            draft.enters.append(self._entering(follower, pages))
+        leader.followers = []
+        leader.capacity = leader.computed
+
+    def _publish(self, request: Request, computed: int) -> None:
+        self.cache.publish(request.sequence, request.tokens, computed)
+        request.num_published = computed // self.cache.page_size * self.cache.page_size
+
+    def _entering(self, request: Request, pages: list[int]) -> Entering:
+        return Entering(
+            request.row, list(request.tokens), request.prompt_len, request.params, request.seed, request.stop_ids, pages
+        )
+
+    # ── coming and going ──
+
+    def _seat(self, request: Request) -> None:
+        request.row = self._free_rows.pop()
+        self.running.append(request)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self._leaves.append(request.row)
+        self._free_rows.append(request.row)
+        request.row = -1
+        request.epoch += 1
+
+    def _preempt(self, request: Request, draft: StepPlan) -> None:
+        """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self._leave(request)
+        if request.sequence in self.cache.tables:
+            transfer = None
+            if request.computed >= max(1, self.swap_min_tokens):
+                transfer = self.cache.swap_out(request.sequence, request.computed)
+            if transfer is None:
+                self.cache.release(request.sequence)
+                request.computed = 0
+            else:
+                request.is_swapped = True
+                for device, host in zip(transfer.device, transfer.host, strict=True):
+                    draft.moves.append(PageMove("out", device, host))
+        else:  # it had not forked yet: from now on it is a request of its own
+            request.computed = 0
+            self._leader_of(request).followers.remove(request)
+        request.num_published = 0
+        self.waiting.add(request)
+
+    def _leader_of(self, follower: Request) -> Request:
+        return next(request for request in self._groups[follower.id] if follower in request.followers)
+
+    def _ended(self, request: Request, token: int) -> TokenDelta:
+        """The delta of a token that may be the last: a stop id, or the one that fills the request."""
+        reason: FinishReason
+        if token in request.stop_ids and len(request.tokens) >= request.min_len:
+            reason, stop_token = "stop", token
+        elif len(request.tokens) >= request.max_len:
+            reason, stop_token = "length", None
+        else:
+            return TokenDelta(request.id, request.index, [token])
+        self._finish(request)
+        finish = Finish(reason, stop_token, request.num_cached, request.num_preemptions)
+        return TokenDelta(request.id, request.index, [token], finish)
+
+    def _finish(self, request: Request) -> None:
+        """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
+        request.is_finished = True
+        if request.row >= 0:
+            self._leave(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        if request.is_swapped or request.sequence in self.cache.tables:
+            self.cache.release(request.sequence)
+        choices = self._groups[request.id]
+        choices.remove(request)
+        if not choices:
+            del self._groups[request.id]

@@ -1,0 +1,149 @@
+"""One random workload through scheduler, cache and oracle device, with every invariant checked at every step."""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from octavo.cache import KVCache
+from octavo.messages import GenerateRequest, SamplingParams
+from octavo.schedule import Scheduler
+from octavo.schedule.request import choice_seed
+
+from tests.schedule.oracle import OracleDevice, reference
+
+
+@dataclass
+class Tally:
+    preemptions: int = 0
+    swaps: int = 0
+    copies: int = 0
+    forks: int = 0
+    hits: int = 0
+    aborts: int = 0
+
+
+@dataclass
+class Workload:
+    """Everything that is random about a case, drawn from one seed."""
+
+    seed: int
+    scheduler_type: type[Scheduler] = Scheduler
+    cache_type: type[KVCache] = KVCache
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        r = self.random = random.Random(self.seed)
+        self.page_size = r.choice([1, 2, 3, 4])
+        self.depth = r.choice([0, 1])
+        self.budget = r.choice([1, 2, 3, 8, 32])
+        self.rows = r.choice([1, 2, 3, 5, 9])
+        longest = r.choice([6, 12, 20])
+        self.num_pages = -(-2 * longest // self.page_size) + r.choice([0, 1, 3, 20])
+        host_pages = r.choice([0, 0, 3, 30])
+        self.cache = self.cache_type(self.num_pages, self.page_size, host_pages, r.random() < 0.8)
+        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, r.choice([0, 4]))
+        self.device = OracleDevice(self.page_size, self.rows)
+        stems = [[r.randrange(3) for _ in range(longest)] for _ in range(2)]
+        self.arrivals: list[tuple[int, GenerateRequest]] = []
+        for i in range(r.randrange(1, 12)):
+            kept = r.randrange(0, longest - 1)
+            prompt = r.choice(stems)[:kept] + [r.randrange(3) for _ in range(r.randrange(1, longest - kept))]
+            max_tokens = r.randrange(1, longest)
+            params = SamplingParams(
+                n=r.randrange(1, min(4, self.rows) + 1) if r.random() < 0.4 else 1,
+                seed=r.randrange(5),
+                max_tokens=max_tokens,
+                min_tokens=r.choice([0, r.randrange(max_tokens + 1)]),
+            )
+            stop_ids = r.choice([[], [5], [5, 6]])
+            self.arrivals.append((r.randrange(0, 25), GenerateRequest(f"r{i}", prompt, params, stop_ids)))
+        self.arrivals.sort(key=lambda pair: pair[0])
+
+    def run(self) -> Tally:
+        r, scheduler = self.random, self.scheduler
+        sources = {request.id: request for _, request in self.arrivals}
+        got: dict[tuple[str, int], list[int]] = {
+            (request.id, index): [] for request in sources.values() for index in range(request.params.n)
+        }
+        finished: dict[tuple[str, int], str] = {}
+        aborted: set[str] = set()
+        flight: deque = deque()
+        step = 0
+        while self.arrivals or not scheduler.is_idle or flight:
+            while self.arrivals and self.arrivals[0][0] <= step:
+                scheduler.add(self.arrivals.pop(0)[1])
+            if r.random() < 0.03 and not scheduler.is_idle:
+                victim = r.choice(sorted(scheduler.request_ids()))
+                assert scheduler.abort(victim)
+                aborted.add(victim)
+                self.tally.aborts += 1
+            if r.random() < 0.01:
+                self.cache.reset_prefixes()
+            plan = scheduler.plan()
+            assert sum(plan.counts) <= self.budget, "over budget"
+            self._count(plan)
+            if not plan.is_empty:
+                flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
+            while len(flight) > self.depth or (flight and plan.is_empty):
+                for delta in scheduler.commit(*flight.popleft()):
+                    key = (delta.request_id, delta.index)
+                    assert delta.request_id not in aborted, "a delta after the abort"
+                    assert key not in finished, "a delta after the end"
+                    got[key] += delta.token_ids
+                    if delta.finish is not None:
+                        finished[key] = delta.finish.reason
+            self.check_invariants()
+            step += 1
+            assert step < 5000, "livelock"
+        for (request_id, index), tokens in got.items():
+            source = sources[request_id]
+            seed = choice_seed(source.params.seed, index)
+            want = reference(
+                source.prompt_ids, seed, source.params.max_tokens, source.stop_ids, source.params.min_tokens
+            )
+            if request_id in aborted and (request_id, index) not in finished:
+                assert tokens == want[: len(tokens)], f"aborted output of {request_id}/{index}"
+            else:
+                assert tokens == want, f"output of {request_id}/{index}: {tokens} != {want}"
+                stopped = want[-1] in source.stop_ids and len(want) >= source.params.min_tokens
+                assert finished[request_id, index] == ("stop" if stopped else "length")
+        self._check_all_returned()
+        self.tally.preemptions = scheduler.num_preemptions
+        self.tally.hits = self.cache.hit_tokens
+        return self.tally
+
+    def check_invariants(self) -> None:
+        scheduler, pool = self.scheduler, self.cache.pool
+        owners = Counter(page for table in self.cache.tables.values() for page in table)
+        for page in range(self.num_pages):
+            assert pool.refs[page] == owners[page], "reference count drift"
+            states = (pool.refs[page] > 0) + (page in pool.blank) + (page in pool.cached)
+            assert states == 1, "a page is in exactly one state"
+            if page in pool.cached:
+                assert pool.keys[page] is not None, "cached without a key"
+        assert len(pool.blank) == len(set(pool.blank)), "page twice in the blank list"
+        for key, page in pool.index.items():
+            assert pool.keys[page] == key, "index drift"
+        running = [request.sequence for request in scheduler.running]
+        assert running == sorted(running), "running is oldest first"
+        waiting = [request.sequence for request in scheduler.waiting._waiting.values()]
+        assert not running or not waiting or max(running) < min(waiting), "overtaking"
+        rows = [request.row for request in scheduler.running] + scheduler._free_rows
+        assert sorted(rows) == list(range(self.rows)), "row drift"
+        host = self.cache.host_free + [page for table in self.cache.host_tables.values() for page in table]
+        assert len(host) == len(set(host)), "host page owned twice"
+        filled, allocated = scheduler.slot_use()
+        pages = {page for table in self.cache.tables.values() for page in table}
+        assert allocated == len(pages) * self.page_size and 0 <= filled <= allocated
+
+    def _check_all_returned(self) -> None:
+        pool = self.cache.pool
+        assert all(count == 0 for count in pool.refs) and pool.num_free == self.num_pages, "pages leaked"
+        assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
+        assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
+        assert not len(self.scheduler.waiting) and not self.scheduler.running
+
+    def _count(self, plan) -> None:
+        self.tally.swaps += sum(move.kind == "out" for move in plan.moves)
+        self.tally.copies += sum(move.kind == "copy" for move in plan.moves)
+        self.tally.forks += sum(enter.row not in plan.rows for enter in plan.enters)
