@@ -1,6 +1,7 @@
 """The GGUF container: metadata and the directory of tensors, memory-mapped.
 Knows nothing of models, tokenizers, torch, or what the packed bytes mean."""
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -16,8 +17,12 @@ _STRING, _ARRAY = 8, 9
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210),
-    16: ("IQ2_XXS", 256, 66), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136),
+    9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
+    24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 
 
@@ -35,24 +40,27 @@ class GGUFFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            if size < 24:
-                raise ConfigError(f"{path} is no GGUF file: it has only {size} bytes")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            with open(path, "rb") as file:
+                self.size = file.seek(0, 2)
+                if self.size < 24:
+                    raise ConfigError(f"{path} is no GGUF file: it has only {self.size} bytes")
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
         self._at = 0
         try:
-            self._read_header(size)
-        except (struct.error, IndexError, UnicodeDecodeError, OverflowError) as error:
+            self._read_header()
+        except (struct.error, IndexError, OverflowError, RecursionError) as error:
             raise ConfigError(
-                f"{path} is truncated or corrupt near byte {self._at} of {size}: fetch it again"
+                f"{path} is truncated or corrupt near byte {self._at} of {self.size}: fetch it again"
             ) from error
 
     def bytes_of(self, name: str) -> memoryview:
         entry = self.tensors[name]
         return memoryview(self._map)[entry.offset : entry.offset + entry.num_bytes]
 
-    def _read_header(self, size: int) -> None:
+    def _read_header(self) -> None:
         if self._map[:4] != b"GGUF":
             raise ConfigError(f"{self.path} is no GGUF file: it starts with {self._map[:4]!r}")
         self._at = 4
@@ -62,21 +70,28 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {self._string(): self._value(self._scalar("<I")) for _ in range(num_keys)}
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
+            raise ConfigError(f"{self.path} is corrupt: general.alignment is {alignment}; fetch it again")
         base = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, TensorEntry] = {}
-        for name, shape, kind, offset in entries:
-            if kind not in TYPES:
-                raise ConfigError(f"{self.path}: tensor {name} has the unknown type {kind}")
-            type_name, block, block_bytes = TYPES[kind]
-            num = 1
-            for extent in shape:
-                num *= extent
-            entry = TensorEntry(name, shape, type_name, base + offset, num // block * block_bytes)
-            if entry.offset + entry.num_bytes > size:
-                raise ConfigError(
-                    f"{self.path} is truncated: tensor {name} ends at byte {entry.offset + entry.num_bytes}, the file has {size}: fetch it again"
-                )
-            self.tensors[name] = entry
+        self.tensors: dict[str, TensorEntry] = {
+            name: self._placed(name, shape, kind, base + offset) for name, shape, kind, offset in entries
+        }
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
+        if kind not in TYPES:
+            raise ConfigError(f"{self.path}: tensor {name} has the unknown type {kind}")
+        type_name, block, block_bytes = TYPES[kind]
+        # Blocks never cross a row; decoders reinterpret bytes in place, which needs the alignment the format promises.
+        if (shape[-1] if shape else 1) % block or offset % 8:
+            raise ConfigError(
+                f"{self.path} is corrupt: tensor {name} ({type_name}, {shape}) is misplaced; fetch it again"
+            )
+        end = offset + math.prod(shape) // block * block_bytes
+        if end > self.size:
+            raise ConfigError(
+                f"{self.path} is truncated: tensor {name} ends at byte {end}, the file has {self.size}: fetch it again"
+            )
+        return TensorEntry(name, shape, type_name, offset, end - offset)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
