@@ -1,0 +1,93 @@
+"""A resolved model → its configuration and a stream of its tensors, whatever the format.
+Knows nothing of layers or ranks; opening a folder does not load torch, opening a GGUF file loads its family file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.errors import ConfigError
+from octavo.gguf import GGUFFile
+from octavo.weights import folder
+from octavo.weights.source import ModelSource, local
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Weights(Protocol):
+    """One format's reader."""
+
+    stored_dtype: str
+    num_bytes: int
+
+    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    config: dict[str, Any]  # in the shape of a config.json, "model_type" included
+    stored_dtype: str  # "float32", "float16" or "bfloat16": the arithmetic type nearest to what is stored
+    num_bytes: int  # of the weights as stored; 0 where there are none
+    weights: Weights | None  # None: only a configuration, opened to be filled with random weights
+
+    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep."""
+        assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
+        return self.weights.tensors(device, dtype)
+
+
+def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool = False) -> Checkpoint:
+    """Reads configuration and headers, no tensor: damaged or unreadable files are refused here, in one line."""
+    if isinstance(source, Path):
+        source = local(source, allow_missing_weights=allow_missing_weights)
+    if source.kind == "gguf":
+        return _open_gguf(source.path)
+    return _open_folder(source.path, allow_missing_weights)
+
+
+def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
+    from octavo.weights.safetensors_files import SafetensorsFiles
+
+    config = folder.read_config(path)
+    if allow_missing_weights:
+        return Checkpoint(config, _configured_dtype(config), 0, None)
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        raise ConfigError(
+            f"{path} is quantised ({method}), which cannot be read yet: pass the model's unquantised checkpoint, or a GGUF file"
+        )
+    weights = SafetensorsFiles(path)
+    return Checkpoint(config, weights.stored_dtype, weights.num_bytes, weights)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GGUFFile(path)
+    family_name = file.metadata.get("general.architecture")
+    if not isinstance(family_name, str):
+        raise ConfigError(f"{path} names no general.architecture: it is not a model")
+    if file.metadata.get("split.count", 1) > 1:
+        raise ConfigError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
+    if not file.tensors:
+        raise ConfigError(f"{path} holds a vocabulary and no weights: pass the whole model")
+
+    from octavo.models import load_family
+
+    family = load_family(family_name)
+    if not hasattr(family, "gguf_config"):
+        raise ConfigError(
+            f"{path}: {family_name} models cannot be read from GGUF files: pass a folder with safetensors"
+        )
+    config = family.gguf_config(file.metadata)
+
+    from octavo.weights.gguf_tensors import GGUFTensors
+
+    weights = GGUFTensors(file, family, config)
+    return Checkpoint(config, weights.stored_dtype, weights.num_bytes, weights)
+
+
+def _configured_dtype(config: dict[str, Any]) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    return name if name in ("float32", "float16", "bfloat16") else "float32"

@@ -1,0 +1,77 @@
+"""A model repository on a Hugging Face style hub → a local folder.
+Knows nothing of what the files mean; the library it wraps reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE."""
+
+import re
+from pathlib import Path
+
+from octavo.errors import ConfigError
+
+# One segment is a repository of the hub's early days ("gpt2"), two are owner/name.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
+
+_SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+_WEIGHTS = ["*.safetensors"]
+# Subfolders and consolidated files hold the same weights again, in other layouts.
+_NOT_WANTED = ["*/*", "consolidated*", "adapter_model*"]
+
+
+def looks_like_hub_id(name: str) -> bool:
+    return _HUB_ID.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def fetch(hub_id: str, revision: str = "", *, weights: bool = True) -> Path:
+    """The folder that holds the repository's files, downloaded as far as they are not in the hub's cache."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    endpoint = constants.ENDPOINT
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision or None,
+                allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
+                ignore_patterns=_NOT_WANTED,
+            )
+        )
+    except GatedRepoError as error:  # a RepositoryNotFoundError too: first
+        raise ConfigError(
+            f"{hub_id} is gated: accept its terms at {endpoint}/{hub_id} and set HF_TOKEN to a token that may read it"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{hub_id!r} is neither a file or folder here nor a model at {endpoint}: "
+            "check the name (a private model needs HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(f"{hub_id} has no revision {revision!r} at {endpoint}: change --revision") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ConfigError(_unreachable(hub_id, endpoint, constants.HF_HUB_OFFLINE, error)) from error
+    except Exception as error:  # the library lets through whatever its HTTP stack raises, which differs by version
+        raise ConfigError(
+            f"cannot fetch {hub_id} from {endpoint} ({_first_line(error)}): try again, or pass a local model folder"
+        ) from error
+
+
+def _unreachable(hub_id: str, endpoint: str, offline: bool, error: Exception) -> str:
+    if offline:
+        return (
+            f"{hub_id!r} is no file or folder here and not (or not wholly) in the hub cache, and HF_HUB_OFFLINE is set: "
+            "unset it once to download the model, or pass a local model folder"
+        )
+    cause = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
+    return (
+        f"{hub_id!r} is no file or folder here, and {endpoint} cannot be reached{cause}: "
+        "check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,90 @@
+"""Safetensors files, one or many, as a stream of named tensors, one at a time, memory-mapped.
+Knows nothing of models; until tensors() is called, nothing of torch either."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import ConfigError
+from octavo.weights.folder import WeightFiles, find_weights
+
+if TYPE_CHECKING:
+    import torch
+
+# stored type → (bytes in an element, the arithmetic type that holds it; "" for what is no weight)
+_TYPES = {
+    "F64": (8, "float32"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "I64": (8, ""), "I32": (4, ""), "I16": (2, ""), "I8": (1, ""), "U8": (1, ""), "BOOL": (1, ""),
+}  # fmt: skip
+
+
+class SafetensorsFiles:
+    """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken."""
+
+    def __init__(self, folder: Path) -> None:
+        files = find_weights(folder)
+        self._plan: list[tuple[Path, tuple[str, ...]]] = []
+        self.num_bytes = 0
+        bytes_of: Counter[str] = Counter()
+        owner: dict[str, Path] = {}
+        for path in files.paths:
+            with _opened(path, "numpy") as file:
+                names = _wanted(file, path, files)
+                for name in names:
+                    if name in owner:
+                        raise ConfigError(f"{name} is both in {owner[name]} and in {path}: keep one of the files")
+                    owner[name] = path
+                    dtype, num_bytes = _measure(file, path, name)
+                    self.num_bytes += num_bytes
+                    bytes_of[dtype] += num_bytes
+            self._plan.append((path, names))
+        del bytes_of[""]
+        if not bytes_of:
+            raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
+        self.stored_dtype = bytes_of.most_common(1)[0][0]
+
+    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep."""
+        for path, names in self._plan:
+            with _opened(path, "pt") as file:
+                for name in names:
+                    tensor: torch.Tensor = file.get_tensor(name)
+                    yield name, tensor.to(device, dtype if tensor.is_floating_point() else None)
+
+
+def _opened(path: Path, framework: str) -> Any:
+    try:
+        return safe_open(path, framework=framework)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _wanted(file: Any, path: Path, files: WeightFiles) -> tuple[str, ...]:
+    there = tuple(file.keys())
+    if files.names is None:
+        return there
+    wanted = files.names[path]
+    missing = sorted(set(wanted) - set(there))
+    if missing:
+        raise ConfigError(f"{path} lacks the tensor {missing[0]} that the index puts there: fetch both again")
+    return wanted
+
+
+def _measure(file: Any, path: Path, name: str) -> tuple[str, int]:
+    entry = file.get_slice(name)
+    stored = entry.get_dtype()
+    if stored not in _TYPES:
+        raise ConfigError(
+            f"{path}: tensor {name} is stored as {stored}, which cannot be read; "
+            "pass a checkpoint in F32, F16 or BF16, or a GGUF file"
+        )
+    element_bytes, dtype = _TYPES[stored]
+    return dtype, element_bytes * math.prod(entry.get_shape())
