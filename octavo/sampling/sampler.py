@@ -1,0 +1,68 @@
+"""Sampler: logits of the sampled positions → one token each.
+Knows nothing of requests or pages; reads rows' parameters from SamplingState and their tokens from the token table."""
+
+import numpy as np
+import torch
+
+from octavo.sampling import minimum, penalties
+from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
+from octavo.sampling.randomness import uniforms
+from octavo.sampling.state import Ints, SamplingState
+
+
+def sample(
+    logits: torch.Tensor,  # [S, V]; may be changed
+    tokens: torch.Tensor,  # [rows, W] the token table
+    state: SamplingState,
+    rows: Ints,  # [S] the row of each
+    lens: Ints,  # [S] tokens each row holds = position of the token to sample
+) -> torch.Tensor:
+    """Token ids [S] int64. Greedy rows pay for an argmax and nothing else."""
+    logits = _edited(logits, tokens, state, rows, lens)
+    greedy = state.greedy[rows]
+    if greedy.all():
+        return _argmax(logits)
+    result = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    filtered = (state.top_k[rows] < state.vocab_size) | (state.top_p[rows] < 1.0)
+    for group, choose in ((~greedy & filtered, draw_filtered), (~greedy & ~filtered, draw_from_all)):
+        if group.any():
+            at = torch.from_numpy(group.nonzero()[0]).to(logits.device)
+            result[at] = choose(logits[at].float(), _draws(state, rows[group], lens[group], logits.device))
+    if greedy.any():
+        at = torch.from_numpy(greedy.nonzero()[0]).to(logits.device)
+        result[at] = _argmax(logits[at])
+    return result
+
+
+def _edited(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> torch.Tensor:
+    """The logits with every row's penalties and bans applied."""
+    penalised = state.penalised[rows]
+    if penalised.any():
+        at = penalised.nonzero()[0]
+        # Penalties are small against 16-bit steps of a large logit.
+        logits = logits.float()
+        penalties.apply(logits, tokens, state, at, rows[at], lens[at])
+    early = lens < state.min_len[rows]
+    if early.any():
+        at = early.nonzero()[0]
+        minimum.apply(logits, state, at, rows[at])
+    return logits
+
+
+def _draws(state: SamplingState, rows: Ints, lens: Ints, device: torch.device) -> Draws:
+    columns = (
+        state.temperature[rows],
+        state.top_k[rows],
+        state.top_p[rows],
+        state.min_p[rows],
+        uniforms(state.seed[rows], lens),
+    )
+    return Draws(*(torch.from_numpy(column).to(device) for column in columns))
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """[S]: the likeliest id of each row; of equals the lowest."""
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        # numpy's argmax is vectorised; torch's CPU one takes about ten times as long.
+        return torch.from_numpy(np.argmax(logits.numpy(), axis=-1))
+    return logits.argmax(-1)

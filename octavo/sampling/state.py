@@ -1,0 +1,53 @@
+"""SamplingState: every row's sampling parameters as columns, so that a step reads them with one gather each.
+Knows nothing of logits or of how the parameters are applied."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.messages import SamplingParams
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class SamplingState:
+    """Columns are indexed by row; a row's values are those of its latest occupant."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.greedy = np.ones(max_rows, dtype=np.bool_)
+        self.temperature = np.zeros(max_rows, dtype=np.float64)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)  # vocab_size: no limit
+        self.top_p = np.ones(max_rows, dtype=np.float64)
+        self.min_p = np.zeros(max_rows, dtype=np.float64)
+        self.seed = np.zeros(max_rows, dtype=np.int64)
+        self.presence = np.zeros(max_rows, dtype=np.float64)
+        self.frequency = np.zeros(max_rows, dtype=np.float64)
+        self.repetition = np.ones(max_rows, dtype=np.float64)
+        self.penalised = np.zeros(max_rows, dtype=np.bool_)
+        self.prompt_len = np.zeros(max_rows, dtype=np.int64)
+        self.min_len = np.zeros(max_rows, dtype=np.int64)  # prompt + min_tokens: shorter rows may not stop
+        self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
+
+    def enter(self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int]) -> None:
+        """Give `row` its new occupant's parameters."""
+        limited = 0 < params.top_k < self.vocab_size
+        # The most likely token alone is left by a top_k of 1: the same choice as greedy, for the price of one argmax.
+        self.greedy[row] = params.temperature == 0.0 or params.top_k == 1
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k if limited else self.vocab_size
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = seed
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.repetition[row] = params.repetition_penalty
+        self.penalised[row] = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (
+            0,
+            0,
+            1,
+        )
+        self.prompt_len[row] = prompt_len
+        self.min_len[row] = prompt_len + params.min_tokens
+        # A stop id that the model cannot produce needs no mask.
+        self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
