@@ -139,20 +139,19 @@ class EngineMetrics:
                     choice.first = now
                     self._first_token.observe(now - request.arrived)
             if delta.finish is not None:
-                self._finish(request, delta, now)
+                self._finish(delta.request_id, delta.index, delta.finish.reason, now)
         self._generation_tokens += num_tokens
         for last, times in num_by_last.items():
             self._inter_token.observe(now - last, times)
 
-    def aborted(self, request_id: str, now: float) -> None:
-        """The client left, or found a stop string: no more deltas of this request will come."""
-        request = self._open.pop(request_id, None)
+    def aborted(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
+        """No more deltas of this choice (−1: of the request) will come: the client left, or found a stop string."""
+        request = self._open.get(request_id)
         if request is None:
             return
-        for choice in request.choices:
-            if choice is not _FINISHED:
-                self._finish_choice(request, choice, "abort", now)
-        self._finish_request(request)
+        for at in range(len(request.choices)) if index < 0 else (index,):
+            if request.choices[at] is not _FINISHED:
+                self._finish(request_id, at, reason, now)
 
     # ── called for a scrape ─────────────────────────────────────────────────────────────────────────
 
@@ -165,13 +164,13 @@ class EngineMetrics:
 
     # ── private ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _finish(self, request: _Open, delta: TokenDelta, now: float) -> None:
-        assert delta.finish is not None
-        self._finish_choice(request, request.choices[delta.index], delta.finish.reason, now)
-        request.choices[delta.index] = _FINISHED
+    def _finish(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
+        request = self._open[request_id]
+        self._finish_choice(request, request.choices[index], reason, now)
+        request.choices[index] = _FINISHED
         request.num_left -= 1
         if request.num_left == 0:
-            del self._open[delta.request_id]
+            del self._open[request_id]
             self._finish_request(request)
 
     def _finish_choice(self, request: _Open, choice: _Choice, reason: FinishReason, now: float) -> None:

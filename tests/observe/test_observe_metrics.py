@@ -142,16 +142,31 @@ def test_abort_counts_only_what_had_not_finished_and_later_deltas_are_ignored() 
     metrics.arrived(request("b"), now=100.0)
     metrics.admitted("a", 100.0, 0)
     metrics.step(101.0, 10, [TokenDelta("a", 0, [5], Finish("stop")), TokenDelta("a", 1, [5])])
-    metrics.aborted("a", 102.0)
-    metrics.aborted("a", 102.0)
-    metrics.aborted("b", 102.0)  # never admitted
-    metrics.aborted("never seen", 102.0)
+    metrics.aborted("a", 0, "abort", 102.0)
+    metrics.aborted("a", -1, "abort", 102.0)
+    metrics.aborted("a", -1, "abort", 102.0)
+    metrics.aborted("b", -1, "abort", 102.0)  # never admitted
+    metrics.aborted("never seen", -1, "abort", 102.0)
     metrics.step(103.0, 1, [TokenDelta("a", 1, [5])])
     found = samples(metrics)
     assert found["vllm:request_success_total", "stop"] == 1
     assert found["vllm:request_success_total", "abort"] == 2
     assert found["vllm:generation_tokens_total", ""] == 2
     assert found["vllm:request_params_n_count", ""] == 2
+
+
+def test_a_stop_string_in_one_choice_ends_that_choice_only() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    metrics.arrived(request("a", n=2), now=100.0)
+    metrics.step(101.0, 10, [TokenDelta("a", 0, [5]), TokenDelta("a", 1, [5])])
+    metrics.aborted("a", 1, "stop", 102.0)
+    metrics.step(103.0, 1, [TokenDelta("a", 0, [5], Finish("length"))])
+    found = samples(metrics)
+    assert found["vllm:request_success_total", "stop"] == 1
+    assert found["vllm:request_success_total", "length"] == 1
+    assert found["vllm:request_success_total", "abort"] == 0
+    assert found["vllm:generation_tokens_total", ""] == 3
+    assert found["vllm:request_params_n_count", ""] == 1
 
 
 def test_a_second_admission_is_not_a_second_wait() -> None:
