@@ -1,0 +1,42 @@
+# `make serve` and `make test` are all a newcomer needs; both set up what they use, once.
+# Variables: ARGS (for octavo), PYTEST_ARGS, PYTHON (3.11 to 3.13), PIP_ARGS (for every pip install).
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.octavo-ready
+TEST_READY := $(VENV)/.octavo-test-ready
+export PIP_ARGS PYTHON
+
+.DEFAULT_GOAL := help
+.PHONY: serve test check bench clean help
+
+serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
+	@exec $(BIN)/octavo serve $(ARGS)
+
+test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
+	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(TEST_READY)  ## linter, formatter, type checker, architecture, sizes
+	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check
+	@echo "── mypy" && $(BIN)/mypy
+	@echo "── architecture" && $(BIN)/python -m pytest -q tests/test_architecture.py
+	@echo "── sizes" && $(BIN)/python -m scripts.sizes
+
+bench: $(READY)  ## host time per step, and 32 requests at once against one after another
+	@$(BIN)/python benchmarks/host_step.py
+	@$(BIN)/octavo bench throughput --compare-sequential $(ARGS)
+
+clean:  ## remove the virtual environment, caches and build outputs
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(READY): pyproject.toml
+	@bash scripts/setup.sh $(VENV) .
+	@touch $@
+
+$(TEST_READY): pyproject.toml
+	@bash scripts/setup.sh $(VENV) '.[test]'
+	@touch $(READY) $@

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Makes a virtual environment and installs Octavo into it, editable. Usage: setup.sh FOLDER WHAT ('.' or '.[test]').
+# Knows nothing of what is installed: pyproject.toml does. Environment: PYTHON, PIP_ARGS.
+set -uo pipefail
+
+venv=$1 what=$2
+
+say() { printf 'octavo: %s\n' "$*" >&2; }
+fail() { say "error: $*"; exit 2; }
+
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+find_python() {
+    local name
+    for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+        if is_supported "$name"; then echo "$name"; return; fi
+    done
+    name=${PYTHON:-python3}
+    fail "Python 3.11, 3.12 or 3.13 is needed and $name is $("$name" --version 2>&1 | tail -1); install one, or name it: make PYTHON=/path/to/python3.12"
+}
+
+make_venv() {
+    local python log
+    python=$(find_python) || exit 2
+    say "creating $venv with $("$python" --version)"
+    if ! log=$("$python" -m venv --clear "$venv" 2>&1); then
+        rm -rf "$venv"
+        if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+            fail "Python's venv module is missing: sudo apt install $(basename "$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')")-venv"
+        fi
+        fail "cannot create $venv: $(tail -1 <<<"$log")"
+    fi
+}
+
+# pip's own output goes to a log; on a terminal one line shows where it is.
+install() {
+    local log=$venv/install.log show='1 == 0'
+    [ -t 2 ] && show='/^ *(Collecting|Downloading|Building|Installing)/'
+    # shellcheck disable=SC2086  # PIP_ARGS is a list of words
+    "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} --editable "$what" 2>&1 \
+        | tee "$log" | awk "$show"' { gsub(/^ +/, ""); printf "\r\033[K  %s", substr($0, 1, 76) > "/dev/stderr"; fflush() }'
+    local code=${PIPESTATUS[0]}
+    [ -t 2 ] && printf '\r\033[K' >&2
+    if [ "$code" -ne 0 ]; then
+        grep -iE '^ *error' "$log" | head -5 >&2
+        fail "pip could not install Octavo; the whole story is in $log"
+    fi
+}
+
+if ! is_supported "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    make_venv
+fi
+say "installing Octavo and what it needs into $venv (the first time takes minutes: torch is large)"
+install
