@@ -1,0 +1,353 @@
+"""The house's own rules: who may import whom, words that must not appear, what an import may drag in.
+Knows nothing of behaviour. Every rule is also shown a planted fault, so that a rule that sleeps is noticed."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "octavo"
+
+# design.md §3, plus decisions 001 (gguf) and 002 (bench, flags, talk). The longest matching prefix counts.
+LEVELS = {
+    **dict.fromkeys(("errors", "config", "spec", "messages", "observe", "gguf"), 0),
+    **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
+    **dict.fromkeys(("device", "parallel", "batch", "kernels"), 2),
+    **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
+    "worker": 4,
+    "executor": 5,
+    **dict.fromkeys(("engine", "sim"), 6),
+    **dict.fromkeys(("server", "cli", "flags", "bench", "talk"), 7),
+}
+# Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
+CORRIDORS = {
+    ("schedule", "cache"),
+    ("models", "layers"),
+    ("models", "attention"),
+    ("layers", "attention"),
+    ("weights", "models"),  # a GGUF file's names are the family file's business
+    ("cli", "flags"),
+    ("cli", "bench"),
+    ("cli", "talk"),
+    ("bench", "flags"),
+}
+GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what everybody stands on, level 0 too
+TORCH_ROOMS = {name for name, level in LEVELS.items() if 2 <= level <= 5}
+NEVER_TORCH = {name for name, level in LEVELS.items() if level in (0, 1, 6, 7)}
+# Files of torch rooms that engine, server and cli may use: they load torch only when tensors are asked for.
+LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
+HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
+GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
+PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
+PRINTING = ("octavo.cli", "octavo.talk", "octavo.bench", "octavo.engine.supervisor")
+
+Rule = Callable[[str, ast.Module], Iterator[str]]
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of the real tree, by dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts)] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def room_of(module: str) -> str:
+    """The longest name in LEVELS that the module falls under; "" for the package itself."""
+    inside = module.removeprefix("octavo").lstrip(".").removesuffix("__init__").rstrip(".")
+    names = [name for name in LEVELS if inside == name or inside.startswith(name + ".")]
+    return max(names, key=len, default="")
+
+
+def imports(module: str, tree: ast.Module) -> Iterator[str]:
+    """Dotted names of everything imported anywhere in the file, inside functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*module.split(".")[: -node.level], *([base] if base else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names if base.startswith("octavo"))
+
+
+def inner_imports(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(imported module, its room) for imports of other rooms of the house."""
+    for name in imports(module, tree):
+        if name.startswith("octavo."):
+            room = room_of(name)
+            if room and room != room_of(module):
+                yield name, room
+
+
+# ── the rules ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def levels(module: str, tree: ast.Module) -> Iterator[str]:
+    here = room_of(module)
+    if not here:
+        return
+    for name, room in inner_imports(module, tree):
+        if LEVELS[room] > LEVELS[here]:
+            yield f"level {LEVELS[here]} imports {name} of level {LEVELS[room]}"
+        elif LEVELS[room] == LEVELS[here] and (here, room) not in CORRIDORS and room not in GROUND:
+            yield f"{here} imports {name}: no corridor between these rooms"
+
+
+def known_rooms(module: str, tree: ast.Module) -> Iterator[str]:
+    if module != "octavo.__init__" and not room_of(module):
+        yield "lies in no room of the design"
+
+
+def torch_free(module: str, tree: ast.Module) -> Iterator[str]:
+    if room_of(module) not in NEVER_TORCH:
+        return
+    for name in imports(module, tree):
+        if name.split(".")[0] == "torch":
+            yield f"imports {name}"
+    for name, room in inner_imports(module, tree):
+        # `from octavo.weights import source` yields the package as well as the file: the file is what counts.
+        light = any(
+            name == allowed or allowed.startswith(name + ".") or name.startswith(allowed + ".") for allowed in LIGHT
+        )
+        if room in TORCH_ROOMS and not light:
+            yield f"imports {name}, which may load torch"
+
+
+def purity(module: str, tree: ast.Module) -> Iterator[str]:
+    if room_of(module) in ("schedule", "cache"):
+        for name in imports(module, tree):
+            if name.split(".")[0] in ("torch", "asyncio", "time", "datetime", "random", "threading"):
+                yield f"imports {name}: scheduling and page bookkeeping are pure"
+            if name.startswith("octavo.config"):
+                yield "takes the config tree: constructors take integers"
+
+
+def http_only_in_server(module: str, tree: ast.Module) -> Iterator[str]:
+    if room_of(module) != "server":
+        yield from (f"imports {name}" for name in imports(module, tree) if name.split(".")[0] in HTTP)
+
+
+def no_transformers(module: str, tree: ast.Module) -> Iterator[str]:
+    yield from (f"imports {name}" for name in imports(module, tree) if name.split(".")[0] == "transformers")
+
+
+def says_page(module: str, tree: ast.Module) -> Iterator[str]:
+    if room_of(module) in ("schedule", "cache"):
+        yield from (f"says {name!r}: the word is page" for name in identifiers(tree) if "block" in name.lower())
+
+
+def cuda_at_home(module: str, tree: ast.Module) -> Iterator[str]:
+    room, name = room_of(module), module.rsplit(".", 1)[-1]
+    if module in GPU_FILES or room == "kernels" or (room == "attention" and name not in PLAIN_ATTENTION):
+        return
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ):
+            yield f"line {node.lineno} uses torch.cuda"
+
+
+def families() -> set[str]:
+    return {path.stem for path in (PACKAGE / "models").glob("*.py")} - {"__init__"}
+
+
+def families_at_home(module: str, tree: ast.Module) -> Iterator[str]:
+    """Model families are named in their own file only. text/ may: tokenizer files use some of the same words as format names."""
+    if room_of(module) in ("models", "text"):
+        return
+    for text in [*identifiers(tree), *strings(tree)]:
+        for family in families():
+            if re.search(rf"(?<![a-z0-9]){family}(?![a-z0-9])", text.lower()):
+                yield f"names the model family {family!r} in {text[:60]!r}"
+
+
+def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
+    """Routes are named by their endpoint's file; besides, by the clients, which are nobody's endpoint."""
+    if module.startswith("octavo.server.endpoints") or room_of(module) in ("bench", "talk"):
+        return
+    yield from (f"names the route {text!r}" for text in strings(tree) if text.startswith("/v1/"))
+
+
+def introduces_itself(module: str, tree: ast.Module) -> Iterator[str]:
+    if not tree.body and module.endswith("__init__"):
+        return
+    text = ast.get_docstring(tree) or ""
+    if len(text.splitlines()) < 2:
+        yield "needs a docstring: what the file does; in the second line what it knows nothing of"
+
+
+def prints_only_where_people_read(module: str, tree: ast.Module) -> Iterator[str]:
+    if module.startswith(PRINTING):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"line {node.lineno} prints"
+
+
+RULES: list[Rule] = [
+    levels,
+    known_rooms,
+    torch_free,
+    purity,
+    http_only_in_server,
+    no_transformers,
+    says_page,
+    cuda_at_home,
+    families_at_home,
+    endpoints_at_home,
+    introduces_itself,
+    prints_only_where_people_read,
+]
+
+
+def identifiers(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                found.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+    return found
+
+
+def strings(tree: ast.Module) -> list[str]:
+    """String constants that are not docstrings or strings standing alone."""
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+    return [node.value for node in nodes if isinstance(node.value, str)]
+
+
+# ── the real tree ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule(rule: Rule) -> None:
+    faults = [f"{module}: {fault}" for module, tree in modules().items() for fault in rule(module, tree)]
+    assert not faults, "\n" + "\n".join(sorted(set(faults)))
+
+
+PLANTED = [
+    (levels, "octavo.schedule.scheduler", "from octavo.engine import loop"),
+    (levels, "octavo.schedule.scheduler", "def f():\n    from octavo import worker"),
+    (levels, "octavo.cache.pool", "from octavo.schedule.request import Request"),
+    (levels, "octavo.attention.reference", "import octavo.layers.rope"),
+    (levels, "octavo.attention.reference", "from ..layers import rope"),
+    (levels, "octavo.text.stops", "from octavo.cache import pool"),
+    (levels, "octavo.executor.base", "from octavo.executor.local import LocalExecutor"),
+    (levels, "octavo.engine.loop", "from octavo.server import app"),
+    (known_rooms, "octavo.helpers", ""),
+    (torch_free, "octavo.engine.loop", "import torch"),
+    (torch_free, "octavo.server.app", "def f():\n    from torch import nn"),
+    (torch_free, "octavo.engine.loop", "from octavo.executor.local import LocalExecutor"),
+    (torch_free, "octavo.cli", "from octavo.batch import Batch"),
+    (purity, "octavo.schedule.order", "import time"),
+    (purity, "octavo.cache.pool", "from asyncio import Lock"),
+    (purity, "octavo.schedule.scheduler", "from octavo.config import Config"),
+    (http_only_in_server, "octavo.engine.client", "from fastapi import Request"),
+    (no_transformers, "octavo.text.tokenizer", "def f():\n    from transformers import AutoTokenizer"),
+    (says_page, "octavo.cache.pool", "def f(num_blocks): pass"),
+    (says_page, "octavo.schedule.request", "self.block_table = 1"),
+    (cuda_at_home, "octavo.worker.runner", "import torch\ntorch.cuda.synchronize()"),
+    (cuda_at_home, "octavo.attention.reference", "import torch\ntorch.cuda.is_available()"),
+    (families_at_home, "octavo.worker.runner", "if model_type == 'llama': pass"),
+    (families_at_home, "octavo.layers.rope", "class GPT2: pass\ngpt2 = 1"),
+    (endpoints_at_home, "octavo.server.app", "path = '/v1/completions'"),
+    (introduces_itself, "octavo.engine.loop", "'''One line.'''"),
+    (introduces_itself, "octavo.engine.loop", ""),
+    (prints_only_where_people_read, "octavo.worker.runner", "print('here')"),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), PLANTED)
+def test_rule_sees_a_planted_fault(rule: Rule, module: str, source: str) -> None:
+    assert list(rule(module, ast.parse(source)))
+
+
+ALLOWED = [
+    (
+        levels,
+        "octavo.schedule.scheduler",
+        "from octavo.cache.kv_cache import KVCache\nfrom octavo.messages import StepPlan",
+    ),
+    (levels, "octavo.models.llama", "from octavo.layers.norm import RMSNorm\nfrom octavo.batch import Batch"),
+    (
+        levels,
+        "octavo.executor.local",
+        "from octavo.executor.base import Executor\nfrom octavo.worker.runner import Runner",
+    ),
+    (
+        torch_free,
+        "octavo.engine.llm",
+        "from octavo.weights.source import resolve\nfrom octavo.executor.base import Executor",
+    ),
+    (torch_free, "octavo.engine.llm", "from octavo.weights import source"),
+    (endpoints_at_home, "octavo.server.endpoints.chat", "path = '/v1/chat/completions'"),
+    (says_page, "octavo.cache.pool", "'''Others say block.'''\npage = 1"),
+    (cuda_at_home, "octavo.attention.flash", "import torch\ntorch.cuda.synchronize()"),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "source"), ALLOWED)
+def test_rule_leaves_the_innocent_alone(rule: Rule, module: str, source: str) -> None:
+    assert not list(rule(module, ast.parse(source)))
+
+
+# ── what an import drags in ─────────────────────────────────────────────────────────────────────────
+
+IMPORTER = """
+import importlib, json, sys
+dragged = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    for heavy in json.loads(sys.argv[2]):
+        if heavy in sys.modules:
+            dragged.setdefault(heavy, name)
+print(json.dumps(dragged))
+"""
+
+
+def dragged_in(names: list[str], heavy: set[str]) -> dict[str, str]:
+    """Which of the heavy packages a fresh interpreter has loaded after importing the names, and by which of them."""
+    command = [sys.executable, "-c", IMPORTER, json.dumps(names), json.dumps(sorted(heavy))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def importable(*rooms: str) -> list[str]:
+    return [name.removesuffix(".__init__") for name in modules() if room_of(name) in rooms]
+
+
+def test_light_rooms_load_neither_torch_nor_transformers() -> None:
+    rooms = [name for name in importable(*NEVER_TORCH) if name != "octavo.engine.__main__"]
+    assert "octavo.cli" in rooms
+    assert dragged_in(["octavo", *rooms, "octavo.weights.source"], {"torch", "transformers"}) == {}
+
+
+def test_the_engine_side_runs_without_the_http_stack() -> None:
+    rooms = importable("engine", "schedule", "cache", "text", "observe", "executor.base", "config", "messages")
+    assert dragged_in(["octavo", *rooms], HTTP | {"torch", "transformers"}) == {}
+
+
+def test_the_command_line_starts_with_almost_nothing() -> None:
+    """`octavo --help` is answered from argparse and the config alone."""
+    assert (
+        dragged_in(["octavo.cli"], {"torch", "numpy", "msgspec", "zmq", "asyncio", "tokenizers", "tqdm"} | HTTP) == {}
+    )
+
+
+def test_the_heavy_import_check_can_fail() -> None:
+    assert dragged_in(["json"], {"json"}) == {"json": "json"}
