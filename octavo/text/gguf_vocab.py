@@ -1,0 +1,194 @@
+"""A GGUF file's metadata → a tokenizer, its end-of-sequence ids and the names templates use.
+Knows nothing of tensors; which words a BPE vocabulary is cut into is pretokenizers.py's."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from octavo.errors import ConfigError
+from octavo.text import pretokenizers
+from octavo.text.detokenizer import BytePieces
+from octavo.text.sentencepiece_model import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    Added,
+    SentencePieceTokenizer,
+    write_bpe_model,
+)
+from octavo.text.tokenizer import SPACE_MARK, LibraryTokenizer, Tokenizer, byte_level_pieces, spell_marked
+
+_PREFIX = "tokenizer.ggml."
+
+# Tokens that end a turn, by name: files made by older converters name only the end of a whole text.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>")
+
+# What converters write into ids that the model's own tokenizer does not name.
+_FILLER = re.compile(r"\[PAD\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The file's lists, checked, with every token named."""
+
+    tokens: list[str]
+    types: list[int]
+    metadata: dict[str, Any]
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        return self.metadata.get(_PREFIX + key, otherwise)
+
+    def id(self, key: str) -> int | None:
+        """The id that the metadata gives a role ("bos", "eos", …), where it names one within the vocabulary."""
+        token_id = self.value(f"{key}_token_id")
+        return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
+
+    def around(self, adds_bos: bool) -> tuple[list[int], list[int]]:
+        """The ids before and after a text; `adds_bos` is what holds where the file does not say."""
+        bos, eos = self.id("bos"), self.id("eos")
+        before = [bos] if bos is not None and self.value("add_bos_token", adds_bos) else []
+        return before, [eos] if eos is not None and self.value("add_eos_token", False) else []
+
+    def added(self) -> Added:
+        """Tokens to be found in a text as they are. Control tokens are special: left out of decoded text."""
+        unknown = self.id("unknown")
+        special = {i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN)}
+        whole = {
+            token: i
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if (kind in (CONTROL, USER_DEFINED) or i == unknown) and not _FILLER.fullmatch(token)
+        }
+        return Added(whole, frozenset(special))
+
+
+def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
+    tokens = metadata.get(_PREFIX + "tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ConfigError(
+            "the GGUF file holds no vocabulary; give --tokenizer a folder with the model's tokenizer.json"
+        )
+    types = metadata.get(_PREFIX + "token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"the GGUF vocabulary has {len(tokens)} tokens but {len(types)} token types: fetch it again")
+    return Vocabulary([token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types, metadata)
+
+
+def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    kind = vocabulary.value("model")
+    try:
+        match kind:
+            case "gpt2":
+                return _byte_level(vocabulary)
+            case "llama":
+                return _sentencepiece(vocabulary)
+            case "gemma4":
+                return _marked_bpe(vocabulary)
+    except ConfigError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception for tables that contradict themselves
+        raise ConfigError(f"the GGUF vocabulary is inconsistent ({error}): fetch the file again") from error
+    raise ConfigError(
+        f"the GGUF vocabulary is of kind {kind!r}; gpt2, llama and gemma4 are supported: "
+        "give --tokenizer a folder with the model's tokenizer.json"
+    )
+
+
+def gguf_eos_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+    ids = {vocabulary.id(role) for role in ("eos", "eot", "eom")}
+    whole = vocabulary.added().id_of
+    turn_ends = [token for token in _TURN_ENDS if token in whole]
+    if "<|return|>" in whole and "<|end|>" in turn_ends:
+        turn_ends.remove("<|end|>")  # there it ends a message within a turn
+    ids.update(whole[token] for token in turn_ends)
+    return tuple(sorted(token_id for token_id in ids if token_id is not None))
+
+
+def gguf_template_variables(vocabulary: Vocabulary) -> dict[str, str]:
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: vocabulary.id(role) for name, role in roles.items()}
+    return {name: vocabulary.tokens[token_id] for name, token_id in found.items() if token_id is not None}
+
+
+def gguf_chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+    sources = {
+        name: metadata[f"tokenizer.chat_template.{name}"]
+        for name in metadata.get("tokenizer.chat_templates", [])
+        if f"tokenizer.chat_template.{name}" in metadata
+    }
+    if metadata.get("tokenizer.chat_template"):
+        sources["default"] = metadata["tokenizer.chat_template"]
+    return sources
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    # Files from before the key existed were cut as "default" says; llama.cpp reads them so too.
+    words = pretokenizers.words_named(vocabulary.value("pre", "default"))
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=words.ignore_merges, byte_fallback=False))
+    tokenizer.normalizer = pretokenizers.normalizer(words)
+    tokenizer.pre_tokenizer = pretokenizers.pre_tokenizer(words)
+    added = vocabulary.added()
+    _add(tokenizer, added)
+    literal = {token_id: token for token, token_id in added.id_of.items()}
+    pieces = byte_level_pieces(vocabulary.tokens.__getitem__, literal, added.special_ids, len(vocabulary.tokens))
+    before, after = vocabulary.around(words.adds_bos)
+    return LibraryTokenizer(tokenizer, len(vocabulary.tokens), pieces, before, after)
+
+
+def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """Merges over raw characters, spaces written ▁: a SentencePiece vocabulary that brings its merges along."""
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=False, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    # A run of newlines is one token where the vocabulary has it, so it must not be merged with what is beside it.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    added = vocabulary.added()
+    _add(tokenizer, added)
+    tokens = vocabulary.tokens
+    pieces = BytePieces(
+        len(tokens), lambda i: spell_marked(tokens[i], has_bytes=True), added.special_ids, strips_first_space=False
+    )
+    before, after = vocabulary.around(adds_bos=True)
+    return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    unknown = vocabulary.id("unknown")
+    model = write_bpe_model(
+        vocabulary.tokens,
+        vocabulary.value("scores") or [0.0] * len(vocabulary.tokens),
+        vocabulary.types,
+        unknown_id=0 if unknown is None else unknown,
+        dummy_prefix=bool(vocabulary.value("add_space_prefix", True)),
+    )
+    before, after = vocabulary.around(adds_bos=True)
+    return SentencePieceTokenizer(model, vocabulary.added(), before=before, after=after)
+
+
+def _bpe(vocabulary: Vocabulary, *, ignore_merges: bool, byte_fallback: bool) -> models.BPE:
+    merges = vocabulary.value("merges")
+    if not merges:
+        raise ConfigError(
+            "the GGUF vocabulary has no merges; give --tokenizer a folder with the model's tokenizer.json"
+        )
+    return models.BPE(
+        vocab={_valid(token, i): i for i, token in enumerate(vocabulary.tokens)},
+        merges=[tuple(merge.split(" ", 1)) for merge in merges],
+        ignore_merges=ignore_merges,
+        byte_fallback=byte_fallback,
+    )
+
+
+def _valid(token: str, token_id: int) -> str:
+    """The library takes valid Unicode only; a token that is none cannot be met in a text either."""
+    return token if token.isascii() or not any("\ud800" <= c <= "\udfff" for c in token) else f"[BYTES_{token_id}]"
+
+
+def _add(tokenizer: tokenizers.Tokenizer, added: Added) -> None:
+    by_kind: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, token_id in added.id_of.items():
+        special = token_id in added.special_ids
+        by_kind[special].append(AddedToken(_valid(token, token_id), special=special, normalized=False))
+    tokenizer.add_special_tokens(by_kind[True])
+    tokenizer.add_tokens(by_kind[False])

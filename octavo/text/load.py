@@ -1,0 +1,165 @@
+"""A model's folder or GGUF file → Text: which tokenizer, template, end ids and sampling defaults it brings.
+Knows nothing of weights, of the hub or of torch."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.gguf import GGUFFile
+from octavo.text.gguf_vocab import (
+    gguf_chat_templates,
+    gguf_eos_ids,
+    gguf_template_variables,
+    gguf_tokenizer,
+    read_vocabulary,
+)
+from octavo.text.template import ChatTemplate
+from octavo.text.text import Text
+from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
+
+_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = "") -> Text:
+    """`source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the model's own vocabulary
+    and template. `chat_template`: a file that replaces either's template."""
+    model_path = Path(source_path)
+    words_path = Path(tokenizer) if tokenizer else model_path
+    if not words_path.exists():
+        option = "--tokenizer" if tokenizer else "the model"
+        raise ConfigError(f"{option} {words_path} does not exist; give a folder or a file that does")
+    override = _template_file(chat_template) if chat_template else None
+    generation = _read_json(model_path / "generation_config.json") if model_path.is_dir() else {}
+    stop_ids = _ids(generation.get("eos_token_id"))
+    if model_path.is_dir():
+        stop_ids |= _ids(_read_json(model_path / "config.json").get("eos_token_id"))
+
+    if words_path.is_file() and words_path.suffix == ".gguf":
+        metadata = GGUFFile(words_path).metadata
+        vocabulary = read_vocabulary(metadata)
+        words = gguf_tokenizer(vocabulary)
+        sources = gguf_chat_templates(metadata)
+        variables = gguf_template_variables(vocabulary)
+        stop_ids |= set(gguf_eos_ids(vocabulary))
+    else:
+        folder = words_path if words_path.is_dir() else words_path.parent
+        settings = _read_json(folder / "tokenizer_config.json")
+        words = _folder_tokenizer(words_path, folder, settings)
+        sources = _folder_templates(folder, settings)
+        variables = _folder_variables(folder, settings)
+        eos_id = words.token_id(variables["eos_token"]) if "eos_token" in variables else None
+        stop_ids |= _ids(eos_id)
+    template = ChatTemplate(override or sources, variables)
+    return Text(words, template, sorted(stop_ids), _sampling(generation))
+
+
+def _folder_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
+    if path.is_file():
+        candidates = [path]
+    else:
+        candidates = [folder / name for name in ("tokenizer.json", *_SENTENCEPIECE_FILES)]
+    for candidate in candidates:
+        if candidate.is_file():
+            if candidate.suffix == ".json":
+                return read_tokenizer_json(candidate)
+            return _sentencepiece_tokenizer(candidate, folder, settings)
+    raise ConfigError(
+        f"{folder} has no tokenizer.json and no SentencePiece .model; give --tokenizer a folder that has one"
+    )
+
+
+def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
+    # Imported here: most models bring a tokenizer.json and need none of it.
+    from octavo.text.sentencepiece_model import Added, SentencePieceTokenizer, control_tokens
+
+    model = path.read_bytes()
+    id_of = control_tokens(model)
+    special_ids = set(id_of.values())
+    for token, token_id in _read_json(folder / "added_tokens.json").items():
+        id_of[token] = int(token_id)
+    for number, entry in settings.get("added_tokens_decoder", {}).items():
+        id_of[entry["content"]] = int(number)
+        if entry.get("special"):
+            special_ids.add(int(number))
+    named = _folder_variables(folder, settings).values()
+    special_ids |= {id_of[token] for token in named if token in id_of}
+    bos, eos = (
+        id_of.get(_content(settings.get(role)) or name) for role, name in (("bos_token", "<s>"), ("eos_token", "</s>"))
+    )
+    return SentencePieceTokenizer(
+        model,
+        Added(id_of, frozenset(special_ids)),
+        before=[bos] if bos is not None and settings.get("add_bos_token", True) else [],
+        after=[eos] if eos is not None and settings.get("add_eos_token", False) else [],
+        prefixes_every_part=settings.get("legacy") is not False,
+    )
+
+
+def _folder_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Newer folders keep templates in files of their own; older ones inside tokenizer_config.json."""
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in more}
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return {**sources, "default": own.read_text(encoding="utf-8")}
+    match settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template"):
+        case str(source):
+            sources["default"] = source
+        case [*named]:
+            sources |= {entry["name"]: entry["template"] for entry in named}
+    return sources
+
+
+def _folder_variables(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    values = {**_read_json(folder / "special_tokens_map.json"), **settings}
+    contents = {role: _content(values.get(role)) for role in _ROLES}
+    return {role: content for role, content in contents.items() if content is not None}
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string or as an object with its content."""
+    match token:
+        case str(content) | {"content": str(content)}:
+            return content
+        case _:
+            return None
+
+
+def _template_file(path: str) -> dict[str, str]:
+    try:
+        return {"default": Path(path).read_text(encoding="utf-8")}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--chat-template {path} cannot be read ({error}); give a file with a Jinja template"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object: fetch it again")
+    return content
+
+
+def _ids(value: Any) -> set[int]:
+    match value:
+        case int():
+            return {value}
+        case [*values]:
+            return {item for item in values if isinstance(item, int)}
+        case _:
+            return set()
+
+
+def _sampling(generation: dict[str, Any]) -> dict[str, float | int]:
+    found: Iterable[tuple[str, Any]] = ((name, generation.get(name)) for name in _SAMPLING)
+    return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}

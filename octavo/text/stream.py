@@ -1,0 +1,71 @@
+"""One choice's tokens → the text to send, cut at stop strings.
+Knows nothing of requests, engines or HTTP; the caller aborts the request when `stopped` turns True."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from octavo.messages import Finish, FinishReason, SamplingParams
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.stops import Released, StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    text: str
+    finish_reason: FinishReason | None  # set once, on the last delta of the choice
+    stop_reason: str | int | None  # the stop string, or the id of stop_token_ids, that ended it
+    num_tokens: int  # tokens consumed so far by this choice, the one that ended it included
+
+
+class TextStream:
+    """Feed it every delta of one choice, in order.
+
+    A stop string counts if its last character came with a token after the first `min_tokens`; the end-of-sequence and
+    stop ids are masked by the sampler until then. The text of the stop string or stop token is never emitted.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, params: SamplingParams, eos_ids: Collection[int]) -> None:
+        self.stopped = (
+            False  # a stop string was found: the engine's request is to be aborted, what it still sends is void
+        )
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(params.stop)
+        self._params = params
+        self._eos_ids: Collection[int] = () if params.ignore_eos else eos_ids
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> TextDelta:
+        if self.stopped:
+            return TextDelta("", None, None, self._num_tokens)
+        ended_by = finish.stop_token if finish is not None and finish.reason == "stop" else None
+        last = len(token_ids) - 1
+        texts = []
+        for at, token_id in enumerate(token_ids):
+            self._num_tokens += 1
+            if at == last and token_id == ended_by:
+                break  # the stop token's own text is not part of the answer
+            released = self._feed(self._detokenizer.push(token_id))
+            texts.append(released.text)
+            if released.stop is not None:
+                return self._stop("".join(texts), released.stop)
+        if finish is None:
+            return TextDelta("".join(texts), None, None, self._num_tokens)
+        released = self._feed(self._detokenizer.flush())
+        texts.append(released.text)
+        if released.stop is not None:
+            return self._stop("".join(texts), released.stop)
+        texts.append(self._stops.flush())
+        return TextDelta("".join(texts), finish.reason, self._stop_reason(ended_by), self._num_tokens)
+
+    def _feed(self, text: str) -> Released:
+        return self._stops.feed(text, counts=self._num_tokens > self._params.min_tokens)
+
+    def _stop(self, text: str, stop: str) -> TextDelta:
+        self.stopped = True
+        return TextDelta(text, "stop", stop, self._num_tokens)
+
+    def _stop_reason(self, ended_by: int | None) -> int | None:
+        """An end-of-sequence id is no reason worth naming, even where the client also lists it, as in vLLM."""
+        if ended_by is None or ended_by in self._eos_ids or ended_by not in self._params.stop_token_ids:
+            return None
+        return ended_by

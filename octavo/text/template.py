@@ -1,0 +1,138 @@
+"""Chat messages → the prompt text a model was trained on, by its own Jinja template, in a sandbox.
+Knows nothing of tokens; a template comes from the model and is trusted no further than Jinja's sandbox trusts it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from octavo.errors import ConfigError, InvalidRequest, Unsupported
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model is trained on. It changes no prompt: its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """`sources`: template text by name; "default" is used, or "tool_use", where there is one, for a request with tools.
+
+    `variables`: what templates expect beside the messages: bos_token, eos_token, … An empty `sources` is a model
+    that was given no template: rendering then says so.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        environment = _environment()
+        self._variables = dict(variables)
+        self._templates = {}
+        for name, source in sources.items():
+            try:
+                self._templates[name] = environment.from_string(source)
+            except TemplateSyntaxError as error:
+                raise ConfigError(
+                    f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); "
+                    "give another one with --chat-template FILE"
+                ) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it cannot take messages: use /v1/completions with a prompt, "
+                "or start the server with --chat-template FILE",
+                param="messages",
+            )
+        values = {
+            **self._variables,
+            "documents": None,
+            **variables,
+            "messages": [_plain(message, at) for at, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+        }
+        try:
+            return template.render(values)
+        except Exception as error:
+            # The template is foreign code and these messages are its only input: whatever it raises, it raises about them.
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+
+
+def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
+    """A message whose content is one string, as templates of text models expect it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param="messages")
+    return {**message, "content": _content(message.get("content"), at)}
+
+
+def _content(content: Any, at: int) -> str:
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case [*parts]:
+            return "\n".join([_part(part, f"messages[{at}].content[{number}]") for number, part in enumerate(parts)])
+        case _:
+            raise InvalidRequest(f"messages[{at}].content must be a string or a list of parts", param="messages")
+
+
+def _part(part: Any, where: str) -> str:
+    match part:
+        case str():
+            return part
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "text"}:
+            raise InvalidRequest(f"{where}.text must be a string", param="messages")
+        case {"type": str(kind)}:
+            raise Unsupported(f"{where} has type {kind!r}; this model takes text parts only", param="messages")
+        case _:
+            raise InvalidRequest(f"{where} must be an object with a 'type'", param="messages")

@@ -1,0 +1,68 @@
+"""Text: everything a server does with words for one model: encode, decode, render a chat, stream an answer.
+Knows nothing of files, requests or HTTP; load.py builds it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.messages import SamplingParams
+from octavo.text.stream import TextStream
+from octavo.text.template import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+
+
+class Text:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        eos_ids: Sequence[int],
+        default_sampling: Mapping[str, float | int] | None = None,
+    ) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self.eos_ids: tuple[int, ...] = tuple(eos_ids)
+        self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
+        """`param`: the request's field that the text came in, for the error that names it."""
+        if not text.isascii():
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InvalidRequest(
+                    f"{param} is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}",
+                    param=param,
+                ) from error
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        return self.encode(text, add_special_tokens=False, param="messages")
+
+    def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> TextStream:
+        """For one choice. The text continues the prompt's: see detokenizer.py."""
+        detokenizer = self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=True)
+        return TextStream(detokenizer, params, self.eos_ids)
