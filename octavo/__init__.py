@@ -1,0 +1,26 @@
+"""Octavo: an LLM inference server. `from octavo import LLM, SamplingParams` is the Python API.
+Importing it loads nothing: each name brings its room along when it is first used."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.engine.llm import LLM, CompletionOutput, RequestOutput
+    from octavo.messages import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "octavo.engine.llm",
+    "CompletionOutput": "octavo.engine.llm",
+    "RequestOutput": "octavo.engine.llm",
+    "SamplingParams": "octavo.messages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

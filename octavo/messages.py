@@ -70,9 +70,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The client is gone, or a stop string was found: free the request's rows and pages."""
+    """The client is gone, or a stop string was found: free rows and pages. No more deltas of it will come."""
 
     request_id: str
+    index: int = -1  # which of the n choices; −1: all that are left
+    reason: FinishReason = "abort"  # "stop": a stop string was found
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -166,6 +168,26 @@ class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 FromEngine = StepDeltas | Reply | EngineReport | Dying
+
+
+# ── workers → executor, at start-up ─────────────────────────────────────────────────────────────────
+
+
+class LoadReport(msgspec.Struct, frozen=True, gc=False):
+    """One rank has its weights and no pages yet. Sizes are this rank's own; memory shared by ranks is divided already."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    max_model_len_is_auto: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    weights_bytes: int
+    page_bytes: int
+    available_bytes: int  # for pages, where the device's memory is concerned
+    host_available_bytes: int  # for the swap space; on a CPU the same memory as the pages'
+    notes: list[str] = []
 
 
 # ── engine → workers ────────────────────────────────────────────────────────────────────────────────

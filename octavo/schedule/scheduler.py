@@ -33,8 +33,11 @@ class Scheduler:
         self.max_rows, self.max_step_tokens, self.swap_min_tokens = max_rows, max_step_tokens, swap_min_tokens
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []  # oldest first
-        self.head_waits_for: WaitReason | None = None  # why the queue's head was not admitted; all behind it wait for order
+        self.head_waits_for: WaitReason | None = (
+            None  # why the queue's head was not admitted; all behind it wait for order
+        )
         self.num_preemptions = 0
+        self.admitted: list[Request] = []  # by the last plan, for those who keep the times
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
         self._in_flight: deque[_Issued] = deque()
@@ -52,16 +55,19 @@ class Scheduler:
         leader, *leader.followers = choices
         self.waiting.add(leader)
 
-    def abort(self, request_id: str) -> bool:
-        """Free everything the request holds, now. False: it is not here (any more)."""
-        choices = self._groups.get(request_id)
-        for request in list(choices or ()):
+    def abort(self, request_id: str, index: int = -1) -> bool:
+        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more)."""
+        choices = [request for request in self._groups.get(request_id, ()) if index in (-1, request.index)]
+        for request in choices:
+            if index >= 0 and request.followers:
+                self._hand_over(request)
             self._finish(request)
-        return choices is not None
+        return bool(choices)
 
     def plan(self) -> StepPlan:
         draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [])
         issued = _Issued([], [], [])
+        self.admitted = []
         budget = self._plan_running(draft, issued)
         if budget >= 0:
             self._plan_admissions(draft, issued, budget)
@@ -98,6 +104,10 @@ class Scheduler:
         return deltas
 
     @property
+    def num_steps(self) -> int:
+        return self._step
+
+    @property
     def num_requests(self) -> int:
         """Choices that are not finished, wherever they are."""
         return sum(map(len, self._groups.values()))
@@ -105,6 +115,9 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._groups
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._groups
 
     def request_ids(self) -> list[str]:
         return list(self._groups)
@@ -178,6 +191,7 @@ class Scheduler:
             if request.num_preemptions == 0:
                 request.num_cached = admission.num_cached
         self.waiting.remove(request)
+        self.admitted.append(request)
         self._seat(request)
         request.capacity = len(pages) * self.cache.page_size
         draft.enters.append(self._entering(request, pages))
@@ -295,9 +309,21 @@ class Scheduler:
         finish = Finish(reason, stop_token, request.num_cached, request.num_preemptions)
         return TokenDelta(request.id, request.index, [token], finish)
 
+    def _hand_over(self, leader: Request) -> None:
+        """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
+        for follower in leader.followers:
+            if follower.row >= 0:
+                self._leave(follower)
+            follower.computed = 0
+            self.waiting.add(follower)
+        leader.followers = []
+
     def _finish(self, request: Request) -> None:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True
+        for other in self._groups[request.id]:
+            if request in other.followers:
+                other.followers.remove(request)
         if request.row >= 0:
             self._leave(request)
         elif request in self.waiting:

@@ -8,7 +8,6 @@ from octavo.cache import KVCache
 from octavo.messages import GenerateRequest, SamplingParams
 from octavo.schedule import Scheduler
 from octavo.schedule.request import choice_seed
-
 from tests.schedule.oracle import OracleDevice, reference
 
 
@@ -66,7 +65,7 @@ class Workload:
             (request.id, index): [] for request in sources.values() for index in range(request.params.n)
         }
         finished: dict[tuple[str, int], str] = {}
-        aborted: set[str] = set()
+        aborted: set[tuple[str, int]] = set()
         flight: deque = deque()
         step = 0
         while self.arrivals or not scheduler.is_idle or flight:
@@ -74,9 +73,11 @@ class Workload:
                 scheduler.add(self.arrivals.pop(0)[1])
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
-                assert scheduler.abort(victim)
-                aborted.add(victim)
-                self.tally.aborts += 1
+                choices = range(sources[victim].params.n)
+                index = r.choice([-1, *choices])
+                if scheduler.abort(victim, index):
+                    aborted |= {(victim, i) for i in choices if index in (-1, i)} - finished.keys()
+                    self.tally.aborts += 1
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
             plan = scheduler.plan()
@@ -87,7 +88,7 @@ class Workload:
             while len(flight) > self.depth or (flight and plan.is_empty):
                 for delta in scheduler.commit(*flight.popleft()):
                     key = (delta.request_id, delta.index)
-                    assert delta.request_id not in aborted, "a delta after the abort"
+                    assert key not in aborted, "a delta after the abort"
                     assert key not in finished, "a delta after the end"
                     got[key] += delta.token_ids
                     if delta.finish is not None:
@@ -101,7 +102,7 @@ class Workload:
             want = reference(
                 source.prompt_ids, seed, source.params.max_tokens, source.stop_ids, source.params.min_tokens
             )
-            if request_id in aborted and (request_id, index) not in finished:
+            if (request_id, index) in aborted:
                 assert tokens == want[: len(tokens)], f"aborted output of {request_id}/{index}"
             else:
                 assert tokens == want, f"output of {request_id}/{index}: {tokens} != {want}"

@@ -1,0 +1,42 @@
+"""Builds an engine: executor by name, cache and scheduler from the integers the executor reports.
+Knows nothing of torch: the executor's module is imported only when it is chosen."""
+
+import importlib
+from typing import NamedTuple
+
+from octavo.cache import KVCache
+from octavo.config import Config
+from octavo.engine.loop import EngineLoop
+from octavo.executor.base import Executor
+from octavo.messages import EngineReport
+from octavo.observe.metrics import EngineMetrics
+from octavo.schedule import Scheduler
+from octavo.weights.source import ModelSource
+
+EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octavo.executor.processes:ProcessExecutor"}
+
+
+class Engine(NamedTuple):
+    loop: EngineLoop
+    report: EngineReport
+
+
+def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine:
+    """Load the model and be ready to step. Raises ConfigError for what a person must change."""
+    executor = load_executor(config, source)
+    try:
+        report = executor.start()
+    except BaseException:
+        executor.close()
+        raise
+    cache = KVCache(report.num_pages, report.page_size, report.num_host_pages, config.cache.enable_prefix_caching)
+    # Below one page a copy saves nothing worth its bookkeeping.
+    scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
+    return Engine(EngineLoop(scheduler, executor, EngineMetrics(model_name, report)), report)
+
+
+def load_executor(config: Config, source: ModelSource) -> Executor:
+    name = "local" if config.parallel.tensor_parallel_size == 1 else "processes"
+    module, _, attribute = EXECUTORS[name].partition(":")
+    executor: Executor = getattr(importlib.import_module(module), attribute)(config, source)
+    return executor

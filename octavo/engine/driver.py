@@ -1,0 +1,90 @@
+"""Drives an engine loop from an inbox: sleeps while idle, takes messages in between steps, sends tokens to where they belong.
+Knows nothing of sockets: an outbox does."""
+
+import queue
+from typing import Protocol
+
+from octavo.engine.build import Engine
+from octavo.messages import (
+    Abort,
+    Dying,
+    FromEngine,
+    GenerateRequest,
+    Hello,
+    Ping,
+    ReadMetrics,
+    Reply,
+    ResetPrefixCache,
+    StepDeltas,
+    ToEngine,
+    TokenDelta,
+)
+
+Inbox = queue.SimpleQueue[ToEngine | None]
+"""None: stop."""
+
+
+class Outbox(Protocol):
+    def connect(self, hello: Hello) -> None:
+        """An API process is there; from now on it can be sent to."""
+
+    def send(self, origin: int, message: FromEngine) -> None: ...
+
+    def send_all(self, message: FromEngine) -> None:
+        """To every API process that has connected."""
+
+
+class Driver:
+    def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
+        self._loop, self._report = engine
+        self._inbox, self._outbox = inbox, outbox
+        self._origins: dict[str, int] = {}  # open request → API process
+
+    def run(self) -> None:
+        """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
+        try:
+            while self._take_in():
+                if self._loop.has_work:
+                    self._send(self._loop.step())
+        except BaseException as error:
+            self._outbox.send_all(Dying(f"the engine failed: {type(error).__name__}: {error}"))
+            raise
+
+    def _take_in(self) -> bool:
+        """Every message there is; waits for one if there is nothing else to do. False: stop."""
+        try:
+            message = self._inbox.get(block=not self._loop.has_work)
+            while message is not None:
+                self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case GenerateRequest():
+                self._origins[message.id] = message.origin
+                self._loop.add(message)
+            case Abort():
+                self._loop.abort(message)
+                self._forget_if_done(message.request_id)
+            case Hello():
+                self._outbox.connect(message)
+                self._outbox.send(message.origin, self._report)
+            case ReadMetrics() | Ping() | ResetPrefixCache():
+                self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+
+    def _send(self, deltas: list[TokenDelta]) -> None:
+        """One message per step for each API process."""
+        by_origin: dict[int, list[TokenDelta]] = {}
+        for delta in deltas:
+            by_origin.setdefault(self._origins[delta.request_id], []).append(delta)
+            if delta.finish is not None:
+                self._forget_if_done(delta.request_id)
+        for origin, its_deltas in by_origin.items():
+            self._outbox.send(origin, StepDeltas(its_deltas))
+
+    def _forget_if_done(self, request_id: str) -> None:
+        if not self._loop.scheduler.has(request_id):
+            self._origins.pop(request_id, None)

@@ -1,0 +1,259 @@
+"""LLM: the engine as a Python object: generate, chat and stream, without a server.
+Knows nothing of torch or HTTP; it drives the same loop that serves requests."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from octavo import config as configuration
+from octavo.engine.build import start_engine
+from octavo.engine.door import admit
+from octavo.errors import InvalidRequest, RequestFailed
+from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
+from octavo.text import Text, TextDelta, TextStream, load_text
+from octavo.weights.source import resolve
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n choices of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None: it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """`LLM()` runs the embedded model; `LLM("folder", max_model_len=2048, …)` takes any option of the configuration."""
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        self.config = configuration.replace(configuration.Config(), model=model, **options)
+        source = resolve(
+            model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
+        )
+        self.model_name = self.config.model.served_model_name or source.name
+        self._loop, self.report = start_engine(self.config, source, self.model_name)
+        self._source_path = source.path
+        self._text: Text | None = None
+        self._num_requests = 0
+        self._peak_pages = 0
+        self._slots: list[int] = [0, 0]  # filled and allocated, summed over the steps that were looked at
+
+    @property
+    def text(self) -> Text:
+        """Tokenizer and chat template. Loaded when first needed: prompts of token ids can do without any."""
+        if self._text is None:
+            model = self.config.model
+            self._text = load_text(self._source_path, tokenizer=model.tokenizer, chat_template=model.chat_template)
+        return self._text
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); answers come in the order of the prompts."""
+        every = _as_list(prompts)
+        params_of_each = self._params_for(len(every), params)
+        requests = [self._request(prompt, its) for prompt, its in zip(every, params_of_each, strict=True)]
+        return self._run(requests, [prompt if isinstance(prompt, str) else None for prompt in every], use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several."""
+        if not messages:
+            raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        every = self._params_for(len(conversations), params)
+        rendered = [self.text.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        requests = [
+            self._request(self.text.encode(text, add_special_tokens=False, param="messages"), its)
+            for text, its in zip(rendered, every, strict=True)
+        ]
+        return self._run(requests, list(rendered), use_tqdm)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """One prompt's text as it comes (choice 0 of n). Leaving the iterator early aborts the request."""
+        return self._stream(self._request(prompt, params or self.default_params()))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        return self._stream(self._request(self.text.encode_chat(messages), params or self.default_params()))
+
+    def default_params(self) -> SamplingParams:
+        """What the model's makers advise, and as many tokens as fit."""
+        return SamplingParams(**{"max_tokens": None, **self.text.default_sampling})  # type: ignore[arg-type]
+
+    def engine_stats(self) -> dict[str, float]:
+        """Facts of all steps so far: pages, their use, steps, preemptions."""
+        cache = self._loop.scheduler.cache
+        return {
+            "num_pages": self.report.num_pages,
+            "pages_used_peak": self._peak_pages,
+            "slot_use_ratio": self._slots[0] / self._slots[1] if self._slots[1] else 1.0,
+            "steps": self._loop.scheduler.num_steps,
+            "preemptions": self._loop.scheduler.num_preemptions,
+            "prefix_hit_tokens": cache.hit_tokens,
+            "prefix_queried_tokens": cache.queried_tokens,
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages that were."""
+        return self._loop.scheduler.cache.reset_prefixes()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ── inside ──
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            return [self.default_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest(
+                f"{count} prompts need one or {count} SamplingParams, got {len(params)}", param="params"
+            )
+        return params
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+        number = self._num_requests
+        self._num_requests += 1
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.seed is None:  # offline runs repeat: the n-th request of a given --seed draws the same
+            params = msgspec.structs.replace(params, seed=(self.config.model.seed << 32) + number)
+        has_text = self._text is not None or not params.ignore_eos or bool(params.stop)
+        return admit(f"offline-{number}", ids, params, self.report, self.text.eos_ids if has_text else ())
+
+    def _run(
+        self, requests: list[GenerateRequest], prompts: Sequence[str | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        answers = {
+            request.id: _Answer(request, prompt, self._text) for request, prompt in zip(requests, prompts, strict=True)
+        }
+        num_open = len(requests)
+        with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
+            try:
+                for request in requests:
+                    self._loop.add(request)
+                while num_open:
+                    for delta in self._step():
+                        answer = answers[delta.request_id]
+                        if answer.take(delta):
+                            self._loop.abort(Abort(delta.request_id, delta.index, "stop"))
+                        if answer.is_done and not answer.is_counted:
+                            answer.is_counted = True
+                            num_open -= 1
+                            bar.update()
+            except BaseException:  # Ctrl-C: leave the engine empty and usable
+                for request in requests:
+                    self._loop.abort(Abort(request.id))
+                raise
+        return [answers[request.id].output for request in requests]
+
+    def _stream(self, request: GenerateRequest) -> Iterator[TextDelta]:
+        stream = self.text.stream(request.params, request.prompt_ids)
+        self._loop.add(request)
+        try:
+            while True:
+                for delta in self._step():
+                    if delta.request_id != request.id or delta.index != 0:
+                        continue
+                    piece = stream.push(delta.token_ids, delta.finish)
+                    if piece.text or piece.finish_reason is not None:
+                        yield piece
+                    if piece.finish_reason is not None:
+                        return
+        finally:
+            self._loop.abort(Abort(request.id))
+
+    def _step(self) -> list[TokenDelta]:
+        deltas = self._loop.step()
+        scheduler = self._loop.scheduler
+        self._peak_pages = max(self._peak_pages, scheduler.cache.pool.num_used)
+        if scheduler.num_steps % 8 == 0:
+            filled, allocated = scheduler.slot_use()
+            self._slots[0] += filled
+            self._slots[1] += allocated
+        return deltas
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or as ids, is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [item for item in prompts if isinstance(item, int)]
+    if ids:
+        return [ids]
+    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+
+
+class _Answer:
+    """Collects one request's deltas into its output."""
+
+    def __init__(self, request: GenerateRequest, prompt: str | None, text: Text | None) -> None:
+        choices = range(request.params.n)
+        self.output = RequestOutput(
+            request.id, prompt, request.prompt_ids, [CompletionOutput(index) for index in choices]
+        )
+        self.is_counted = False
+        self._streams: list[TextStream | None] = [
+            text.stream(request.params, request.prompt_ids) if text is not None else None for _ in choices
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.output.outputs)
+
+    def take(self, delta: TokenDelta) -> bool:
+        """True: a stop string ended the choice, which the engine does not know."""
+        if delta.finish is not None and delta.finish.reason == "error":
+            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+        choice, stream = self.output.outputs[delta.index], self._streams[delta.index]
+        if choice.finish_reason is not None:
+            return False
+        choice.token_ids += delta.token_ids
+        if delta.finish is not None:
+            self.output.num_cached_tokens = delta.finish.num_cached_tokens
+        if stream is None:
+            choice.finish_reason = delta.finish.reason if delta.finish is not None else None
+            return False
+        piece = stream.push(delta.token_ids, delta.finish)
+        choice.text += piece.text
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        return stream.stopped

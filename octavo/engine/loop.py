@@ -1,0 +1,95 @@
+"""The step loop: plan → submit → collect → commit. The thirty lines to read first.
+Knows nothing of sockets, processes or text; whoever drives it calls step() while there is work."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from octavo.executor.base import Executor
+from octavo.messages import Abort, Control, GenerateRequest, Ping, ReadMetrics, ResetPrefixCache, StepPlan, TokenDelta
+from octavo.observe.metrics import EngineMetrics, EngineState
+from octavo.schedule import Scheduler
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: EngineMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
+        self._depth = 1 if executor.overlap else 0  # plans that may be in flight while the next is made
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or not self.scheduler.is_idle
+
+    def step(self) -> list[TokenDelta]:
+        """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known."""
+        plan = self.scheduler.plan()
+        if not plan.is_empty:
+            self._note_plan()
+            self.executor.submit(plan)
+            self._in_flight.append(plan)
+        deltas: list[TokenDelta] = []
+        while len(self._in_flight) > self._depth or (self._in_flight and plan.is_empty):
+            result = self.executor.collect()
+            done = self._in_flight.popleft()
+            committed = self.scheduler.commit(done, result)
+            self.metrics.step(self._clock(), sum(done.counts), committed)
+            deltas += committed
+        return deltas
+
+    def add(self, request: GenerateRequest) -> None:
+        self.metrics.arrived(request, self._clock())
+        self.scheduler.add(request)
+
+    def abort(self, abort: Abort) -> None:
+        if self.scheduler.abort(abort.request_id, abort.index):
+            self.metrics.aborted(abort.request_id, abort.index, abort.reason, self._clock())
+
+    def control(self, control: Control) -> str:
+        """Every verb that is not a request, in one place. Called between two steps."""
+        match control:
+            case ReadMetrics():
+                return self.metrics.text(self.state())
+            case Ping():
+                return "pong"
+            case ResetPrefixCache():
+                return str(self.scheduler.cache.reset_prefixes())
+
+    def state(self) -> EngineState:
+        scheduler, pool = self.scheduler, self.scheduler.cache.pool
+        waiting = len(scheduler.waiting)
+        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order"), 0)
+        if waiting:
+            reasons[scheduler.head_waits_for or "order"] += 1
+            reasons["order"] += waiting - 1
+        host_pages = sum(map(len, scheduler.cache.host_tables.values()))
+        return EngineState(
+            num_running=len(scheduler.running),
+            num_waiting=waiting,
+            waiting_by_reason=reasons,
+            num_used_pages=pool.num_used,
+            num_cached_pages=len(pool.cached),
+            num_free_pages=len(pool.blank),
+            num_filled_slots=scheduler.slot_use()[0],
+            num_host_pages_used=host_pages,
+        )
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _note_plan(self) -> None:
+        if self.scheduler.admitted:
+            now = self._clock()
+            for request in self.scheduler.admitted:
+                self.metrics.admitted(request.id, now, request.num_cached)
+        preemptions = self.scheduler.num_preemptions
+        if preemptions != self._num_preemptions:
+            self.metrics.preempted(preemptions - self._num_preemptions)
+            self._num_preemptions = preemptions

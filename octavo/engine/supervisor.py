@@ -1,0 +1,252 @@
+"""The supervisor: `octavo serve`. Starts one engine process and the API processes, tells what they report, stops them in order.
+Knows nothing of torch, HTTP or tokens."""
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, NoReturn
+
+import msgspec
+import zmq
+
+from octavo.config import Config
+from octavo.engine.budget import budget_lines
+from octavo.engine.process import EngineOrder
+from octavo.errors import ConfigError
+from octavo.messages import Dying, EngineReport
+from octavo.weights.source import ModelSource, resolve
+
+
+class ServerOrder(msgspec.Struct, frozen=True):
+    """What the supervisor tells an API process to be."""
+
+    config: Config
+    fd: int  # the listening socket, inherited
+    origin: int
+    engine_address: str
+    reply_address: str
+    model_path: str
+    model_name: str
+
+
+class _Stop(Exception):
+    """SIGTERM or SIGINT arrived."""
+
+
+def serve(config: Config) -> int:
+    """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost, 2 a start-up mistake."""
+    started = time.monotonic()
+    listener = _listen(config.server.host, config.server.port)
+    source = resolve(
+        config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
+    )
+    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+    try:
+        with _Processes(config, source, listener, folder) as processes:
+            signal.signal(signal.SIGTERM, _raise_stop)
+            signal.signal(signal.SIGINT, _raise_stop)
+            try:
+                processes.start()
+                return processes.watch(started)
+            except _Stop:
+                _ignore_more_signals()
+                return processes.stop_in_order()
+    finally:
+        listener.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Processes:
+    def __init__(self, config: Config, source: ModelSource, listener: socket.socket, folder: Path) -> None:
+        self._config, self._source, self._listener, self._folder = config, source, listener, folder
+        self._served_name = config.model.served_model_name or source.name
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> "_Processes":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Whatever happened, nothing stays behind."""
+        for process in self._all():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def start(self) -> None:
+        engine_address = f"ipc://{self._folder}/engine"
+        order = EngineOrder(
+            self._config,
+            str(self._source.path),
+            self._source.kind,
+            self._source.name,
+            self._served_name,
+            engine_address,
+        )
+        self._engine = _spawn("octavo.engine.process", order)
+        for origin in range(self._config.server.api_processes):
+            fd = self._listener.fileno()
+            server_order = ServerOrder(
+                self._config,
+                fd,
+                origin,
+                engine_address,
+                self._reply_address(origin),
+                str(self._source.path),
+                self._served_name,
+            )
+            self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(fd,)))
+
+    def watch(self, started: float) -> int:
+        """Print what the processes report, until one of them ends."""
+        assert self._engine is not None and self._engine.stdout is not None
+        first_line = _first_line(self._engine.stdout)
+        if not first_line:
+            return self._lost(self._engine)
+        self._say(f"model {self._served_name} from {self._source.path}")
+        for line in budget_lines(msgspec.json.decode(first_line, type=EngineReport)):
+            self._say(line)
+        for server in self._servers:
+            assert server.stdout is not None
+            if not _first_line(server.stdout):
+                return self._lost(server)
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        self._say(f"ready after {time.monotonic() - started:.1f} s: http://{shown}:{port}/v1")
+        return self._lost(_wait_for_end(self._all()))
+
+    def stop_in_order(self) -> int:
+        """API processes first: they refuse what is new and finish what runs; then the engine."""
+        timeout = self._config.server.shutdown_timeout
+        self._say(f"stopping: running requests get up to {timeout:g} s")
+        for server in self._servers:
+            server.terminate()
+        deadline = time.monotonic() + timeout + 3
+        unfinished = [server for server in self._servers if not _ended_by(server, deadline)]
+        if self._engine is not None:
+            assert self._engine.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._engine.stdin.close()
+            _ended_by(self._engine, time.monotonic() + 5)
+        if unfinished or any(server.returncode for server in self._servers):
+            self._say("stopped; some requests were cut off")
+            return 1
+        self._say("stopped")
+        return 0
+
+    def _lost(self, process: subprocess.Popen[bytes]) -> int:
+        """A process ended by itself: a start-up mistake (it has said so), or a failure that ends the server."""
+        code = process.wait()
+        if code == 2:
+            return 2
+        what = "the engine" if process is self._engine else "an API process"
+        message = f"{what} ended unexpectedly ({_describe_exit(code)})"
+        print(f"octavo: error: {message}", file=sys.stderr)
+        if process is self._engine:
+            self._tell_servers(message)
+            for server in self._servers:
+                server.terminate()
+            for server in self._servers:
+                _ended_by(server, time.monotonic() + 3)
+        return 1
+
+    def _tell_servers(self, message: str) -> None:
+        """Open requests end with an error event instead of silence."""
+        with zmq.Context() as context:
+            for origin in range(len(self._servers)):
+                with context.socket(zmq.PUSH) as push:
+                    push.setsockopt(zmq.LINGER, 500)
+                    push.connect(self._reply_address(origin))
+                    push.send(msgspec.msgpack.encode(Dying(message)))
+
+    def _reply_address(self, origin: int) -> str:
+        return f"ipc://{self._folder}/api-{origin}"
+
+    def _all(self) -> list[subprocess.Popen[bytes]]:
+        return ([self._engine] if self._engine is not None else []) + self._servers
+
+    def _say(self, line: str) -> None:
+        print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+        ) from None
+    return listener
+
+
+def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """A process of our own, in a session of its own so that Ctrl-C reaches the supervisor alone. Its standard input stays
+    open for as long as this process lives: that is how it learns of our death."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _first_line(pipe: IO[bytes]) -> bytes:
+    return pipe.readline()
+
+
+def _wait_for_end(processes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """The first of them to end: its standard output closes."""
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            assert process.stdout is not None
+            selector.register(process.stdout, selectors.EVENT_READ, process)
+        while True:
+            for key, _ in selector.select():
+                if not os.read(key.fd, 65536):
+                    ended: subprocess.Popen[bytes] = key.data
+                    return ended
+
+
+def _ended_by(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    return True
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _raise_stop(number: int, frame: object) -> NoReturn:
+    raise _Stop
+
+
+def _ignore_more_signals() -> None:
+    """A second signal while stopping means: now."""
+
+    def stop_now(number: int, frame: object) -> None:
+        raise SystemExit(130)
+
+    signal.signal(signal.SIGTERM, stop_now)
+    signal.signal(signal.SIGINT, stop_now)
