@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from octavo.errors import ConfigError, EngineUnavailable, OctavoError, RequestFailed
+from octavo.errors import ConfigError, EngineUnavailable, InvalidRequest, OctavoError, RequestFailed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "max_tokens")
 """Names that mean the same as a flag, as a field of SamplingParams and as a field of a request's body."""
@@ -34,7 +34,10 @@ class LocalModel:
         from octavo import LLM, SamplingParams
 
         # Checked before the weights are loaded: a wrong temperature should not cost a start.
-        self._params = SamplingParams(**({"max_tokens": None} | dict(sampling)))
+        try:
+            self._params = SamplingParams(**({"max_tokens": None} | dict(sampling)))
+        except InvalidRequest as error:
+            raise ConfigError(f"--{error.message.replace('_', '-')}") from None
         self._llm = LLM(**options)
 
     def chat(self, messages: list[Message]) -> Iterator[str]:

@@ -51,7 +51,7 @@ def show_figures(figures: dict[str, str]) -> list[str]:
 def facts(command: Sequence[str] | None = None) -> dict[str, Any]:
     """What the figures depend on and cannot say themselves."""
     return {
-        "command": list(sys.argv if command is None else command),
+        "command": _without_keys(sys.argv if command is None else command),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {name: _version(name) for name in ("octavo", "torch", "numpy")}
         | {"python": platform.python_version()},
@@ -63,6 +63,19 @@ def facts(command: Sequence[str] | None = None) -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
     }
+
+
+def _without_keys(command: Sequence[str]) -> list[str]:
+    """Results are shared; keys are not."""
+    said: list[str] = []
+    for text in command:
+        name = text.split("=")[0].replace("_", "-")
+        if said and said[-1].replace("_", "-") == "--api-key":
+            text = "…"
+        elif name == "--api-key" and "=" in text:
+            text = "--api-key=…"
+        said.append(text)
+    return said
 
 
 def _version(package: str) -> str | None:

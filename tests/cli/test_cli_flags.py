@@ -1,0 +1,148 @@
+"""Flags from the config dataclasses: names, kinds, defaults, and what a mistake is told.
+Knows nothing of what the flags do."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from octavo.config import AUTO, Config, sections
+from octavo.errors import ConfigError
+from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
+
+
+def parse(*argv: str, only: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> Config:
+    parser = Parser(prog="octavo")
+    add_config_flags(parser, only)
+    return config_from(parser.parse_args(argv), environ or {})
+
+
+def test_no_flags_give_the_defaults() -> None:
+    assert parse() == Config()
+
+
+def test_every_knob_is_a_flag_and_reads_back_a_value() -> None:
+    samples: dict[Any, tuple[str, Any]] = {int: ("7", 7), float: ("0.5", 0.5), str: ("text", "text")}
+    for section, cls in sections():
+        for knob in dataclasses.fields(cls):
+            name = "--" + (knob.metadata["flag"] or knob.name.replace("_", "-")).split(",")[0].lower()
+            if knob.type is bool:
+                assert getattr(getattr(parse(name), section), knob.name) is True
+                assert getattr(getattr(parse(name.replace("--", "--no-")), section), knob.name) is False
+                continue
+            if knob.metadata["choices"]:
+                text, value = (knob.metadata["choices"][-1],) * 2
+            elif knob.metadata["kind"]:
+                text, value = "2k", 2048
+            else:
+                text, value = samples[knob.type]
+            assert getattr(getattr(parse(name, text), section), knob.name) == value, name
+
+
+@pytest.mark.parametrize(
+    "argv", [("org/model", "--port", "9000"), ("--port", "9000", "org/model"), ("--model", "org/model", "--port=9000")]
+)
+def test_model_may_stand_anywhere_or_have_a_flag(argv: tuple[str, ...]) -> None:
+    config = parse(*argv)
+    assert (config.model.model, config.server.port) == ("org/model", 9000)
+
+
+def test_two_different_models_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two models are named: 'a' and --model 'b'"):
+        parse("a", "--model", "b")
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp", "-tp", "--tensor_parallel_size"])
+def test_aliases_and_underscores(flag: str) -> None:
+    assert parse(flag, "2").parallel.tensor_parallel_size == 2
+
+
+def test_underscores_of_values_are_kept() -> None:
+    assert parse("--served_model_name=my_model").model.served_model_name == "my_model"
+    assert parse("--served-model-name", "my_model", "some_model").model.model == "some_model"
+
+
+@pytest.mark.parametrize(("text", "value"), [("8192", 8192), ("8k", 8192), ("8K", 8192), ("1.5k", 1536), ("1m", 2**20)])
+def test_counts(text: str, value: int) -> None:
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("512M", 512 * 2**20), ("2G", 2**31), ("1.5g", 3 * 2**29), ("2GiB", 2**31), ("1000", 1000), ("0.5K", 512)],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert size(text) == value
+
+
+@pytest.mark.parametrize("text", ["auto", "AUTO", "-1"])
+def test_auto(text: str) -> None:
+    assert parse("--max-model-len", text).model.max_model_len == AUTO
+    assert parse("--kv-cache-memory-bytes", text).cache.kv_cache_memory_bytes == AUTO
+
+
+def test_the_key_comes_from_the_environment_unless_a_flag_brings_one() -> None:
+    assert parse(environ={"OCTAVO_API_KEY": "secret"}).server.api_key == "secret"
+    assert parse("--api-key", "other", environ={"OCTAVO_API_KEY": "secret"}).server.api_key == "other"
+
+
+def test_only_the_sections_asked_for() -> None:
+    assert parse("--seed", "3", only=OFFLINE).model.seed == 3
+    with pytest.raises(SystemExit):
+        parse("--port", "1", only=OFFLINE)
+
+
+def test_options_are_only_what_was_given() -> None:
+    parser = Parser(prog="octavo")
+    add_config_flags(parser, OFFLINE)
+    assert options_from(parser.parse_args(["m", "--no-enable-prefix-caching"])) == {
+        "model": "m",
+        "enable_prefix_caching": False,
+    }
+
+
+MISTAKES = [
+    (("--prot", "3"), "unknown flag --prot; did you mean --port?"),
+    (("--max-model", "3"), "unknown flag --max-model; did you mean --max-model-len?"),
+    (("--zzzzqqqq",), "unknown flag --zzzzqqqq"),
+    (("--dtype", "fp33"), "--dtype: 'fp33' is not one of auto, float32, bfloat16, float16"),
+    (("--port", "http"), "--port: 'http' is not a whole number"),
+    (("--port", "8000.5"), "--port: '8000.5' is not a whole number"),
+    (("--swap-space", "nan"), "--swap-space: 'nan' is not a number"),
+    (("--max-model-len", "8q"), "--max-model-len: '8q' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
+    (("--max-model-len", "0.3k"), "--max-model-len: '0.3k' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
+    (("--max-num-seqs", "1.2.3"), "--max-num-seqs: '1.2.3' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
+    (("--kv-cache-memory-bytes", "2GB"), "--kv-cache-memory-bytes: '2GB' is not a size: give bytes, or K, M, G, T (powers of 1024) as in 512M or 1.5G"),
+    (("--port",), "--port: expected one argument"),
+    (("a", "b"), "unexpected argument 'b'"),
+    (("--enable-prefix-caching=yes",), "--enable-prefix-caching/--no-enable-prefix-caching: ignored explicit argument 'yes'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argv", "line"), MISTAKES)
+def test_a_mistake_is_one_line(argv: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(*argv)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"octavo: error: {line}\n"
+
+
+def test_a_value_out_of_range_names_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"^--port must be between 0 and 65535, got 70000$"):
+        parse("--port", "70000")
+
+
+def test_help_shows_defaults_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    for part in (
+        "(default: 8000)",
+        "(default: 32M)",
+        "(default: on)",
+        "(default: auto)",
+        "scheduler:",
+        "--no-enable-prefix-caching",
+    ):
+        assert part in text

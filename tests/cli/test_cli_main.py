@@ -1,0 +1,237 @@
+"""The command line as a person meets it: one line and a code for every mistake, a quick start, a conversation with a URL.
+Knows nothing of the engine: the server here is a few lines of standard library that speak OpenAI's API."""
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo import cli, talk
+from octavo.errors import ConfigError, EngineDead
+from octavo.flags import Parser
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Answers with the words it was sent, one chunk a word; keeps every body it saw."""
+
+    bodies: list[dict[str, Any]]
+    key = ""
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "echo"}]}).encode())
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        if self.key and self.headers["Authorization"] != f"Bearer {self.key}":
+            error = {
+                "error": {"message": "the key is wrong", "type": "authentication_error", "param": None, "code": None}
+            }
+            return self._answer(401, json.dumps(error).encode())
+        chat = "messages" in body
+        text = body["messages"][-1]["content"] if chat else body["prompt"]
+        chunks = [{"delta": {"content": word}} if chat else {"text": word} for word in text.split(" ")]
+        events = [json.dumps({"choices": [chunk]}) for chunk in chunks]
+        if text == "broken":
+            events = [json.dumps({"error": {"message": "it broke"}})]
+        elif text != "cut":
+            events.append("[DONE]")
+        self._answer(200, "".join(f"data: {event}\n\n" for event in events).encode(), "text/event-stream")
+
+    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Echo]]]:
+    handler = type("Handler", (Echo,), {"bodies": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}", handler
+        listening.shutdown()
+        thread.join()
+
+
+def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "octavo.cli", *argv]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+
+
+# ── errors and codes ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["serv"], "COMMAND: 'serv' is not one of serve, chat, complete, bench; did you mean serve?"),
+        (["bench", "latncy"], "KIND: 'latncy' is not one of latency, throughput, serve; did you mean latency?"),
+        (["serve", "--port", "70000"], "--port must be between 0 and 65535, got 70000"),
+        (["complete", ""], "the prompt is empty: give a text to continue"),
+        (["chat", "--api-key", "k"], "--api-key is for a server: give its --url as well"),
+        (["chat", "--url", "ftp://x"], "--url 'ftp://x' is not a URL: give http://HOST:PORT"),
+        (["chat", "--url", "localhost:1", "--dtype", "float32"], "--dtype has no effect on the server at --url: leave it out"),
+        (["complete", "x", "--temperature", "-1"], "--temperature must be between 0 and 100, got -1.0"),
+        (["bench", "serve", "--goodput", "ttft"], "--goodput: 'ttft' is not a service level: give NAME:MILLISECONDS, NAME being ttft, tpot, e2el"),
+        (["bench", "serve", "--num-prompts", "0"], "--num-prompts: '0' must be at least 1"),
+        (["bench", "serve", "--prompt-kind", "ids", "--endpoint", "chat"], "--prompt-kind ids needs --endpoint completions: a chat message is text"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_code_2(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = cli.main(argv)
+    except SystemExit as ended:  # argparse's own way out
+        code = int(ended.code or 0)
+    assert capsys.readouterr().err == f"octavo: error: {line}\n"
+    assert code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("change\n  this"), 2), (EngineDead("it died"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_every_way_to_end_has_its_code(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def fail(_: Any) -> int:
+        raise error
+
+    parser = Parser()
+    parser.set_defaults(run=fail)
+    monkeypatch.setattr(cli, "build_parser", lambda: parser)
+    assert cli.main([]) == code
+    assert capsys.readouterr().err.count("\n") == (0 if code == 130 else 1)
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert cli.main(["bench"]) == 2
+    assert "throughput" in capsys.readouterr().err
+
+
+def test_version_and_a_quick_help() -> None:
+    assert octavo("--version").stdout.startswith("octavo 0.")
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert "complete" in octavo("--help").stdout
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5  # 0.05 s on an idle machine
+
+
+def test_a_closed_pipe_ends_it_quietly(server: tuple[str, type[Echo]]) -> None:
+    text = " ".join("word" for _ in range(50000))
+    command = f'{sys.executable} -m octavo.cli complete - --url {server[0]} | head -c 10; echo "${{PIPESTATUS[0]}}"'
+    done = subprocess.run(["bash", "-c", command], input=text, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout == "wordwordwo141\n"
+
+
+# ── chat and complete against a URL ─────────────────────────────────────────────────────────────────
+
+
+def test_complete_prints_the_completion_and_nothing_else(server: tuple[str, type[Echo]]) -> None:
+    url, handler = server
+    done = octavo(
+        "complete",
+        "-",
+        "--url",
+        url,
+        "--temperature",
+        "0",
+        "--seed",
+        "7",
+        "--stop",
+        "a",
+        "--stop",
+        "b",
+        stdin="one two",
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("onetwo", "", 0)
+    assert handler.bodies == [
+        {"model": "echo", "stream": True, "max_tokens": 256, "temperature": 0.0, "stop": ["a", "b"], "seed": 7, "prompt": "one two"}
+    ]  # fmt: skip
+
+
+def test_chat_keeps_the_conversation(server: tuple[str, type[Echo]]) -> None:
+    url, handler = server
+    done = octavo(
+        "chat", "--url", f"{url}/v1/", "--model", "mine", "--system", "Be brief.", stdin="hello you\n\nagain\n"
+    )
+    assert (done.stdout, done.returncode) == ("helloyou\nagain\n", 0)
+    assert handler.bodies[1] == {
+        "model": "mine",
+        "stream": True,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "hello you"},
+            {"role": "assistant", "content": "helloyou"},
+            {"role": "user", "content": "again"},
+        ],
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), [("broken", "it broke"), ("cut", "ended the answer early")])
+def test_a_failed_turn_is_told_and_forgotten(text: str, message: str, server: tuple[str, type[Echo]]) -> None:
+    url, handler = server
+    done = octavo("chat", "--url", url, stdin=f"{text}\nhello\n")
+    assert message in done.stderr
+    assert done.stdout.endswith("hello\n")
+    assert handler.bodies[1]["messages"] == [{"role": "user", "content": "hello"}]
+
+
+def test_the_servers_refusal_is_passed_on(server: tuple[str, type[Echo]]) -> None:
+    url, handler = server
+    handler.key = "right"
+    refused = octavo("complete", "x", "--url", url, "--api-key", "wrong")
+    assert refused.stderr == f"octavo: error: {url}/v1/completions answered 401: the key is wrong\n"
+    assert refused.returncode == 1
+    assert octavo("complete", "x", "--url", url, "--api-key", "right").stdout == "x"
+
+
+def test_nobody_listens() -> None:
+    done = octavo("chat", "--url", "http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert done.stderr.startswith("octavo: error: cannot reach http://127.0.0.1:9/v1: ")
+
+
+# ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.CaptureFixture[str]) -> None:
+    class Endless:
+        def chat(self, messages: list[dict[str, str]]) -> Iterator[str]:
+            yield "so"
+            yield " far"
+            raise KeyboardInterrupt
+
+        complete = chat  # type: ignore[assignment]
+
+    history: list[dict[str, str]] = []
+    talk._turn(Endless(), history, "go on")
+    assert capsys.readouterr().out == "so far\n"
+    assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]
+
+
+def test_an_interrupt_is_only_noted_while_a_step_runs() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), talk._noted_interrupt() as interrupted:
+        assert not interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupted()
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
