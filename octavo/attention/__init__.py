@@ -1,0 +1,2 @@
+"""⑤⑥ The backend seam: how keys and values are written to pages and read back.
+Knows nothing of models."""

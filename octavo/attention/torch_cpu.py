@@ -1,0 +1,173 @@
+"""Attention for CPUs in few torch operations: decode rows together, longer rows one by one.
+Knows nothing of models or scheduling.
+
+A store is [pages, 2, Hkv, page_size, D]: keys (0) and values (1) of one head in one page are contiguous, so one gather
+of such runs gives all rows' keys and values in the layout that a batched product wants."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from octavo.batch import Batch
+from octavo.spec import ModelSpec
+
+# Decode rows are padded to the longest of their group. A group is closed when more than this share would be padding …
+_MAX_PADDING = 0.25
+# … unless it is small: below this many pages the cost of another round of calls exceeds that of the padding.
+_SMALL_GROUP_PAGES = 64
+
+
+@dataclass(slots=True)
+class _DecodeGroup:
+    """Rows of one token each, with similar lengths."""
+
+    tokens: torch.Tensor | None  # [B] indices into T; None: all decode rows in their order
+    runs: torch.Tensor  # [2 * B * Hkv * M] which runs of the store hold the rows' keys, then their values
+    bias: torch.Tensor  # [B, 1, M * page_size] 0 where a row has a token, -inf where not
+    num_rows: int
+
+
+@dataclass(slots=True)
+class _LongRow:
+    """A row of several tokens: a prompt or a chunk of one."""
+
+    first: int
+    last: int
+    length: int
+    runs: torch.Tensor | None  # [2 * Hkv * M]; None: all of its keys and values come with this step
+    bias: torch.Tensor | None  # [N, L] 0 or -inf; None with runs None
+
+
+class TorchCpuAttention:
+    name = "torch_cpu"
+    page_dim = 0
+
+    def __init__(self) -> None:
+        self._runs: list[torch.Tensor] = []  # each layer's store as [pages * 2 * Hkv, page_size * D]
+        self._cells: list[torch.Tensor] = []  # … and as [pages * 2 * Hkv * page_size, D]
+        self._page_size = 0
+        self._num_kv_heads = 0
+        self._written: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self._decodes: list[_DecodeGroup] = []
+        self._long_rows: list[_LongRow] = []
+
+    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on CPUs, not on {device.type}"
+        return None
+
+    def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
+        return (num_pages, 2, spec.num_kv_heads // tensor_parallel, page_size, spec.head_size)
+
+    def bind(self, kv: list[torch.Tensor]) -> None:
+        _, _, self._num_kv_heads, self._page_size, head_size = kv[0].shape
+        self._runs = [store.view(-1, self._page_size * head_size) for store in kv]
+        self._cells = [store.view(-1, head_size) for store in kv]
+        self._dtype = kv[0].dtype
+
+    # ── once a step ─────────────────────────────────────────────────────────────────────────────────
+
+    def plan(self, batch: Batch) -> None:
+        size, heads = self._page_size, 2 * self._num_kv_heads
+        pages, offsets = batch.slots // size, batch.slots % size
+        runs = (pages * heads)[:, None] + torch.arange(heads)  # [T, 2 Hkv]
+        self._written = (runs * size + offsets[:, None]).view(-1)
+        self._decodes = [self._plan_group(batch, rows) for rows in self._group_rows(batch)]
+        starts = batch.query_start.tolist()
+        self._long_rows = [
+            self._plan_long_row(batch, row, starts[row], starts[row + 1])
+            for row in range(batch.num_decodes, batch.num_rows)
+        ]
+
+    def _group_rows(self, batch: Batch) -> list[list[int]]:
+        """Decode rows, longest first, cut where padding would waste too much. One group keeps the batch's order."""
+        num_pages = [-(-length // self._page_size) for length in batch.seq_lens_host[: batch.num_decodes]]
+        if not num_pages:
+            return []
+        groups: list[list[int]] = []
+        used = padded = longest = 0
+        for row in sorted(range(len(num_pages)), key=num_pages.__getitem__, reverse=True):
+            wasted = 1 - (used + num_pages[row]) / (padded + longest) if padded else 0.0
+            if not groups or (wasted > _MAX_PADDING and padded >= _SMALL_GROUP_PAGES):
+                groups.append([])
+                used, padded, longest = 0, 0, num_pages[row]
+            groups[-1].append(row)
+            used += num_pages[row]
+            padded += longest
+        return [list(range(batch.num_decodes))] if len(groups) == 1 else groups
+
+    def _plan_group(self, batch: Batch, rows: list[int]) -> _DecodeGroup:
+        is_whole = len(rows) == batch.num_decodes
+        index = torch.tensor(rows)
+        table = batch.page_table[: len(rows)] if is_whole else batch.page_table[index]
+        lengths = batch.seq_lens[: len(rows)] if is_whole else batch.seq_lens[index]
+        num_pages = -(-max(batch.seq_lens_host[row] for row in rows) // self._page_size)
+        runs = self._runs_of(table[:, :num_pages])
+        is_empty = torch.arange(num_pages * self._page_size) >= lengths[:, None]
+        bias = torch.zeros(is_empty.shape, dtype=self._dtype).masked_fill_(is_empty, float("-inf"))
+        return _DecodeGroup(None if is_whole else index, runs, bias[:, None], len(rows))
+
+    def _plan_long_row(self, batch: Batch, row: int, first: int, last: int) -> _LongRow:
+        length = batch.seq_lens_host[row]
+        if length == last - first:
+            return _LongRow(first, last, length, None, None)
+        num_pages = -(-length // self._page_size)
+        runs = self._runs_of(batch.page_table[row : row + 1, :num_pages])
+        is_later = torch.arange(length) > batch.positions[first:last, None]
+        bias = torch.zeros(is_later.shape, dtype=self._dtype).masked_fill_(is_later, float("-inf"))
+        return _LongRow(first, last, length, runs, bias)
+
+    def _runs_of(self, pages: torch.Tensor) -> torch.Tensor:
+        """[B, M] pages → [2 * B * Hkv * M] runs: keys of row 0 head 0, of row 0 head 1, …, then values."""
+        heads = torch.arange(2 * self._num_kv_heads).view(2, 1, self._num_kv_heads, 1)
+        return (pages.long()[None, :, None, :] * (2 * self._num_kv_heads) + heads).view(-1)
+
+    # ── once a layer ────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+        kv = torch.cat((k, v), dim=1)
+        self._cells[layer].index_copy_(0, self._written, kv.view(-1, kv.shape[-1]))
+        if not self._long_rows and len(self._decodes) == 1:
+            return self._decode(layer, self._decodes[0], q)
+        output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
+        for group in self._decodes:
+            if group.tokens is None:
+                output[: group.num_rows] = self._decode(layer, group, q[: group.num_rows])
+            else:
+                output.index_copy_(0, group.tokens, self._decode(layer, group, q.index_select(0, group.tokens)))
+        for row in self._long_rows:
+            part = slice(row.first, row.last)
+            output[part] = self._attend_long(layer, row, q[part], k[part], v[part])
+        return output
+
+    def _decode(self, layer: int, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
+        """q [B, H, D] → [B, H * D]. Query heads that share a KV head are the rows of one small product."""
+        num_rows, num_heads, head_size = q.shape
+        num_groups = num_rows * self._num_kv_heads
+        gathered = self._runs[layer].index_select(0, group.runs)
+        keys, values = gathered.view(2, num_groups, -1, head_size)
+        queries = q.reshape(num_groups, -1, head_size)
+        scores = torch.bmm(queries * head_size**-0.5, keys.transpose(1, 2))
+        scores.view(num_rows, num_heads, -1).add_(group.bias)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        return torch.bmm(weights, values).view(num_rows, num_heads * head_size)
+
+    def _attend_long(
+        self, layer: int, row: _LongRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """q [N, H, D], k and v [N, Hkv, D] of this step → [N, H * D]."""
+        if row.runs is None:
+            keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, N, D]
+        else:
+            gathered = self._runs[layer].index_select(0, row.runs)
+            keys, values = gathered.view(2, self._num_kv_heads, -1, q.shape[-1])[:, :, : row.length]
+        attended = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=row.bias,
+            is_causal=row.runs is None,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return attended[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,22 @@
+"""BuildContext: what a layer must know of its surroundings when it is built.
+Knows nothing of checkpoints or batches."""
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.parallel import Group
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    group: Group
+    dtype: torch.dtype
+    device: torch.device
+    attention: AttentionBackend
+    page_size: int
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for a parameter of this rank."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)

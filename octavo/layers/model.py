@@ -1,0 +1,42 @@
+"""DecoderModel: what all families have in common, which is how weights get in.
+Knows nothing of any family's layers or names."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.layers.sharding import Slots, fill
+
+
+class DecoderModel(nn.Module):
+    weights_bytes: int = 0
+    """What this rank's parameters take, known once they are loaded."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """→ hidden states [T, D]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, D] → [S, V] float32, the whole vocabulary on every rank."""
+        raise NotImplementedError
+
+    def slots(self) -> Slots:
+        """Every tensor the model takes from a checkpoint, by its HF name, with its whole shape."""
+        raise NotImplementedError
+
+    def is_ignored(self, name: str) -> bool:
+        """Tensors that some checkpoints bring and the model does not need."""
+        return False
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
+        with torch.no_grad():
+            self.weights_bytes = self._plain_bytes()
+            fill(self.slots(), tensors, self.is_ignored)
+
+    def _plain_bytes(self) -> int:
+        """Counted before packing: packed tensors do not tell their size, which is within a few percent of the plain one."""
+        own = (value for module in self.modules() for value in vars(module).values())
+        return sum(value.nbytes for value in own if isinstance(value, torch.Tensor))

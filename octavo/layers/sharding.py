@@ -1,0 +1,80 @@
+"""Slots: where a checkpoint's tensors go, and which share of each a rank keeps.
+Knows nothing of file formats or of how a layer computes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.parallel import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """The place of one checkpoint tensor. `store` is given the whole tensor and keeps this rank's share of it."""
+
+    shape: tuple[int, ...]  # of the whole tensor, as it stands in the checkpoint
+    store: Callable[[torch.Tensor], None]
+    is_optional: bool = False
+
+
+Slots = dict[str, Slot]  # checkpoint name → slot
+
+
+def share(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's equal share of a whole tensor along `dim`, as a view."""
+    size = tensor.shape[dim] // group.size
+    return tensor.narrow(dim, group.rank * size, size)
+
+
+def whole(name: str, target: torch.Tensor) -> Slots:
+    """The slot of a tensor that every rank keeps whole."""
+    return {name: Slot(tuple(target.shape), lambda tensor: _copy(target, tensor))}
+
+
+def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    target.copy_(tensor)
+
+
+def check_shares(size: int, **extents: int) -> None:
+    """Every extent must split into `size` equal shares: else a ConfigError with the sizes that would work."""
+    if all(extent % size == 0 for extent in extents.values()):
+        return
+    bad = ", ".join(f"{name} {extent}" for name, extent in extents.items() if extent % size)
+    good = [n for n in range(1, min(extents.values()) + 1) if all(extent % n == 0 for extent in extents.values())]
+    raise ConfigError(
+        f"--tensor-parallel-size {size} does not divide this model's {bad}; sizes that work: "
+        + ", ".join(map(str, good))
+    )
+
+
+def fill(slots: Slots, tensors: Iterator[tuple[str, torch.Tensor]], is_ignored: Callable[[str], bool]) -> None:
+    """Put every tensor into its slot. Missing, unexpected or mis-shaped ones are named in a ConfigError."""
+    open_slots = dict(slots)
+    unexpected: list[str] = []
+    for name, tensor in tensors:
+        slot = open_slots.pop(name, None)
+        if slot is None:
+            if not is_ignored(name):
+                unexpected.append(name)
+        elif tuple(tensor.shape) != slot.shape:
+            raise ConfigError(
+                f"the checkpoint's tensor {name} has shape {list(tensor.shape)}, its config asks for {list(slot.shape)}: "
+                "config.json and weights do not belong together"
+            )
+        else:
+            slot.store(tensor)
+    missing = [name for name, slot in open_slots.items() if not slot.is_optional]
+    if missing:
+        raise ConfigError(
+            f"the checkpoint lacks {_listed(missing)}: it is incomplete, or not of the family config.json names"
+        )
+    if unexpected:
+        raise ConfigError(f"the checkpoint holds {_listed(unexpected)}, which its config does not account for")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{'tensor' if len(names) == 1 else 'tensors'} {shown}{more}"

@@ -1,0 +1,198 @@
+"""GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.errors import ConfigError
+from octavo.layers.attention import SelfAttention
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
+from octavo.layers.mlp import MLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.norm import LayerNorm
+from octavo.layers.sharding import Slot, Slots, check_shares, whole
+from octavo.spec import ModelSpec
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    for key, unsupported in (("scale_attn_by_inverse_layer_idx", True), ("add_cross_attention", True)):
+        if config.get(key, False) is unsupported:
+            raise ConfigError(f"this GPT-2 has {key} set, which is not supported")
+    if config.get("scale_attn_weights", True) is False:
+        raise ConfigError("this GPT-2 has scale_attn_weights switched off, which is not supported")
+    num_heads, hidden_size = int(config["n_head"]), int(config["n_embd"])
+    return ModelSpec(
+        family="gpt2",
+        num_layers=int(config["n_layer"]),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=hidden_size // num_heads,
+        intermediate_size=int(config.get("n_inner") or 4 * hidden_size),
+        vocab_size=int(config["vocab_size"]),
+        context_len=int(config.get("n_positions") or config["n_ctx"]),
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        epsilon = float(config.get("layer_norm_epsilon", 1e-5))
+        self.attention_norm = LayerNorm(spec.hidden_size, epsilon, context)
+        self.attention = SelfAttention(index, spec, context, qkv_bias=True, output_bias=True)
+        self.mlp_norm = LayerNorm(spec.hidden_size, epsilon, context)
+        act = config.get("activation_function", "gelu_new")
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, context)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        x = self.attention(self.attention_norm(x), x, batch)
+        x = self.mlp(self.mlp_norm(x), x)
+        return x
+
+    def slots(self, name: str) -> Slots:
+        slots = (
+            self.attention.output.slots(f"{name}.attn.c_proj")
+            | self.mlp.up.slots(f"{name}.mlp.c_fc")
+            | self.mlp.down.slots(f"{name}.mlp.c_proj")
+        )
+        for key, slot in slots.items():
+            if key.endswith(".weight"):
+                slots[key] = _transposed(slot)
+        norms = self.attention_norm.slots(f"{name}.ln_1") | self.mlp_norm.slots(f"{name}.ln_2")
+        return slots | norms | self._qkv_slots(f"{name}.attn.c_attn")
+
+    def _qkv_slots(self, name: str) -> Slots:
+        """q, k and v are one tensor in the checkpoint; each is split over ranks by heads."""
+        qkv = self.attention.qkv
+
+        def store_weight(tensor: torch.Tensor) -> None:
+            for part, weight in enumerate(tensor.t().chunk(3)):
+                qkv.fill_weight(part, weight)
+
+        def store_bias(tensor: torch.Tensor) -> None:
+            for part, bias in enumerate(tensor.chunk(3)):
+                qkv.fill_bias(part, bias)
+
+        num_outputs = sum(qkv.part_sizes)
+        return {
+            f"{name}.weight": Slot((qkv.in_features, num_outputs), store_weight),
+            f"{name}.bias": Slot((num_outputs,), store_bias),
+        }
+
+
+def _transposed(slot: Slot) -> Slot:
+    return Slot((slot.shape[1], slot.shape[0]), lambda tensor: slot.store(tensor.t()))
+
+
+class Model(DecoderModel):
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        check_shares(
+            context.group.size,
+            n_head=spec.num_heads,
+            n_inner=spec.intermediate_size,
+            vocab_size=spec.vocab_size,
+        )
+        self.attention_backend = context.attention
+        self.is_tied = bool(config.get("tie_word_embeddings", True))
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.positions = context.empty(spec.context_len, spec.hidden_size)
+        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
+        self.norm = LayerNorm(spec.hidden_size, float(config.get("layer_norm_epsilon", 1e-5)), context)
+        self.head = Head(spec.hidden_size, spec.vocab_size, context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        x = self.embedding(batch.input_ids).add_(self.positions[batch.positions])
+        for layer in self.layers:
+            x = layer(x, batch)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def slots(self) -> Slots:
+        slots = self.embedding.slots("transformer.wte", tied_head=self.head if self.is_tied else None)
+        slots |= whole("transformer.wpe.weight", self.positions)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"transformer.h.{index}")
+        slots |= self.norm.slots("transformer.ln_f")
+        if not self.is_tied:
+            slots |= self.head.slots("lm_head")
+        return slots
+
+    def is_ignored(self, name: str) -> bool:
+        # Old checkpoints store the causal mask; a tied head is sometimes written out all the same.
+        return name.endswith((".attn.bias", ".attn.masked_bias")) or (self.is_tied and name == "lm_head.weight")
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        # The first published checkpoints lack the prefix.
+        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
+
+
+def _with_prefix(name: str) -> str:
+    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+_GGUF_NAMES = {
+    "token_embd.weight": "transformer.wte.weight",
+    "position_embd.weight": "transformer.wpe.weight",
+    "output_norm.weight": "transformer.ln_f.weight",
+    "output_norm.bias": "transformer.ln_f.bias",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+
+
+def gguf_config(metadata: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    for key in ("embedding_length", "block_count", "attention.head_count", "context_length"):
+        if not isinstance(metadata.get(f"gpt2.{key}"), int):
+            raise ConfigError(f"the GGUF file's gpt2.{key} is missing")
+    return {
+        "model_type": "gpt2",
+        "n_embd": metadata["gpt2.embedding_length"],
+        "n_layer": metadata["gpt2.block_count"],
+        "n_head": metadata["gpt2.attention.head_count"],
+        "n_inner": metadata.get("gpt2.feed_forward_length"),
+        "n_positions": metadata["gpt2.context_length"],
+        "layer_norm_epsilon": metadata.get("gpt2.attention.layer_norm_epsilon", 1e-5),
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or metadata.get("gpt2.vocab_size"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": "output.weight" not in (tensors or {}),
+    }
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _GGUF_LAYER_NAMES:
+        return None
+    return f"transformer.h.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """Undo what the converter did: it turns the transposed weights of GPT-2 the usual way round."""
+    if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
+        return tensor.t()
+    return tensor

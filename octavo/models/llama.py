@@ -1,0 +1,200 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.errors import ConfigError
+from octavo.layers.attention import SelfAttention
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
+from octavo.layers.mlp import GatedMLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
+from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.spec import ModelSpec
+
+_ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    num_heads = int(config["num_attention_heads"])
+    return ModelSpec(
+        family="llama",
+        num_layers=int(config["num_hidden_layers"]),
+        hidden_size=int(config["hidden_size"]),
+        num_heads=num_heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_size=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
+        intermediate_size=int(config["intermediate_size"]),
+        vocab_size=int(config["vocab_size"]),
+        context_len=int(config.get("max_position_embeddings", 2048)),
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        epsilon = float(config.get("rms_norm_eps", 1e-6))
+        attention_bias = bool(config.get("attention_bias", False))
+        self.head_size = spec.head_size
+        self.attention_norm = RMSNorm(spec.hidden_size, epsilon, context)
+        self.attention = SelfAttention(index, spec, context, qkv_bias=attention_bias, output_bias=attention_bias)
+        self.mlp_norm = RMSNorm(spec.hidden_size, epsilon, context)
+        self.mlp = GatedMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            config.get("hidden_act", "silu"),
+            context,
+            bias=bool(config.get("mlp_bias", False)),
+        )
+
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+        x = self.attention(self.attention_norm(x), x, batch, rotation)
+        x = self.mlp(self.mlp_norm(x), x)
+        return x
+
+    def slots(self, name: str) -> Slots:
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        qkv = self.attention.qkv.slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+        for key, slot in qkv.items():
+            if "v_proj" not in key:
+                qkv[key] = Slot(slot.shape, lambda t, store=slot.store: store(interleave(t, self.head_size)))  # type: ignore[misc]
+        return (
+            qkv
+            | self.attention.output.slots(f"{attention}.o_proj")
+            | self.mlp.gate_up.slots(f"{mlp}.gate_proj", f"{mlp}.up_proj")
+            | self.mlp.down.slots(f"{mlp}.down_proj")
+            | self.attention_norm.slots(f"{name}.input_layernorm")
+            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+        )
+
+
+class Model(DecoderModel):
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        check_shares(
+            context.group.size,
+            num_attention_heads=spec.num_heads,
+            num_key_value_heads=spec.num_kv_heads,
+            intermediate_size=spec.intermediate_size,
+            vocab_size=spec.vocab_size,
+        )
+        self.attention_backend = context.attention
+        self.is_tied = bool(config.get("tie_word_embeddings", False))
+        self.rope = Rope(rope_settings(config), spec.head_size, context.device)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, float(config.get("rms_norm_eps", 1e-6)), context)
+        self.head = Head(spec.hidden_size, spec.vocab_size, context)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        rotation = self.rope.rotation(batch.positions)
+        x = self.embedding(batch.input_ids)
+        for layer in self.layers:
+            x = layer(x, batch, rotation)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+    def slots(self) -> Slots:
+        slots = self.embedding.slots("model.embed_tokens", tied_head=self.head if self.is_tied else None)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"model.layers.{index}")
+        slots |= self.norm.slots("model.norm")
+        if not self.is_tied:
+            slots |= self.head.slots("lm_head")
+        slots[_ROPE_FACTORS] = Slot(tuple(self.rope.frequencies.shape), self.rope.divide_frequencies, is_optional=True)
+        return slots
+
+    def is_ignored(self, name: str) -> bool:
+        # Old checkpoints store the rope frequencies; a tied head is sometimes written out all the same.
+        return name.endswith("rotary_emb.inv_freq") or (self.is_tied and name == "lm_head.weight")
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    "rope_freqs.weight": _ROPE_FACTORS,
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def gguf_config(metadata: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    tensors = tensors or {}
+    for key in ("embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
+        if not isinstance(metadata.get(f"llama.{key}"), int):
+            raise ConfigError(f"the GGUF file's llama.{key} is missing or differs between layers: not a plain Llama")
+    num_heads = metadata["llama.attention.head_count"]
+    hidden_size = metadata["llama.embedding_length"]
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "num_hidden_layers": metadata["llama.block_count"],
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "head_dim": metadata.get("llama.attention.key_length") or hidden_size // num_heads,
+        "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": metadata.get("llama.context_length", 2048),
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or metadata.get("llama.vocab_size"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "rope_parameters": _gguf_rope(metadata),
+    }
+    return config
+
+
+def _gguf_rope(metadata: dict[str, Any]) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.get("llama.rope.freq_base", 10000.0)}
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    factor = metadata.get("llama.rope.scaling.factor") or metadata.get("llama.rope.scale_linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise ConfigError(f"the GGUF file's rope scaling {kind!r} is not supported; none, linear and yarn are")
+    if factor and factor != 1.0:
+        rope["rope_type"] = "linear" if kind == "none" else kind
+        rope["factor"] = factor
+        rope["original_max_position_embeddings"] = metadata.get("llama.rope.scaling.original_context_length")
+    return rope
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _GGUF_LAYER_NAMES:
+        return None
+    return f"model.layers.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    """Undo what the converter did: it interleaves the rows of q and k for its own rotary kernel."""
+    if name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
+        return split_halves(tensor, spec(config).head_size)
+    return tensor
