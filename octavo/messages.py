@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from octavo.config import Config
 from octavo.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -170,7 +171,19 @@ class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
 FromEngine = StepDeltas | Reply | EngineReport | Dying
 
 
-# ── workers → executor, at start-up ─────────────────────────────────────────────────────────────────
+# ── executor ⇄ ranks, at start-up ───────────────────────────────────────────────────────────────────
+
+
+class RankStart(msgspec.Struct, frozen=True, gc=False):
+    """The first thing a spawned rank is told."""
+
+    config: Config
+    model_path: str
+    model_name: str
+    model_kind: Literal["folder", "gguf"]
+    rank: int
+    num_ranks: int
+    rendezvous: str  # address at which the ranks meet
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
@@ -188,6 +201,20 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     available_bytes: int  # for pages, where the device's memory is concerned
     host_available_bytes: int  # for the swap space; on a CPU the same memory as the pages'
     notes: list[str] = []
+
+
+class Allocate(msgspec.Struct, frozen=True, gc=False):
+    """What the executor settled on, the same for every rank."""
+
+    num_pages: int
+    num_host_pages: int
+
+
+class RankFailed(msgspec.Struct, frozen=True, gc=False):
+    """A rank's last words. `is_config`: a ConfigError's message, for a person; else a traceback."""
+
+    is_config: bool
+    message: str
 
 
 # ── engine → workers ────────────────────────────────────────────────────────────────────────────────
