@@ -1,21 +1,21 @@
 """Random weights in place of a checkpoint's, for benchmarks of models whose weights are not at hand.
-Knows nothing of names or shapes: it fills whatever parameters a model has."""
+Knows nothing of layers: it makes a tensor for whatever name and shape a model asks for."""
 
 import hashlib
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 _SPREAD = 0.02  # as most checkpoints are initialised: activations neither vanish nor overflow 16-bit types
 
 
-def init_dummy(model: nn.Module, seed: int = 0) -> None:
-    """Fill every floating-point parameter in place. A parameter's values depend on its name, shape, device and the seed alone."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                generator = torch.Generator(device=parameter.device).manual_seed(_seed_of(name, seed))
-                parameter.normal_(0.0, _SPREAD, generator=generator)
+def dummy_tensors(
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One whole tensor per name. Its values depend on name, shape, device, dtype and seed alone: ranks agree on them."""
+    for name, shape in shapes.items():
+        generator = torch.Generator(device=device).manual_seed(_seed_of(name, seed))
+        yield name, torch.empty(shape, device=device, dtype=dtype).normal_(0.0, _SPREAD, generator=generator)
 
 
 def _seed_of(name: str, seed: int) -> int:
