@@ -31,14 +31,17 @@ class LocalModel:
     """A model in this process."""
 
     def __init__(self, options: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+        import msgspec
+
         from octavo import LLM, SamplingParams
 
         # Checked before the weights are loaded: a wrong temperature should not cost a start.
         try:
-            self._params = SamplingParams(**({"max_tokens": None} | dict(sampling)))
+            SamplingParams(**sampling)
         except InvalidRequest as error:
             raise ConfigError(f"--{error.message.replace('_', '-')}") from None
         self._llm = LLM(**options)
+        self._params = msgspec.structs.replace(self._llm.default_params(), **sampling)
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
         return self._pieces(self._llm.stream_chat(messages, self._params))
