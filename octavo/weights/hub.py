@@ -21,6 +21,16 @@ def looks_like_hub_id(name: str) -> bool:
 
 def fetch(hub_id: str, revision: str = "", *, weights: bool = True) -> Path:
     """The folder that holds the repository's files, downloaded as far as they are not in the hub's cache."""
+    folder = _snapshot(hub_id, revision, _SMALL_FILES + (_WEIGHTS if weights else []))
+    if weights and not any(folder.glob(_WEIGHTS[0])):
+        raise ConfigError(
+            f"{hub_id} has no safetensors weights on the hub, and pickled ones (.bin, .pt) are never opened: "
+            "pass a model that has them, or a .gguf file"
+        )
+    return folder
+
+
+def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -36,7 +46,7 @@ def fetch(hub_id: str, revision: str = "", *, weights: bool = True) -> Path:
             snapshot_download(
                 hub_id,
                 revision=revision or None,
-                allow_patterns=_SMALL_FILES + (_WEIGHTS if weights else []),
+                allow_patterns=patterns,
                 ignore_patterns=_NOT_WANTED,
             )
         )
@@ -67,7 +77,7 @@ def _unreachable(hub_id: str, endpoint: str, offline: bool, error: Exception) ->
         )
     cause = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
     return (
-        f"{hub_id!r} is no file or folder here, and {endpoint} cannot be reached{cause}: "
+        f"{hub_id!r} is no file or folder here, and fetching it from {endpoint} failed{cause}: "
         "check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file"
     )
 
