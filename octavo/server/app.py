@@ -1,0 +1,46 @@
+"""build_app: the routers, the one error handler, the door.
+Knows nothing of sockets, processes or any endpoint."""
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from octavo.config import Config
+from octavo.engine.client import EngineClient
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.server.door import Door
+from octavo.server.endpoints import routers
+from octavo.server.errors_http import error_response
+from octavo.server.service import Service
+from octavo.text import Text
+
+
+def build_app(engine: EngineClient, text: Text, config: Config, model_name: str) -> FastAPI:
+    """The ASGI application; its Service is at `app.state.service`."""
+    service = Service(engine, text, config, model_name)
+    # No generated docs: request bodies are read and checked by hand, and the docs page loads its scripts from elsewhere.
+    app = FastAPI(title="Octavo", root_path=config.server.root_path, openapi_url=None, redirect_slashes=False)
+    app.state.service = service
+    for router in routers(service):
+        app.include_router(router)
+    for error in (OctavoError, HTTPException, RequestValidationError):
+        app.add_exception_handler(error, _answer)
+    app.add_middleware(Door, service=service)
+    origins = [origin.strip() for origin in config.server.allowed_origins.split(",") if origin.strip()]
+    if origins:
+        # Outside the door: a browser's preflight carries no key, and refusals must be readable too.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        error = InvalidRequest("the request's path or query is malformed")
+    return error_response(error, request.scope["octavo.request_id"])

@@ -1,0 +1,127 @@
+"""The door: request ids, API keys, body size, the request log and the last resort against unforeseen errors.
+Knows nothing of routes beyond which one is open to all.
+
+Plain ASGI, because Starlette's function middleware puts two queues between a stream and its socket."""
+
+import hmac
+import logging
+import os
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import TooLarge, Unauthorized
+from octavo.server.errors_http import ClientGone, error_response
+from octavo.server.service import Service
+
+log = logging.getLogger("octavo.server")
+
+OPEN_ROUTES = frozenset({"/health"})
+MAX_REQUEST_ID_LEN = 200
+
+
+class Door:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        server = service.config.server
+        self._app = app
+        self._service = service
+        self._keys = [key.strip().encode() for key in server.api_key.split(",") if key.strip()]
+        self._max_body_bytes = int(server.max_body_bytes)
+        self._log_requests = server.enable_log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        passage = _Passage(self, scope, receive, send)
+        self._service.enter()
+        try:
+            await passage.walk(self._app)
+        finally:
+            self._service.leave()
+            if self._log_requests:
+                passage.log()
+
+    def check_key(self, scope: Scope, headers: Headers) -> None:
+        if not self._keys or _route(scope) in OPEN_ROUTES:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            raise Unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
+        secret = given.strip().encode("utf-8", "surrogateescape")
+        # Every key is compared, in constant time, so that timing tells nothing of any of them.
+        if not sum(hmac.compare_digest(secret, key) for key in self._keys):
+            raise Unauthorized("the API key is wrong")
+
+    def check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise TooLarge(f"the request body is over the limit of {self._max_body_bytes} bytes")
+
+
+class _Passage:
+    """One request on its way through the door."""
+
+    def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+        self._door = door
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._headers = Headers(scope=scope)
+        self._num_body_bytes = 0
+        self._started = time.monotonic()
+        self._status = 0
+        self.request_id = _request_id(self._headers.get("x-request-id", ""))
+        scope["octavo.request_id"] = self.request_id
+
+    async def walk(self, app: ASGIApp) -> None:
+        try:
+            self._door.check_key(self._scope, self._headers)
+            length = self._headers.get("content-length", "")
+            if length.isascii() and length.isdigit():
+                self._door.check_length(int(length))
+            await app(self._scope, self.receive, self.send)
+        except (ClientGone, ClientDisconnect):
+            self._status = 499
+        except Exception as error:
+            # RequestErrors come from this file; the rest is a bug, and the log is where it belongs.
+            if not isinstance(error, Unauthorized | TooLarge):
+                log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self._scope["path"])
+            if self._status:
+                raise  # the head is out: only closing the connection can tell the client
+            await error_response(error, self.request_id)(self._scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_body_bytes += len(message.get("body", b""))
+            self._door.check_length(self._num_body_bytes)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+
+    def log(self) -> None:
+        milliseconds = (time.monotonic() - self._started) * 1000
+        log.info(
+            "%s %s %s %d %.0f ms",
+            self.request_id, self._scope["method"], self._scope["path"], self._status, milliseconds,
+        )  # fmt: skip
+
+
+def _request_id(given: str) -> str:
+    """The client's own, where it is fit for a header and a log line; else a new one."""
+    if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
+        return given
+    return "req-" + os.urandom(12).hex()
+
+
+def _route(scope: Scope) -> str:
+    """The path as the router sees it: without the prefix under which a proxy serves us."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path

@@ -1,0 +1,15 @@
+"""The endpoints: the folder is the list. A module here has `router(service) -> APIRouter`; adding one touches no other file.
+Knows nothing of what any of them does."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+from fastapi import APIRouter
+
+from octavo.server.service import Service
+
+
+def routers(service: Service) -> Iterator[APIRouter]:
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        yield importlib.import_module(f"{__name__}.{module.name}").router(service)

@@ -1,0 +1,206 @@
+"""POST /v1/chat/completions: schema, parse, stream, collect.
+Knows nothing of the engine beyond Generation, and of templates only that the text room has one."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET, UnsetType
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.server.fields import GenerationFields, parse_fields
+from octavo.server.generation import Generation, Piece, Usage
+from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
+from octavo.server.service import Service
+from octavo.server.sse import DONE, EventStream, event, until_gone
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""developer is OpenAI's newer name of system; the templates of open models know only the older one."""
+
+NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "logprobs": (False,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # says nothing where there are no tools
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+MESSAGE_NOT_OFFERED = {"tool_calls", "tool_call_id", "function_call", "audio", "refusal", "annotations",
+                       "reasoning", "reasoning_content"}  # fmt: skip
+"""Keys of a message that clients send back as null or empty from an earlier answer."""
+
+
+class ChatRequest(GenerationFields):
+    messages: list[dict[str, Any]]
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    message: Message
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, gc=False):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last where usage was asked for
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        arrived = time.monotonic()
+        service.accept()
+        fields = parse_fields(await request.body(), ChatRequest, NOT_OFFERED)
+        service.check_model(fields.model)
+        response = _Response(service, fields, new_id("chatcmpl"), await parse(service, fields), arrived)
+        if fields.stream:
+            return EventStream(service, response.stream())
+        body = await until_gone(service, request.receive, response.collect())
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    return router
+
+
+async def parse(service: Service, fields: ChatRequest) -> Prompt:
+    messages = [parse_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)]
+    if not messages:
+        raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
+    encode = service.text.encode_chat
+    size = sum(len(str(message["content"])) for message in messages)
+    ids = await asyncio.to_thread(encode, messages) if size > LONG_TEXT else encode(messages)
+    return Prompt(ids, "messages")
+
+
+def parse_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message as templates know it. The text room checks its content."""
+    role = message.get("role")
+    if role in ("tool", "function"):
+        raise Unsupported(f"{where}.role {role!r} is not supported here yet: tools are not", param=f"{where}.role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+    content = message.get("content")
+    if not isinstance(content, str | list) and not (content is None and role == "assistant"):
+        raise InvalidRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidRequest(f"{where}.name must be a string", param=f"{where}.name")
+    for key in message.keys() - {"role", "content", "name"}:
+        if key not in MESSAGE_NOT_OFFERED or message[key] not in (None, [], ""):
+            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
+    kept = {"role": ROLES[role], "content": content}
+    return kept if name is None else {**kept, "name": name}
+
+
+class _Response:
+    """One answer, streamed or whole."""
+
+    def __init__(self, service: Service, fields: ChatRequest, response_id: str, prompt: Prompt, arrived: float) -> None:
+        text = service.text
+        requests = build_requests(
+            response_id,
+            [prompt],
+            fields,
+            report=service.report,
+            eos_ids=text.eos_ids,
+            default_sampling=text.default_sampling,
+            default_max_tokens=None,
+            arrived=arrived,
+        )
+        self._generation = Generation(service, requests)
+        self._fields = fields
+        self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        generation, fields = self._generation, self._fields
+        every = fields.wants_usage_in_every_chunk
+        quiet: UnsetType | None = None if fields.wants_usage else UNSET
+        before = b"".join(
+            self._event([ChunkChoice(index, Delta("assistant", ""))], generation.usage() if every else quiet)
+            for index in range(generation.num_choices)
+        )
+        async with aclosing(generation.pieces()) as steps:
+            async for pieces in steps:
+                usage = generation.usage() if every else quiet
+                yield before + b"".join([self._event([_chunk_choice(piece)], usage) for piece in pieces])
+                before = b""
+        yield (self._event([], generation.usage()) if fields.wants_usage else b"") + DONE
+
+    async def collect(self) -> ChatCompletion:
+        texts = [""] * self._generation.num_choices
+        choices: dict[int, Choice] = {}
+        async with aclosing(self._generation.pieces()) as steps:
+            async for pieces in steps:
+                for piece in pieces:
+                    index, delta = piece.index, piece.delta
+                    texts[index] += delta.text
+                    if delta.finish_reason is not None:
+                        message = Message("assistant", texts[index])
+                        choices[index] = Choice(index, message, delta.finish_reason, delta.stop_reason)
+        return ChatCompletion(*self._head, [choices[index] for index in sorted(choices)], self._generation.usage())
+
+    def _event(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
+        return event(ChatChunk(*self._head, choices, usage))
+
+
+def _chunk_choice(piece: Piece) -> ChunkChoice:
+    delta = Delta(content=piece.delta.text) if piece.delta.text else Delta()
+    if piece.delta.finish_reason is None:
+        return ChunkChoice(piece.index, delta)
+    return ChunkChoice(piece.index, delta, piece.delta.finish_reason, piece.delta.stop_reason)

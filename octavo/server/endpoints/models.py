@@ -1,0 +1,48 @@
+"""GET /v1/models and /v1/models/{id}: the one model that is served.
+Knows nothing of what the model is made of."""
+
+from typing import Literal
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from octavo.server.service import Service
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    max_model_len: int
+    root: str  # what --model named, or the embedded model
+    parent: None = None
+    object: Literal["model"] = "model"
+    owned_by: Literal["octavo"] = "octavo"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        return _json(ModelList([_card(service)]))
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        service.check_model(name)
+        return _json(_card(service))
+
+    return router
+
+
+def _card(service: Service) -> ModelCard:
+    root = service.config.model.model or service.model_name
+    return ModelCard(service.model_name, service.created, service.report.max_model_len, root)
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

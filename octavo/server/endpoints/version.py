@@ -1,0 +1,17 @@
+"""GET /version.
+Knows nothing of the engine."""
+
+import msgspec
+from fastapi import APIRouter, Response
+
+from octavo.server.service import Service, version
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/version")
+    async def read_version() -> Response:
+        return Response(msgspec.json.encode({"version": version()}), media_type="application/json")
+
+    return router

@@ -1,0 +1,144 @@
+"""One response's generation: several prompts × n choices as one stream of text, and what it used.
+Knows nothing of JSON or of any endpoint."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from octavo.errors import RequestFailed
+from octavo.messages import Finish, GenerateRequest, TokenDelta
+from octavo.server.service import Service
+from octavo.text.stream import TextDelta, TextStream
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    # None: unknown. A stop string ended every choice before the engine could say what it found in its cache.
+    prompt_tokens_details: PromptTokensDetails | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New text of one choice, or its end. `index` counts over all prompts: prompt × n + choice."""
+
+    index: int
+    delta: TextDelta
+
+
+@dataclass(slots=True)
+class _Choice:
+    stream: TextStream
+    num_tokens: int = 0
+    finished: bool = False
+
+
+class Generation:
+    def __init__(self, service: Service, requests: Sequence[GenerateRequest]) -> None:
+        self._service = service
+        self._requests = requests
+        self._choices = [
+            [_Choice(service.text.stream(request.params, request.prompt_ids)) for _ in range(request.params.n)]
+            for request in requests
+        ]
+        self._num_cached: list[int | None] = [None] * len(requests)
+
+    @property
+    def num_choices(self) -> int:
+        return sum(len(choices) for choices in self._choices)
+
+    def usage(self) -> Usage:
+        """What has been used so far. A prompt counts once, whatever n is."""
+        num_prompt = sum(len(request.prompt_ids) for request in self._requests)
+        num_output = sum(choice.num_tokens for choices in self._choices for choice in choices)
+        known = [num for num in self._num_cached if num is not None]
+        details = PromptTokensDetails(sum(known)) if len(known) == len(self._num_cached) else None
+        return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
+        if len(self._requests) == 1:
+            async with aclosing(self._follow(0)) as steps:
+                async for pieces in steps:
+                    yield pieces
+            return
+        arrivals: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._pump(number, arrivals)) for number in range(len(self._requests))]
+        try:
+            num_left = len(tasks)
+            while num_left:
+                arrived = [await arrivals.get()]
+                while not arrivals.empty():
+                    arrived.append(arrivals.get_nowait())
+                together: list[Piece] = []
+                for item in arrived:
+                    if item is None:
+                        num_left -= 1
+                    elif isinstance(item, Exception):
+                        raise item
+                    else:
+                        together += item
+                if together:
+                    yield together
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self, number: int, arrivals: asyncio.Queue[list[Piece] | Exception | None]) -> None:
+        try:
+            async with aclosing(self._follow(number)) as steps:
+                async for pieces in steps:
+                    arrivals.put_nowait(pieces)
+            arrivals.put_nowait(None)
+        except Exception as error:  # it fails in the task that serves the client, not in this one
+            arrivals.put_nowait(error)
+
+    async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
+        engine, request = self._service.engine, self._requests[number]
+        engine.submit(request)
+        async with aclosing(cast(AsyncGenerator[list[TokenDelta], None], engine.deltas(request.id))) as steps:
+            async for deltas in steps:
+                self._service.heard()
+                pieces = self._advance(number, deltas)
+                if pieces:
+                    yield pieces
+
+    def _advance(self, number: int, deltas: list[TokenDelta]) -> list[Piece]:
+        pieces = []
+        base = sum(len(choices) for choices in self._choices[:number])
+        for index, (token_ids, finish) in _by_choice(deltas).items():
+            choice = self._choices[number][index]
+            if finish is not None:
+                self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
+            if choice.finished:
+                continue
+            delta = choice.stream.push(token_ids, finish)
+            choice.num_tokens = delta.num_tokens
+            choice.finished = delta.finish_reason is not None
+            if choice.stream.stopped:  # by a stop string, which the engine knows nothing of
+                self._service.engine.abort(self._requests[number].id, index, "stop")
+            if delta.text or choice.finished:
+                pieces.append(Piece(base + index, delta))
+        return pieces
+
+
+def _by_choice(deltas: list[TokenDelta]) -> dict[int, tuple[list[int], Finish | None]]:
+    """What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
+    together: dict[int, tuple[list[int], Finish | None]] = {}
+    for delta in deltas:
+        if delta.finish is not None and delta.finish.reason == "error":
+            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+        before = together.get(delta.index)
+        token_ids = delta.token_ids if before is None else before[0] + delta.token_ids
+        together[delta.index] = (token_ids, delta.finish)
+    return together

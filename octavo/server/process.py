@@ -1,0 +1,176 @@
+"""An API process: loads the text room while the engine loads, then serves on an inherited socket, then drains.
+Knows nothing of endpoints. Started by the supervisor with one JSON line on standard input.
+
+Standard input stays open for as long as the supervisor lives; its end means that nobody is left to serve for. One line on
+standard output says that requests are taken. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was
+lost, 2 a start-up mistake."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from octavo.engine.client import ZmqClient
+from octavo.engine.supervisor import ServerOrder
+from octavo.errors import ConfigError, EngineDead
+from octavo.server.app import build_app
+from octavo.server.service import Service
+from octavo.text import Text, load_text
+
+log = logging.getLogger("octavo.server")
+
+KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs, so that it is never us who close under a request
+FAREWELL_SECONDS = 1.0  # what a response that is cut off gets to say so
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals left to us: it would stop listening at the first one, and nobody could be told to retry."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        sys.stdout.buffer.write(b'{"ready":true}\n')
+        sys.stdout.buffer.flush()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class StopOrder:
+    """SIGTERM and SIGINT ask to drain; the supervisor's death asks to stop at once."""
+
+    def __init__(self) -> None:
+        self.given = asyncio.Event()
+        self.abandoned = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.given.set)
+        loop.add_reader(sys.stdin.fileno(), self._read_stdin)
+
+    def _read_stdin(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self.abandoned.set()
+            self.given.set()
+
+
+def main() -> int:
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
+    level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
+    logging.basicConfig(level=level, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        try:
+            return runner.run(_run(order))
+        except ConfigError as error:
+            sys.stderr.write(f"octavo: error: {error.message}\n")
+            return 2
+        except EngineDead as error:
+            log.error("%s", error.message)
+            return 1
+
+
+async def _run(order: ServerOrder) -> int:
+    stop = StopOrder()
+    client = ZmqClient(order.engine_address, order.reply_address, order.origin)
+    try:
+        text = await _unless_stopped(stop, _prepare(client, order))
+        if text is None:
+            return 0
+        app = build_app(client, text, order.config, order.model_name)
+        return await _serve(order, app.state.service, _http_server(order, app), stop)
+    finally:
+        client.close()
+
+
+async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:
+    """The text room and the engine, made at the same time."""
+    model = order.config.model
+    loading = asyncio.to_thread(
+        load_text, Path(order.model_path), tokenizer=model.tokenizer, chat_template=model.chat_template
+    )
+    text, _ = await asyncio.gather(loading, client.ready())
+    return text
+
+
+async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, Text]) -> Text | None:
+    """None: the order to stop came first."""
+    task = asyncio.ensure_future(work)
+    order = asyncio.ensure_future(stop.given.wait())
+    await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
+    order.cancel()
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+def _http_server(order: ServerOrder, app: object) -> HttpServer:
+    return HttpServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=order.config.server.uvicorn_log_level,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+
+async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
+    listener = socket.socket(fileno=order.fd)
+    # What is alive now stays alive: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = asyncio.create_task(stop.given.wait())
+    await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    is_clean = await _drain(service, order.config.server.shutdown_timeout, stop)
+    server.should_exit = True
+    await serving
+    return 0 if is_clean else 1
+
+
+async def _drain(service: Service, seconds: float, stop: StopOrder) -> bool:
+    """Refuse what is new, let what runs finish. False: some of it was cut off."""
+    service.draining = True
+    await _any_of(service.idle, stop.abandoned, seconds=seconds)
+    if service.idle.is_set():
+        return True
+    service.stop()
+    await _any_of(service.idle, seconds=FAREWELL_SECONDS)
+    return False
+
+
+async def _any_of(*events: asyncio.Event, seconds: float) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for every platform
+        return None
+    return uvloop.new_event_loop
+
+
+if __name__ == "__main__":
+    sys.exit(main())

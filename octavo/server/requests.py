@@ -1,0 +1,75 @@
+"""Fields and prompt ids → GenerateRequests, through the engine's own door.
+Knows nothing of HTTP, of text or of how a prompt was written."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.engine.door import admit
+from octavo.errors import InvalidRequest
+from octavo.messages import EngineReport, GenerateRequest, SamplingParams
+from octavo.server.fields import GenerationFields
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    param: str  # the field it came from, for messages: "prompt", "prompt[3]", "messages"
+
+
+LONG_TEXT = 20_000
+"""Characters beyond which encoding would hold up the other streams of this process: such a text goes to a thread."""
+
+
+def new_id(prefix: str) -> str:
+    """Never the client's request id: two clients may choose the same one."""
+    return f"{prefix}-{os.urandom(16).hex()}"
+
+
+def build_requests(
+    response_id: str,
+    prompts: Sequence[Prompt],
+    fields: GenerationFields,
+    *,
+    report: EngineReport,
+    eos_ids: Sequence[int],
+    default_sampling: Mapping[str, Any],
+    default_max_tokens: int | None,
+    arrived: float,
+) -> list[GenerateRequest]:
+    """One per prompt. `default_max_tokens` None: all that fits."""
+    values = sampling_values(fields, report, default_sampling)
+    by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
+    max_tokens_param = "max_completion_tokens" if by_other_name else "max_tokens"
+    wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
+    if wanted is not None and wanted < 1:
+        raise InvalidRequest(f"{max_tokens_param} must be at least 1, got {wanted}", param=max_tokens_param)
+    requests = []
+    for number, prompt in enumerate(prompts):
+        max_tokens = wanted
+        if wanted is None and default_max_tokens is not None:
+            # A default is not a wish: it shrinks to the room that the prompt leaves.
+            max_tokens = max(1, min(default_max_tokens, report.max_model_len - len(prompt.ids)))
+        requests.append(
+            admit(
+                f"{response_id}-{number}" if len(prompts) > 1 else response_id,
+                prompt.ids,
+                SamplingParams(**{**values, "max_tokens": max_tokens}),
+                report,
+                eos_ids,
+                param=prompt.param,
+                max_tokens_param=max_tokens_param,
+                arrived=arrived,
+            )
+        )
+    return requests
+
+
+def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What the request says, over what the model's makers advise; max_tokens aside, which depends on the prompt."""
+    given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name != "max_tokens"}
+    values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    # Beyond the vocabulary means no limit; an unbounded integer would not fit the wire.
+    values["top_k"] = min(values.get("top_k", 0), report.vocab_size)
+    return values

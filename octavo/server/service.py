@@ -1,0 +1,93 @@
+"""Service: what every endpoint shares: the engine, the text room, the limits, and whether new work is taken.
+Knows nothing of HTTP, JSON or any endpoint."""
+
+import asyncio
+import functools
+import re
+import time
+from typing import Any
+
+from octavo.config import Config
+from octavo.engine.client import EngineClient
+from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
+from octavo.messages import EngineReport
+from octavo.text import Text
+
+DRAIN_RETRY_AFTER = 5
+"""Seconds after which a client that met a draining server should find its successor."""
+
+
+class Service:
+    def __init__(self, engine: EngineClient, text: Text, config: Config, model_name: str) -> None:
+        self.engine = engine
+        self.text = text
+        self.config = config
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.idle = asyncio.Event()  # set while no HTTP request is between its first byte and its last
+        self.idle.set()
+        self.draining = False  # no new work; what runs may finish
+        self.stopping = False  # what still runs is being cut off
+        self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
+        self._was_ready = False
+        self._num_in_flight = 0
+        self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def report(self) -> EngineReport:
+        """The engine's limits. Raises EngineUnavailable while it starts, EngineDead once it has ended."""
+        report = self.engine.report
+        if report is None:
+            raise EngineDead("the engine has ended") if self._was_ready else EngineUnavailable("the engine is starting")
+        self._was_ready = True
+        return report
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes whenever equal seeds may stop giving equal tokens: version, arithmetic, device."""
+        device = re.sub(r"[^a-z0-9]+", "-", self.report.device.lower()).strip("-")
+        return f"octavo-{version()}-{self.report.dtype}-{device}"
+
+    def accept(self) -> None:
+        """Raises EngineUnavailable unless new work is taken."""
+        if self.draining:
+            raise EngineUnavailable("the server is shutting down and takes no new requests", DRAIN_RETRY_AFTER)
+        _ = self.report
+
+    def check_model(self, name: str | None) -> None:
+        """None and the empty string mean the one model that is served."""
+        if name and name != self.model_name:
+            raise ModelNotFound(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+
+    def enter(self) -> None:
+        self._num_in_flight += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self.idle.set()
+
+    def heard(self) -> None:
+        self.last_heard = time.monotonic()
+
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """Remember a task that computes a response, so that `stop` can end it."""
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def stop(self) -> None:
+        """End every running response now: each tells its client why."""
+        self.draining = self.stopping = True
+        for task in list(self._work):
+            task.cancel()
+
+
+@functools.cache
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("octavo")
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+source"
