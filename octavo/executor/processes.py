@@ -1,0 +1,189 @@
+"""ProcessExecutor: every rank is a spawned process; the same plan bytes go to each, and rank 0 answers.
+Knows nothing of requests, of torch, or of how a step is computed."""
+
+import os
+import selectors
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import octavo
+from octavo.config import Config
+from octavo.errors import ConfigError, EngineDead
+from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
+from octavo.weights.source import ModelSource
+from octavo.worker.main import FAILED
+from octavo.worker.memory import settle
+
+_GRACE = 5.0  # seconds that a rank gets to end by itself
+
+
+class ProcessExecutor:
+    overlap = True  # a submitted plan waits in the ranks' pipes
+
+    def __init__(self, config: Config, source: ModelSource) -> None:
+        self._config = config
+        self._source = source
+        self._ranks: list[_Rank] = []
+        self._folder = ""
+        self._selector = selectors.DefaultSelector()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._results = msgspec.msgpack.Decoder(StepResult)
+        self._is_closed = False
+
+    def start(self) -> EngineReport:
+        try:
+            self._spawn()
+            reports = [msgspec.msgpack.decode(answer, type=LoadReport) for answer in self._answers()]
+            report = settle(self._config.cache, reports)
+            self._send(msgspec.msgpack.encode(Allocate(report.num_pages, report.num_host_pages)))
+            self._answers()
+            return report
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, plan: StepPlan) -> None:
+        self._send(self._encoder.encode(plan))
+
+    def collect(self) -> StepResult:
+        return self._results.decode(self._next_answer()[1])
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for rank in self._ranks:
+            rank.hang_up()
+        deadline = time.monotonic() + _GRACE
+        for rank in self._ranks:
+            rank.end(max(0.0, deadline - time.monotonic()))
+        self._selector.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _spawn(self) -> None:
+        # Ranks meet through a file: a port could be taken between choosing and using it.
+        self._folder = tempfile.mkdtemp(prefix="octavo-")
+        num_ranks = self._config.parallel.tensor_parallel_size
+        for number in range(num_ranks):
+            rank = _Rank(number)
+            self._ranks.append(rank)
+            self._selector.register(rank.connection, selectors.EVENT_READ, rank)
+        for rank in self._ranks:
+            start = RankStart(
+                self._config,
+                str(self._source.path),
+                self._source.name,
+                self._source.kind,
+                rank.number,
+                num_ranks,
+                f"file://{self._folder}/rendezvous",
+            )
+            self._send_to(rank, msgspec.msgpack.encode(start))
+
+    def _send(self, message: bytes) -> None:
+        for rank in self._ranks:
+            self._send_to(rank, message)
+
+    def _send_to(self, rank: "_Rank", message: bytes) -> None:
+        try:
+            rank.connection.send_bytes(message)
+        except OSError as error:
+            # Its last words may still wait to be read: they say why.
+            self._answers()
+            raise EngineDead(self._obituary(rank)) from error
+
+    def _answers(self) -> list[bytes]:
+        """One answer of each rank, in rank order, whoever is ready first."""
+        answers: dict[int, bytes] = {}
+        while len(answers) < len(self._ranks):
+            number, answer = self._next_answer()
+            answers[number] = answer
+        return [answers[number] for number in sorted(answers)]
+
+    def _next_answer(self) -> tuple[int, bytes]:
+        """Wait for any rank to speak: (its number, what it says). A rank that fails or ends is the end of all."""
+        if self._is_closed:
+            raise EngineDead("the executor is closed")
+        key, _ = self._selector.select()[0]
+        rank: _Rank = key.data
+        try:
+            answer = rank.connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise EngineDead(self._obituary(rank)) from error
+        if answer[:1] != FAILED:
+            return rank.number, answer[1:]
+        failed = msgspec.msgpack.decode(answer[1:], type=RankFailed)
+        if failed.is_config:
+            raise ConfigError(failed.message)
+        raise EngineDead(f"{self._obituary(rank)}: {failed.message}")
+
+    def _obituary(self, first: "_Rank") -> str:
+        """Which rank ended, and how. One that was killed takes the others with it: name that one, not who noticed first."""
+        deadline = time.monotonic() + 0.5
+        endings = [(rank, rank.ending(max(0.0, deadline - time.monotonic()))) for rank in (first, *self._ranks)]
+        killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
+        rank, code = killed[0] if killed else endings[0]
+        if code is None:
+            return f"rank {rank.number} failed"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        return f"rank {rank.number} {how}"
+
+
+class _Rank:
+    """One rank's process, the pipe to it, and the line by which it notices that this process is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.connection: Connection[Any, Any]
+        self.connection, theirs = Pipe()
+        read_end, self._lifeline = os.pipe()
+        # The kernel's signal follows the thread that started the child, not the process: only the main one lasts as long.
+        from_main = threading.current_thread() is threading.main_thread()
+        fds = (theirs.fileno(), read_end)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "octavo.worker.main", *map(str, fds), str(int(from_main))],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+            )
+        finally:
+            theirs.close()
+            os.close(read_end)
+
+    def ending(self, timeout: float) -> int | None:
+        """The exit code (negative: a signal's number), or None if it still runs after `timeout` seconds."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def hang_up(self) -> None:
+        self.connection.close()
+        os.close(self._lifeline)
+
+    def end(self, timeout: float) -> None:
+        if self.ending(timeout) is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    root = str(Path(octavo.__file__).parent.parent)
+    if root not in site.getsitepackages():  # run from a checkout: the child must find the same code
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), root)))
+    # All ranks are on this machine. Left to itself, gloo looks this machine's name up, which many cannot resolve.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    return environment

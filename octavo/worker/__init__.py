@@ -1,0 +1,2 @@
+"""One rank's share of a step: a StepPlan in, sampled tokens out.
+Knows nothing of requests, queues or clocks."""

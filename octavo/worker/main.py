@@ -1,0 +1,86 @@
+"""A rank's process: told who it is, it loads, allocates, then runs every plan that comes down the pipe.
+Knows nothing of what the plans are for, nor of the other ranks' pipes.
+
+Started as `python -m octavo.worker.main PIPE LIFELINE PARENT_SIGNAL`: two inherited file descriptors, and 1 where the
+kernel may tie this process to the thread that started it."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.messages import Allocate, RankFailed, RankStart, StepPlan
+from octavo.weights.source import ModelSource
+
+OK = b"\x00"
+FAILED = b"\x01"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    pipe, lifeline, parent_signal = map(int, arguments)
+    # The terminal's Ctrl-C reaches every process of the group; what it means is for the parent to say.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent_signal and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    connection = Connection(pipe)
+    try:
+        _serve(connection)
+    except EOFError:
+        code = 0  # the parent closed the pipe
+    except ConfigError as error:
+        code = _last_words(connection, RankFailed(True, error.message))
+    except BaseException:
+        code = _last_words(connection, RankFailed(False, traceback.format_exc()))
+    # Not sys.exit: tearing down a process group whose other ranks are gone may wait for them.
+    os._exit(code)
+
+
+def _serve(connection: Connection) -> None:
+    start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
+    # Imported here, so that a failing import is reported to the parent like everything else.
+    from octavo.device import pick
+    from octavo.parallel import init_group
+    from octavo.worker.runner import Runner
+
+    device = pick(start.config.model.device, start.rank).torch_device
+    group = init_group(start.rank, start.num_ranks, start.rendezvous, device)
+    source = ModelSource(Path(start.model_path), start.model_name, start.model_kind)
+    runner = Runner(start.config, source, start.rank, group)
+    encoder = msgspec.msgpack.Encoder()
+    connection.send_bytes(OK + encoder.encode(runner.load()))
+    allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
+    runner.allocate(allocate.num_pages, allocate.num_host_pages)
+    connection.send_bytes(OK)
+    plans = msgspec.msgpack.Decoder(StepPlan)
+    while True:
+        result = runner.run(plans.decode(connection.recv_bytes()))
+        if start.rank == 0:
+            connection.send_bytes(OK + encoder.encode(result))
+
+
+def _last_words(connection: Connection, failed: RankFailed) -> int:
+    try:
+        connection.send_bytes(FAILED + msgspec.msgpack.encode(failed))
+    except OSError:  # nobody listens any more
+        sys.stderr.write(failed.message)
+    return 1
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Only the parent holds the other end: when it closes it, or dies, the read returns, even in the middle of a step."""
+    os.read(lifeline, 1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
