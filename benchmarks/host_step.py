@@ -1,0 +1,139 @@
+"""Host time of one step in steady decode, without a model: plan, assemble, commit and hand-off of the real rooms.
+Knows nothing of models: the executor here assembles every batch as a worker does and makes up the sampled tokens.
+
+Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep]"""
+
+import argparse
+import gc
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from octavo.bench.report import facts, percentile
+from octavo.cache import KVCache
+from octavo.engine.loop import EngineLoop
+from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepDeltas, StepPlan, StepResult
+from octavo.observe.metrics import EngineMetrics
+from octavo.schedule import Scheduler
+from octavo.worker.assemble import assemble
+from octavo.worker.rows import Rows
+
+PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
+
+
+class NoModel:
+    """An executor that does a worker's host work and nothing else."""
+
+    def __init__(self, report: EngineReport, overlap: bool, clock: Callable[[], float]) -> None:
+        self.overlap, self._clock = overlap, clock
+        self._report = report
+        self._rows = Rows(report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, torch.device("cpu"))
+        self._results: deque[StepResult] = deque()
+        self.seconds = 0.0  # spent assembling in the step just done
+
+    def start(self) -> EngineReport:
+        return self._report
+
+    def submit(self, plan: StepPlan) -> None:
+        started = self._clock()
+        self._rows.update(plan)
+        num_samples = len(assemble(plan, self._rows).sample_rows)
+        self.seconds = self._clock() - started
+        self._results.append(StepResult(plan.step, [plan.step % 1000 + 1000] * num_samples))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        pass
+
+
+def build(num_rows: int, num_steps: int, overlap: bool, clock: Callable[[], float]) -> tuple[EngineLoop, NoModel]:
+    max_model_len = PROMPT_LEN + num_steps + 16
+    num_pages = num_rows * (max_model_len // PAGE_SIZE + 2)
+    # All prompts in one step: every row then decodes in step with the others.
+    report = EngineReport(
+        device="none",
+        dtype="float32",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=num_rows * PROMPT_LEN,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        num_host_pages=0,
+        weights_bytes=0,
+        page_bytes=1,
+    )
+    executor = NoModel(report, overlap, clock)
+    scheduler = Scheduler(KVCache(num_pages, PAGE_SIZE), num_rows, report.max_num_batched_tokens)
+    return EngineLoop(scheduler, executor, EngineMetrics("none", report)), executor
+
+
+def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, lockstep: bool) -> None:
+    """Rows reach the ends of their pages at different steps, as unrelated requests do; in lockstep all at the same."""
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
+    for i in range(num_running + num_waiting):
+        prompt_len = PROMPT_LEN - (0 if lockstep else i % PAGE_SIZE) if i < num_running else 16
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(prompt_len)]
+        loop.add(GenerateRequest(f"request-{i}", prompt, params, [2]))
+
+
+def measure(arguments: argparse.Namespace, num_waiting: int, clock: Callable[[], float]) -> None:
+    num_rows, num_steps = arguments.rows, arguments.steps
+    loop, executor = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock)
+    fill(loop, num_rows, num_waiting, num_steps + WARMUP + 8, arguments.lockstep)
+    # As the engine process does it before its first step.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    encoder = msgspec.msgpack.Encoder()
+    whole, assembling, handing = [], [], []
+    for step in range(WARMUP + num_steps):
+        started = clock()
+        deltas = loop.step()
+        stepped = clock()
+        encoder.encode(StepDeltas(deltas))
+        ended = clock()
+        if step >= WARMUP:
+            assert len(deltas) == num_rows, "not a steady decode"
+            whole.append(ended - started)
+            assembling.append(executor.seconds)
+            handing.append(ended - stepped)
+    deciding = [w - a - h for w, a, h in zip(whole, assembling, handing, strict=True)]
+    cells = [f"{num_waiting:>8,}"]
+    for seconds in (whole, deciding, assembling, handing):
+        cells.append(f"{percentile(seconds, 50) * 1e6:7.0f} {percentile(seconds, 99) * 1e6:7.0f}")
+    print("  ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000])
+    parser.add_argument("--depth", type=int, choices=(0, 1), default=0, help="1: plan while a step is in flight")
+    parser.add_argument(
+        "--clock", choices=("wall", "cpu"), default="wall", help="cpu: leave out what others on a busy machine take"
+    )
+    parser.add_argument("--lockstep", action="store_true", help="all rows fill their pages at the same step")
+    arguments = parser.parse_args()
+    clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
+    machine = facts()["machine"]
+    print(
+        f"{machine['processor']}, {machine['cores']} cores; {arguments.rows} rows, {arguments.steps} steps, {arguments.clock} microseconds"
+    )
+    titles = ("whole step", "plan + commit", "assemble", "hand-off")
+    print(f"{'waiting':>8}  " + "  ".join(f"{title:>15}" for title in titles))
+    print(f"{'':>8}  " + "  ".join(f"{'p50':>7} {'p99':>7}" for _ in titles))
+    for num_waiting in arguments.waiting:
+        measure(arguments, num_waiting, clock)
+
+
+if __name__ == "__main__":
+    main()
