@@ -3,7 +3,6 @@ Knows nothing of behaviour. Every rule is also shown a planted fault, so that a 
 
 import ast
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -164,13 +163,12 @@ def families() -> set[str]:
 
 
 def families_at_home(module: str, tree: ast.Module) -> Iterator[str]:
-    """Model families are named in their own file only. text/ may: tokenizer files use some of the same words as format names."""
+    """Model families are named in their own file only. text/ may: tokenizer files use the same words as format names."""
     if room_of(module) in ("models", "text"):
         return
-    for text in [*identifiers(tree), *strings(tree)]:
-        for family in families():
-            if re.search(rf"(?<![a-z0-9]){family}(?![a-z0-9])", text.lower()):
-                yield f"names the model family {family!r} in {text[:60]!r}"
+    words = {word for name in identifiers(tree) for word in name.lower().split("_")}
+    for family in families() & (words | {text.lower() for text in strings(tree)}):
+        yield f"names the model family {family!r}"
 
 
 def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
@@ -188,12 +186,15 @@ def introduces_itself(module: str, tree: ast.Module) -> Iterator[str]:
         yield "needs a docstring: what the file does; in the second line what it knows nothing of"
 
 
-def prints_only_where_people_read(module: str, tree: ast.Module) -> Iterator[str]:
+def stdout_is_for_answers(module: str, tree: ast.Module) -> Iterator[str]:
+    """Where a process's stdout is not read by a person it is a channel: a stray line breaks it. stderr is for people."""
     if module.startswith(PRINTING):
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            yield f"line {node.lineno} prints"
+        match node:
+            case ast.Call(func=ast.Name(id="print"), keywords=keywords):
+                if "sys.stderr" not in [ast.unparse(keyword.value) for keyword in keywords if keyword.arg == "file"]:
+                    yield f"line {node.lineno} prints to stdout"
 
 
 RULES: list[Rule] = [
@@ -208,7 +209,7 @@ RULES: list[Rule] = [
     families_at_home,
     endpoints_at_home,
     introduces_itself,
-    prints_only_where_people_read,
+    stdout_is_for_answers,
 ]
 
 
@@ -267,7 +268,8 @@ PLANTED = [
     (endpoints_at_home, "octavo.server.app", "path = '/v1/completions'"),
     (introduces_itself, "octavo.engine.loop", "'''One line.'''"),
     (introduces_itself, "octavo.engine.loop", ""),
-    (prints_only_where_people_read, "octavo.worker.runner", "print('here')"),
+    (stdout_is_for_answers, "octavo.worker.runner", "print('here')"),
+    (stdout_is_for_answers, "octavo.engine.process", "import sys\nprint('here', file=sys.stdout)"),
 ]
 
 
@@ -296,6 +298,8 @@ ALLOWED = [
     (torch_free, "octavo.engine.llm", "from octavo.weights import source"),
     (endpoints_at_home, "octavo.server.endpoints.chat", "path = '/v1/chat/completions'"),
     (says_page, "octavo.cache.pool", "'''Others say block.'''\npage = 1"),
+    (stdout_is_for_answers, "octavo.weights.source", "import sys\nprint('fetching', file=sys.stderr)"),
+    (families_at_home, "octavo.weights.checkpoint", "hint = 'use llama-gguf-split'"),
     (cuda_at_home, "octavo.attention.flash", "import torch\ntorch.cuda.synchronize()"),
 ]
 
