@@ -62,7 +62,7 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
     whole = gguf_bytes(METADATA, TENSORS)
     last_byte = len(whole) - (-len(TENSORS[2].data) % 32)  # what follows is padding
     path = tmp_path / "m.gguf"
-    for length in range(last_byte):
+    for length in [*range(0, last_byte, 5), last_byte - 1]:
         path.write_bytes(whole[:length])
         refusal(path)
     path.write_bytes(whole[:last_byte])
@@ -75,7 +75,7 @@ def test_random_damage_is_read_or_refused_and_nothing_else(tmp_path: Path, seed:
     whole = gguf_bytes(METADATA, TENSORS)
     path = tmp_path / "m.gguf"
     num_refused = 0
-    for _ in range(1000):
+    for _ in range(400):
         damaged = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
             damaged[rng.randrange(len(whole) - 64)] = rng.choice((0, 1, 9, 0x7F, 0xFF, rng.randrange(256)))
@@ -88,7 +88,7 @@ def test_random_damage_is_read_or_refused_and_nothing_else(tmp_path: Path, seed:
         else:
             for name, entry in file.tensors.items():
                 assert len(file.bytes_of(name)) == entry.num_bytes
-    assert num_refused > 250
+    assert num_refused > 100
 
 
 def test_arrays_nested_without_end_are_refused(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         raise ConfigError(
             f"{path}: {family_name} models cannot be read from GGUF files: pass a folder with safetensors"
         )
-    config = family.gguf_config(file.metadata)
+    config = family.gguf_config(file.metadata, file.tensors)
 
     from octavo.weights.gguf_tensors import GGUFTensors
 

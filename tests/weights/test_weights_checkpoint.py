@@ -209,7 +209,11 @@ def test_a_configuration_alone_will_do_where_weights_may_be_missing(tmp_path: Pa
 def stand_in_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """One family, "llama", with a name table, and one that cannot read GGUF files."""
     llama, other, models = ModuleType("llama"), ModuleType("other"), ModuleType("octavo.models")
-    llama.gguf_config = lambda metadata: {"model_type": "llama", "hidden_size": metadata["llama.embedding_length"]}  # type: ignore[attr-defined]
+    llama.gguf_config = lambda metadata, tensors: {  # type: ignore[attr-defined]
+        "model_type": "llama",
+        "hidden_size": metadata["llama.embedding_length"],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
     llama.gguf_name = {"token_embd.weight": "embed"}.get  # type: ignore[attr-defined]
     llama.gguf_fix = lambda name, tensor, config: tensor * config["hidden_size"]  # type: ignore[attr-defined]
     models.load_family = {"llama": llama, "other": other}.__getitem__  # type: ignore[attr-defined]
@@ -226,7 +230,7 @@ def test_a_gguf_file_goes_through_its_family(tmp_path: Path) -> None:
     source = resolve(str(path))
     assert (source.kind, source.name) == ("gguf", "tiny")
     checkpoint = open_checkpoint(source)
-    assert checkpoint.config == {"model_type": "llama", "hidden_size": 2}
+    assert checkpoint.config == {"model_type": "llama", "hidden_size": 2, "tie_word_embeddings": True}
     assert (checkpoint.stored_dtype, checkpoint.num_bytes) == ("float32", 16)
     assert_same(read(checkpoint), {"embed": torch.tensor([[2.0, 4.0], [6.0, 8.0]])})
 
@@ -251,6 +255,21 @@ def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", METADATA, [EMBED])
     path.write_bytes(path.read_bytes()[:-20])
     assert "truncated" in refusal(path)
+
+
+@pytest.mark.model
+def test_the_embedded_model_is_read_whole() -> None:
+    checkpoint = open_checkpoint(resolve(""))
+    assert checkpoint.config["model_type"] == "llama" and checkpoint.config["num_hidden_layers"] == 30
+    assert checkpoint.config["tie_word_embeddings"] is True
+    shapes = {}
+    for name, tensor in checkpoint.tensors("cpu", torch.float32):
+        shapes[name] = tuple(tensor.shape)
+        least, most = (value.item() for value in torch.aminmax(tensor))  # NaN where there is one
+        assert -100 < least < most < 100, name
+    assert len(shapes) == 272
+    assert shapes["model.embed_tokens.weight"] == (49152, 576)
+    assert shapes["model.layers.29.mlp.down_proj.weight"] == (576, 1536)
 
 
 # --- what must stay cheap ---
