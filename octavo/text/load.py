@@ -28,7 +28,7 @@ def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = ""
     """`source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the model's own vocabulary
     and template. `chat_template`: a file that replaces either's template."""
     model_path = Path(source_path)
-    words_path = Path(tokenizer) if tokenizer else model_path
+    words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
         option = "--tokenizer" if tokenizer else "the model"
         raise ConfigError(f"{option} {words_path} does not exist; give a folder or a file that does")
@@ -37,8 +37,10 @@ def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = ""
     stop_ids = _ids(generation.get("eos_token_id"))
     if model_path.is_dir():
         stop_ids |= _ids(_read_json(model_path / "config.json").get("eos_token_id"))
+    elif words_path != model_path:  # the ids at which the model stops are its own, whoever spells them
+        stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
-    if words_path.is_file() and words_path.suffix == ".gguf":
+    if words_path.is_file() and words_path.suffix not in (".json", ".model"):
         metadata = GGUFFile(words_path).metadata
         vocabulary = read_vocabulary(metadata)
         words = gguf_tokenizer(vocabulary)
@@ -131,7 +133,7 @@ def _content(token: Any) -> str | None:
 
 def _template_file(path: str) -> dict[str, str]:
     try:
-        return {"default": Path(path).read_text(encoding="utf-8")}
+        return {"default": Path(path).expanduser().read_text(encoding="utf-8")}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--chat-template {path} cannot be read ({error}); give a file with a Jinja template"
@@ -151,13 +153,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> set[int]:
-    match value:
-        case int():
-            return {value}
-        case [*values]:
-            return {item for item in values if isinstance(item, int)}
-        case _:
-            return set()
+    """An id or a list of ids; anything else, null above all, names none."""
+    values = value if isinstance(value, list) else [value]
+    return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, float | int]:

@@ -1,0 +1,158 @@
+"""The stream's pieces are the whole decode, whatever the ids; no piece holds half a character.
+Knows nothing of stop strings."""
+
+import codecs
+import functools
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vocabularies import (
+    SAMPLES,
+    byte_level,
+    gguf_of_byte_level,
+    gguf_of_sentencepiece,
+    marked_bpe,
+    random_texts,
+    sentencepiece_model,
+    suffix_bpe,
+    word_piece,
+)
+
+from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
+
+
+def from_json(tokenizer: tokenizers.Tokenizer) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+        tokenizer.save(str(path))
+        return read_tokenizer_json(path)
+
+
+def gguf_sentencepiece() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as folder:
+        return gguf_tokenizer(read_vocabulary(gguf_of_sentencepiece(sentencepiece_model("bpe", Path(folder)))))
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": lambda: from_json(byte_level()),
+    "marked_bpe": lambda: from_json(marked_bpe()),
+    "gguf_byte_level": lambda: gguf_tokenizer(read_vocabulary(gguf_of_byte_level(byte_level(), "gpt-2"))),
+    "gguf_sentencepiece": gguf_sentencepiece,
+    "word_piece": lambda: from_json(word_piece()),
+    "suffix_bpe": lambda: from_json(suffix_bpe()),
+}
+AS_BYTES = ["byte_level", "marked_bpe", "gguf_byte_level", "gguf_sentencepiece"]
+
+
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt, skip)
+    return [*(detokenizer.push(token_id) for token_id in output), detokenizer.flush()]
+
+
+@st.composite
+def ids(draw: st.DrawFn, kind: str, max_size: int = 40) -> list[int]:
+    """Any ids, some outside the vocabulary, many of the first ones: the bytes and special tokens."""
+    size = tokenizer_of(kind).vocab_size
+    one = st.one_of(st.integers(0, size + 3), st.integers(0, min(size, 260) - 1))
+    return draw(st.lists(one, max_size=max_size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_concatenate_to_the_whole_decode(kind: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = tokenizer_of(kind)
+    output = data.draw(ids(kind))
+    assert "".join(streamed(tokenizer, [], output, skip)) == tokenizer.decode(output, skip)
+
+
+@pytest.mark.parametrize("kind", AS_BYTES)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_continuation_is_the_whole_without_the_prompt(kind: str, data: st.DataObject) -> None:
+    """The prompt ends with a whole character, as every encoded text does: then the two decodes differ by the output."""
+    tokenizer = tokenizer_of(kind)
+    prompt = tokenizer.encode(data.draw(st.text(max_size=8)), data.draw(st.booleans()))
+    output = data.draw(ids(kind))
+    before, whole = tokenizer.decode(prompt, True), tokenizer.decode(prompt + output, True)
+    assert before + "".join(streamed(tokenizer, prompt, output)) == whole
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "marked_bpe"])
+def test_the_whole_decode_is_the_librarys_for_valid_text(kind: str) -> None:
+    library = {"byte_level": byte_level, "marked_bpe": marked_bpe}[kind]()
+    tokenizer = tokenizer_of(kind)
+    for text in [*SAMPLES, *random_texts(7, 200)]:
+        encoded = library.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, False) == encoded
+        assert tokenizer.decode(encoded, True) == library.decode(encoded)
+        assert tokenizer.decode(encoded, False) == library.decode(encoded, skip_special_tokens=False)
+
+
+def test_invalid_bytes_decode_as_the_library_decodes_them() -> None:
+    library, tokenizer = byte_level(), tokenizer_of("byte_level")
+    rng = random.Random(11)
+    for _ in range(300):
+        output = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(30))]
+        assert tokenizer.decode(output, True) == library.decode(output)
+
+
+@pytest.mark.parametrize("kind", AS_BYTES)
+def test_no_piece_holds_half_a_character(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for text in ["日本語 👨‍👩‍👧 é", "👋🏽" * 5, "a\U0010ffffb"]:
+        pieces = streamed(tokenizer, [], tokenizer.encode(text, False))
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_is_emitted_with_its_last_byte() -> None:
+    tokenizer = tokenizer_of("marked_bpe")
+    first_byte = 3
+    detokenizer = tokenizer.detokenizer([1, 262], True)
+    assert [detokenizer.push(first_byte + byte) for byte in "é👋".encode()] == ["", "é", "", "", "", "👋"]
+    assert detokenizer.push(first_byte + 0xF0) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_the_first_output_token_keeps_its_space_after_a_text_and_loses_it_at_the_start() -> None:
+    for kind in ("marked_bpe", "gguf_sentencepiece"):
+        tokenizer = tokenizer_of(kind)
+        output = tokenizer.encode("a b", False)
+        assert "".join(streamed(tokenizer, tokenizer.encode("dot.", True), output)) == " a b"
+        assert "".join(streamed(tokenizer, tokenizer.encode("", True), output)) == "a b"
+
+
+def test_special_tokens_are_skipped_or_spelt_out() -> None:
+    tokenizer = tokenizer_of("byte_level")
+    output = tokenizer.encode("a<|end|>b  <two words>", False)
+    assert tokenizer.decode(output, True) == "ab  <two words>"
+    assert tokenizer.decode(output, False) == "a<|end|>b  <two words>"
+
+
+def test_an_added_token_outside_ascii_is_its_own_text() -> None:
+    library = byte_level()
+    library.add_tokens(["õ"])
+    tokenizer = from_json(library)
+    assert tokenizer.decode(tokenizer.encode("xõ", False), True) == "xõ"
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.binary(max_size=5), max_size=12))
+def test_utf8_by_pieces_is_utf8_as_a_whole(pieces: list[bytes]) -> None:
+    """What the byte path rests on: the standard library's decoder gives the same however its input is cut."""
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    text = "".join(utf8.decode(piece) for piece in pieces) + utf8.decode(b"", final=True)
+    assert text == b"".join(pieces).decode("utf-8", "replace")

@@ -1,0 +1,268 @@
+"""load_text on real files of every kind: what is found where, and what a broken one says.
+Knows nothing of weights; the files hold vocabularies and settings only."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vocabularies import (
+    SAMPLES,
+    byte_level,
+    gguf_of_byte_level,
+    gguf_of_sentencepiece,
+    marked_bpe,
+    random_texts,
+    sentencepiece_model,
+    write_gguf_metadata,
+)
+
+from octavo.errors import ConfigError, InvalidRequest
+from octavo.text import load_text
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def write(folder: Path, **files: Any) -> Path:
+    """`generation_config={...}` writes generation_config.json."""
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_folder_brings_its_end_ids_sampling_and_template(folder: Path) -> None:
+    write(
+        folder,
+        config={"eos_token_id": 1},
+        generation_config={"eos_token_id": [1, 5], "temperature": 0.6, "top_k": 20, "do_sample": True, "top_p": None},
+        tokenizer_config={
+            "eos_token": {"content": "<|start|>"},
+            "chat_template": "{{ eos_token }}{{ messages[0].content }}",
+        },
+    )
+    text = load_text(folder)
+    assert text.eos_ids == (0, 1, 5)
+    assert text.default_sampling == {"temperature": 0.6, "top_k": 20}
+    assert text.vocab_size == 401
+    assert text.render_chat(HI) == "<|start|>hi"
+    assert text.encode_chat(HI) == [0, *text.encode("hi")]
+
+
+def test_templates_in_all_their_places(folder: Path, tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
+    assert load_text(write(folder, tokenizer_config={"chat_template": named})).render_chat(HI, tools=[{}]) == "tools"
+    (folder / "chat_template.jinja").write_text("own file")
+    assert load_text(folder).render_chat(HI) == "own file"
+    override = tmp_path / "mine.txt"
+    override.write_text("mine")
+    assert load_text(folder, chat_template=str(override)).render_chat(HI, tools=[{}]) == "mine"
+
+
+def test_a_chat_is_not_given_a_second_beginning(tmp_path: Path) -> None:
+    metadata = gguf_of_byte_level(byte_level(), "gpt-2", add_bos_token=True)
+    metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}"
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", metadata))
+    assert text.encode("hi") == [0, *text.encode("hi", add_special_tokens=False)]
+    assert text.encode_chat(HI) == text.encode("hi")
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [({}, [], []), ({"add_bos_token": True}, [0], []), ({"add_bos_token": False, "add_eos_token": True}, [], [1])],
+)
+def test_a_gguf_says_what_goes_around_a_text(
+    options: dict[str, bool], before: list[int], after: list[int], tmp_path: Path
+) -> None:
+    path = write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(byte_level(), "gpt-2", **options))
+    text = load_text(path)
+    assert text.encode("hi") == [*before, *text.encode("hi", add_special_tokens=False), *after]
+    assert text.eos_ids == (1,)
+
+
+def test_a_gguf_byte_level_vocabulary_encodes_as_the_tokenizer_it_was_made_from(tmp_path: Path) -> None:
+    library = byte_level()
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(library, "gpt-2")))
+    for sample in [*SAMPLES, *random_texts(3, 300)]:
+        assert text.encode(sample) == library.encode(sample).ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("gpt-2", ["a", "123456", " x"]),
+        ("smollm", [*"a123456", " x"]),
+        ("llama-bpe", ["a", "123", "456", " x"]),
+        ("qwen2", [*"a123456", " x"]),
+    ],
+)
+def test_the_named_pretokenizer_cuts_the_words(pre: str, words: list[str]) -> None:
+    from octavo.text import pretokenizers
+
+    cutter = pretokenizers.pre_tokenizer(pretokenizers.words_named(pre))
+    text = "a123456 x"
+    assert [text[start:end] for _, (start, end) in cutter.pre_tokenize_str(text)] == words
+
+
+def test_every_pretokenizer_compiles_and_loses_no_character() -> None:
+    from octavo.text import pretokenizers
+
+    for name in pretokenizers._BY_NAME:
+        cutter = pretokenizers.pre_tokenizer(pretokenizers.words_named(name))
+        for sample in SAMPLES:
+            at = 0
+            for _, (start, end) in cutter.pre_tokenize_str(sample):
+                assert start <= at <= end, (name, sample)
+                at = end
+            assert at == len(sample), (name, sample)
+
+
+def test_a_gguf_sentencepiece_vocabulary_encodes_as_the_package_does(tmp_path: Path) -> None:
+    """Real scores, byte fallback, user-defined and control tokens; the space after an added token is llama.cpp's."""
+    model = sentencepiece_model("bpe", tmp_path)
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_sentencepiece(model)))
+    for sample in [*SAMPLES[:-1], *random_texts(5, 300)]:
+        assert text.encode(sample) == [1, *model.encode(sample)] or "<|end|>" in sample or "s>" in sample
+        assert text.decode(text.encode(sample)) == sample.replace("▁", " ") or "s>" in sample
+    end = model.piece_to_id("<|end|>")
+    assert text.encode("a<|end|>b</s>", False) == [*model.encode("a"), end, *model.encode("b"), 2]
+    assert text.decode([*model.encode("a"), end, 2], skip_special_tokens=True) == "a<|end|>"
+
+
+def test_a_gguf_may_do_without_the_space_before_the_first_word(tmp_path: Path) -> None:
+    model = sentencepiece_model("bpe", tmp_path)
+    metadata = gguf_of_sentencepiece(model, add_space_prefix=False, add_bos_token=False)
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", metadata))
+    assert text.decode(text.encode(" a b")) == " a b"
+    assert text.encode(" a") == [*model.encode("a")]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_sentencepiece_model_file(kind: str, tmp_path: Path) -> None:
+    model = sentencepiece_model(kind, tmp_path)
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "added_tokens_decoder": {"360": {"content": "<|im|>", "special": True}},
+    }
+    write(tmp_path, tokenizer_config={**settings, "legacy": False})
+    text = load_text(tmp_path)
+    assert (text.eos_ids, text.vocab_size) == ((2,), 361)
+    for sample in [*SAMPLES[:-1], *random_texts(9, 100)]:
+        assert text.encode(sample) == [1, *model.encode(sample)]
+        assert text.decode(text.encode(sample)) == sample.replace("▁", " ")
+    bare = text.encode("<|im|>fox<s>", False)
+    assert (bare[0], bare[-1]) == (360, 1)
+    assert text.decode([*model.encode("a"), *bare]) == "afox"
+    write(tmp_path, tokenizer_config={**settings, "add_bos_token": False, "add_eos_token": True})
+    older = load_text(tmp_path)
+    assert older.encode("a<|im|>fox") == [*model.encode("a"), 360, *model.encode("fox"), 2]
+
+
+def test_a_tokenizer_given_apart_replaces_the_vocabulary_and_keeps_the_models_end(tmp_path: Path) -> None:
+    gguf = write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(byte_level(), "unheard-of"))
+    (tmp_path / "other").mkdir()
+    marked_bpe().save(str(tmp_path / "other" / "tokenizer.json"))
+    for name in ("other", "other/tokenizer.json"):
+        text = load_text(gguf, tokenizer=str(tmp_path / name))
+        assert text.decode(text.encode("a b")) == "a b"
+        assert text.eos_ids == (1,)
+
+
+def test_ends_of_turns_are_found_by_name_among_control_tokens_only(tmp_path: Path) -> None:
+    library = byte_level()
+    library.add_special_tokens(["<|im_end|>"])
+    library.add_special_tokens(["<|end|>"])
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(library, "gpt-2", eot_token_id=7)))
+    assert text.eos_ids == (1, 7, 401)
+
+
+@pytest.mark.parametrize("bad", ["\ud800", "ok \udfff", "日本\udc80語"])
+def test_a_lone_surrogate_is_the_callers_mistake(bad: str, folder: Path) -> None:
+    text = load_text(write(folder, tokenizer_config={"chat_template": "{{ messages[0].content }}"}))
+    with pytest.raises(InvalidRequest, match="surrogate") as raised:
+        text.encode(bad)
+    assert raised.value.param == "prompt"
+    with pytest.raises(InvalidRequest) as raised:
+        text.encode_chat([{"role": "user", "content": bad}])
+    assert raised.value.param == "messages"
+
+
+def one_line(error: ConfigError) -> str:
+    assert "\n" not in error.message
+    return error.message
+
+
+def test_start_up_mistakes_are_one_line_each(tmp_path: Path, folder: Path) -> None:
+    metadata = gguf_of_byte_level(byte_level(), "gpt-2")
+
+    def gguf(**changes: Any) -> Path:
+        changed = {**metadata, **{f"tokenizer.ggml.{key}": value for key, value in changes.items()}}
+        return write_gguf_metadata(tmp_path / "bad.gguf", {k: v for k, v in changed.items() if v is not None})
+
+    for path, words in [
+        (lambda: gguf(pre="unheard-of"), "unheard-of.*gpt-2.*smollm"),
+        (lambda: gguf(model="bert"), "bert"),
+        (lambda: gguf(tokens=None), "no vocabulary"),
+        (lambda: gguf(token_type=[1, 1]), "token types"),
+        (lambda: gguf(merges=None), "no merges"),
+        (lambda: gguf(merges=["not inside"]), "inconsistent"),
+        (lambda: tmp_path / "nowhere", "does not exist"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as raised:
+            load_text(path())
+        one_line(raised.value)
+    for options, words in [
+        ({"tokenizer": str(tmp_path / "nowhere")}, "--tokenizer"),
+        ({"chat_template": str(tmp_path / "nowhere")}, "--chat-template"),
+    ]:
+        with pytest.raises(ConfigError, match=words) as raised:
+            load_text(folder, **options)
+        one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")]
+)
+def test_a_broken_file_is_named(name: str, content: str, folder: Path) -> None:
+    (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=name) as raised:
+        load_text(folder)
+    one_line(raised.value)
+
+
+def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
+        load_text(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(ConfigError, match="SentencePiece") as raised:
+        load_text(tmp_path)
+    one_line(raised.value)
+
+
+def test_importing_the_room_brings_neither_torch_nor_transformers() -> None:
+    code = "import sys, octavo.text; print({'torch', 'transformers', 'numpy', 'fastapi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.model
+def test_the_embedded_model() -> None:
+    """Ids as transformers gives them for SmolLM2-135M-Instruct: single digits, no BOS, ChatML."""
+    from octavo.weights.source import resolve
+
+    text = load_text(resolve("").path)
+    assert (text.vocab_size, text.eos_ids) == (49152, (2,))
+    assert text.encode("Hello world 123") == [19556, 905, 216, 33, 34, 35]
+    chat = text.encode_chat(HI)
+    assert chat[:3] == [1, 9690, 198]
+    assert chat[-10:] == [1, 4093, 198, 6004, 2, 198, 1, 520, 9531, 198]
+    for sample in [*SAMPLES, *random_texts(13, 200)]:
+        assert text.decode(text.encode(sample), skip_special_tokens=False) == sample
