@@ -42,7 +42,11 @@ class KVCache:
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[int]] = {}  # swapped-out sequences
         self._published: dict[int, tuple[int, bytes]] = {}  # sequence → (full pages published, key of the last)
-        self._head: tuple[int, int, list[bytes]] = (-1, 0, [])  # page keys of the last sequence that asked to be admitted
+        self._head: tuple[int, int, list[bytes]] = (
+            -1,
+            0,
+            [],
+        )  # page keys of the last sequence that asked to be admitted
         self.queried_tokens = 0
         self.hit_tokens = 0
 
@@ -86,7 +90,7 @@ class KVCache:
         return Growth(slots, pages, copied)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> list[int]:
-        """The child owns, with its parent, the pages of the first `num_tokens`; whoever writes first copies (see extend)."""
+        """The child owns, with its parent, the pages of the first `num_tokens`; extend() copies what it would write to."""
         table = self.tables[parent][: self._pages_for(num_tokens)]
         for page in table:
             self.pool.share(page)
@@ -176,7 +180,9 @@ class KVCache:
         if self._head[:2] != (sequence, len(tokens)):
             keys: list[bytes] = []
             key = ROOT
-            for i in range((len(tokens) - 1) // self.page_size):  # −1: the last token is always computed, to sample after it
+            for i in range(
+                (len(tokens) - 1) // self.page_size
+            ):  # −1: the last token is always computed, to sample after it
                 key = self._key(key, tokens, i)
                 keys.append(key)
             self._head = (sequence, len(tokens), keys)

@@ -239,7 +239,7 @@ class Scheduler:
 
     def _fork(self, leader: Request, draft: StepPlan) -> None:
         """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
-        in the next step, to sample after it. Whoever writes first into the page they share copies it."""
+        in the next step, to sample after it. They copy the page that they share with it when they write to it."""
         for follower in leader.followers:
             pages = self.cache.fork(leader.sequence, follower.sequence, leader.prompt_len - 1)
             follower.computed = follower.capacity = leader.prompt_len - 1
@@ -247,7 +247,6 @@ class Scheduler:
             follower.num_cached = leader.num_cached
             draft.enters.append(self._entering(follower, pages))
         leader.followers = []
-        leader.capacity = leader.computed
 
     def _publish(self, request: Request, computed: int) -> None:
         self.cache.publish(request.sequence, request.tokens, computed)

@@ -38,7 +38,7 @@ class Workload:
         self.rows = r.choice([1, 2, 3, 5, 9])
         longest = r.choice([6, 12, 20])
         self.num_pages = -(-2 * longest // self.page_size) + r.choice([0, 1, 3, 20])
-        host_pages = r.choice([0, 0, 3, 30])
+        host_pages = self.num_host_pages = r.choice([0, 0, 3, 30])
         self.cache = self.cache_type(self.num_pages, self.page_size, host_pages, r.random() < 0.8)
         self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, r.choice([0, 4]))
         self.device = OracleDevice(self.page_size, self.rows)
@@ -140,6 +140,7 @@ class Workload:
     def _check_all_returned(self) -> None:
         pool = self.cache.pool
         assert all(count == 0 for count in pool.refs) and pool.num_free == self.num_pages, "pages leaked"
+        assert len(self.cache.host_free) == self.num_host_pages, "host pages leaked"
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
         assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
         assert not len(self.scheduler.waiting) and not self.scheduler.running
