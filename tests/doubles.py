@@ -110,7 +110,7 @@ def says(*texts: str, reason: FinishReason = "stop", cached: int = 0, chunk: int
 
 def never_ends(request: GenerateRequest) -> list[list[TokenDelta]]:
     """As many tokens as anyone could wait for, and no finish."""
-    return [[TokenDelta(request.id, index, [ord("a")])] for _ in range(100_000) for index in range(request.params.n)]
+    return [[TokenDelta(request.id, index, [ord("a")])] for _ in range(5_000) for index in range(request.params.n)]
 
 
 class ScriptedEngine(EngineClient):
@@ -187,6 +187,8 @@ class AsgiCall:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._news = asyncio.Event()
+        self.reads = asyncio.Event()  # while clear, what is sent after the first bytes waits in the server
+        self.reads.set()
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -207,6 +209,8 @@ class AsgiCall:
             self.sent.append(message["body"])
         self._news.set()
         await asyncio.sleep(0)
+        if self.sent:
+            await self.reads.wait()
 
     async def until(self, condition: Callable[["AsgiCall"], bool]) -> None:
         """Wait until what was sent meets `condition`."""

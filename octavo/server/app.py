@@ -20,7 +20,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     """The ASGI application; its Service is at `app.state.service`."""
     service = Service(engine, text, config, model_name)
     # No generated docs: request bodies are read and checked by hand, and the docs page loads its scripts from elsewhere.
-    app = FastAPI(title="Octavo", root_path=config.server.root_path, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(title="Octavo", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     for router in routers(service):
         app.include_router(router)

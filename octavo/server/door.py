@@ -28,6 +28,7 @@ class Door:
         self._app = app
         self._service = service
         self._keys = [key.strip().encode() for key in server.api_key.split(",") if key.strip()]
+        self._prefix = server.root_path.rstrip("/")
         self._max_body_bytes = int(server.max_body_bytes)
         self._log_requests = server.enable_log_requests
 
@@ -35,6 +36,9 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._prefix:
+            # The router then takes paths with the prefix, from proxies that keep it, and without, from those that cut it.
+            scope["root_path"] = self._prefix
         passage = _Passage(self, scope, receive, send)
         self._service.enter()
         try:

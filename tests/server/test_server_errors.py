@@ -1,0 +1,245 @@
+"""The door and the one error handler: keys, bodies, routes, ids, and what we did not foresee."""
+
+import json
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from octavo.errors import EngineDead, Overloaded
+from octavo.messages import GenerateRequest, TokenDelta
+from octavo.server.errors_http import describe
+from tests.doubles import ScriptedEngine, byte_text, config, says
+from tests.server.conftest import Serve, error_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ROUTES = [
+    ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/"),
+    ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
+    ("GET", "/health/"), ("GET", "//health"), ("GET", "/HEALTH"),
+]  # fmt: skip
+
+
+class TestKeys:
+    @pytest.mark.parametrize(("method", "path"), ROUTES)
+    async def test_every_route_but_health_needs_a_key(self, serve: Serve, method: str, path: str) -> None:
+        client = serve(api_key="secret")
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Bearer "},
+        ):
+            response = await client.request(method, path, headers=headers)
+            error = error_of(response, 401)
+            assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert "secret" not in response.text
+
+    async def test_health_is_open(self, serve: Serve) -> None:
+        assert (await serve(api_key="secret").get("/health")).status_code == 200
+
+    async def test_several_keys(self, serve: Serve) -> None:
+        client = serve(api_key="one, two,")
+        for header, status in (
+            ("Bearer one", 200), ("bearer two", 200), ("Bearer ", 401), ("Bearer one, two", 401), ("Basic one", 401),
+            ("Bearer \xff", 401),
+        ):  # fmt: skip
+            response = await client.get("/v1/models", headers={"authorization": header.encode("latin-1")})
+            assert response.status_code == status, header
+
+    async def test_no_key_configured_means_open(self, serve: Serve) -> None:
+        assert (await serve().get("/v1/models", headers={"authorization": "Bearer x"})).status_code == 200
+
+    async def test_behind_a_prefix(self, serve: Serve) -> None:
+        client = serve(api_key="secret", root_path="/llm")
+        assert (await client.get("/llm/health")).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/llm/llm/health")).status_code == 401
+        assert (await client.get("/llmhealth")).status_code == 401
+        assert (await client.get("/llm/v1/models")).status_code == 401
+        assert (await client.get("/llm/v1/models", headers={"authorization": "Bearer secret"})).status_code == 200
+
+
+class TestBodies:
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            (b"", "not valid JSON"),
+            (b'{"model": ', "not valid JSON"),
+            (b"{'model': 1}", "not valid JSON"),
+            (b'{"a": 1} x', "not valid JSON"),
+            (b'{"model": "\xff"}', "not valid JSON"),
+            (b'{"model": "\\ud83d"}', "not valid JSON"),
+            (b'{"messages":' + b"[" * 20000 + b"]" * 20000 + b"}", "not valid JSON"),
+            (b'{"x":' * 20000 + b"1" + b"}" * 20000, "not valid JSON"),
+            (b"[]", "JSON object"),
+            (b"null", "JSON object"),
+            (b'"text"', "JSON object"),
+            (b"5", "JSON object"),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    async def test_malformed(self, serve: Serve, path: str, body: bytes, words: str) -> None:
+        assert words in error_of(await serve().post(path, content=body), 400)["message"]
+
+    async def test_not_a_number(self, serve: Serve) -> None:
+        for value in ("NaN", "Infinity", "-Infinity", "1e999"):
+            response = await serve().post(COMPLETIONS, content=f'{{"prompt": "a", "temperature": {value}}}')
+            assert error_of(response, 400)["param"] in ("temperature", None)
+
+    async def test_declared_length_over_the_limit(self, serve: Serve) -> None:
+        response = await serve(max_body_bytes=100).post(COMPLETIONS, content=b" " * 101)
+        error = error_of(response, 413)
+        assert "100 bytes" in error["message"] and error["code"] == "request_too_large"
+
+    async def test_chunked_length_over_the_limit(self, serve: Serve) -> None:
+        num_read = 0
+
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal num_read
+            for _ in range(1000):
+                num_read += 10
+                yield b" " * 10
+
+        client = serve(max_body_bytes=100)
+        response = await client.post(COMPLETIONS, content=chunks())
+        assert "content-length" not in response.request.headers
+        assert "100 bytes" in error_of(response, 413)["message"]
+        assert num_read == 110, "reading must stop where the limit is passed"
+
+    async def test_a_body_at_the_limit_is_read(self, serve: Serve) -> None:
+        body = json.dumps({"prompt": "a"}).encode()
+        client = serve(max_body_bytes=100)
+        assert (await client.post(COMPLETIONS, content=body.ljust(100))).status_code == 200
+
+
+class TestRoutes:
+    @pytest.mark.parametrize("path", ["/", "/v1/nope", "/v1/completions/", "/docs", "/openapi.json"])
+    async def test_unknown(self, serve: Serve, path: str) -> None:
+        assert error_of(await serve().get(path), 404)["code"] == "not_found"
+
+    async def test_wrong_method(self, serve: Serve) -> None:
+        response = await serve().get(CHAT)
+        assert error_of(response, 405)["code"] == "method_not_allowed"
+        assert response.headers["allow"] == "POST"
+
+    async def test_models(self, serve: Serve) -> None:
+        client = serve(model="org/name")
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert card["id"] == "byte-model" and card["root"] == "org/name" and card["max_model_len"] == 256
+        assert card["object"] == "model" and card["owned_by"] == "octavo" and card["created"] > 0
+        assert (await client.get("/v1/models/byte-model")).json() == card
+        assert error_of(await client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
+
+    async def test_version(self, serve: Serve) -> None:
+        assert (await serve().get("/version")).json()["version"]
+
+
+class TestRequestIds:
+    async def test_given_ids_come_back(self, serve: Serve) -> None:
+        response = await serve().get("/version", headers={"x-request-id": "abc-1"})
+        assert response.headers["x-request-id"] == "abc-1"
+
+    async def test_unfit_ids_are_replaced(self, serve: Serve) -> None:
+        for given in (b"", b"\xe9", b"a" * 201, b"a\tb"):
+            response = await serve().get("/nope", headers={"x-request-id": given})
+            assert response.headers["x-request-id"].startswith("req-")
+
+    async def test_two_requests_with_one_id_do_not_meet_in_the_engine(self, serve: Serve) -> None:
+        engine = ScriptedEngine()
+        client = serve(engine)
+        for _ in range(2):
+            await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"x-request-id": "same"})
+        assert len({request.id for request in engine.requests}) == 2
+
+
+class TestFailures:
+    async def test_unforeseen_errors_say_only_their_id(self, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+        def script(request: GenerateRequest) -> list[list[TokenDelta]]:
+            raise AssertionError("unused")
+
+        class Broken(ScriptedEngine):
+            def submit(self, request: GenerateRequest) -> None:
+                raise ValueError("the secret plan")
+
+        client = serve(Broken(script))
+        with caplog.at_level(logging.ERROR):
+            for stream in (False, True):
+                response = await client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+                error = error_of(response, 500)
+                assert error["code"] == "internal_error" and error["type"] == "server_error"
+                assert response.headers["x-request-id"] in error["message"]
+                assert "secret" not in response.text and "Traceback" not in response.text
+                assert response.headers["x-request-id"] in caplog.text and "the secret plan" in caplog.text
+
+    async def test_a_refusal_before_the_first_byte_is_a_status_even_for_a_stream(self, serve: Serve) -> None:
+        class Full(ScriptedEngine):
+            def submit(self, request: GenerateRequest) -> None:
+                raise Overloaded("1000 requests wait", retry_after=7)
+
+        for stream in (False, True):
+            response = await serve(Full()).post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+            assert error_of(response, 429)["type"] == "rate_limit_error"
+            assert response.headers["retry-after"] == "7"
+
+    async def test_a_failed_request_is_500_and_others_go_on(self, serve: Serve) -> None:
+        def script(request: GenerateRequest) -> list[list[TokenDelta]]:
+            good = says("fine")(request)
+            return says("x", reason="error")(request) if request.prompt_ids[0] == ord("!") else good
+
+        client = serve(ScriptedEngine(script))
+        assert error_of(await client.post(COMPLETIONS, json={"prompt": "!"}), 500)["code"] == "request_failed"
+        assert error_of(await client.post(COMPLETIONS, json={"prompt": ["a", "!"]}), 500)["code"] == "request_failed"
+        assert (await client.post(COMPLETIONS, json={"prompt": "a"})).json()["choices"][0]["text"] == "fine"
+
+    async def test_a_dead_engine_is_503(self, serve: Serve) -> None:
+        engine = ScriptedEngine()
+        client = serve(engine)
+        assert (await client.get("/health")).status_code == 200
+        engine.die()
+        for response in (
+            await client.post(COMPLETIONS, json={"prompt": "a"}),
+            await client.get("/v1/models"),
+            await client.get("/metrics"),
+            await client.get("/health"),
+        ):
+            assert error_of(response, 503)["code"] == "engine_dead"
+
+    def test_a_start_up_error_never_leaks_into_a_response(self) -> None:
+        from octavo.errors import ConfigError
+
+        status, body = describe(ConfigError("--flag is wrong"), "req-1")
+        assert status == 500 and "--flag" not in body.error.message
+        assert describe(EngineDead("gone"), "req-1")[0] == 503
+
+
+class TestCors:
+    async def test_off_by_default(self, serve: Serve) -> None:
+        response = await serve().get("/version", headers={"origin": "http://a.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+    async def test_a_named_origin_may_ask_and_read_refusals(self, serve: Serve) -> None:
+        client = serve(allowed_origins="http://a.example, http://b.example", api_key="secret")
+        preflight = {"origin": "http://a.example", "access-control-request-method": "POST",
+                     "access-control-request-headers": "authorization"}  # fmt: skip
+        assert (await client.options(CHAT, headers=preflight)).status_code == 200
+        response = await client.post(CHAT, headers={"origin": "http://b.example"})
+        assert error_of(response, 401) and response.headers["access-control-allow-origin"] == "http://b.example"
+        response = await client.post(CHAT, headers={"origin": "http://c.example"})
+        assert "access-control-allow-origin" not in response.headers
+
+
+async def test_requests_are_logged_in_one_line_each(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="octavo.server"):
+        await serve().get("/version", headers={"x-request-id": "quiet"})
+        await serve(enable_log_requests=True).get("/nope", headers={"x-request-id": "loud"})
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and lines[0].startswith("loud GET /nope 404 ")
+
+
+def test_the_app_is_built_without_an_event_loop() -> None:
+    from octavo.server.app import build_app
+
+    assert build_app(ScriptedEngine(), byte_text(), config(), "byte-model").state.service.model_name == "byte-model"

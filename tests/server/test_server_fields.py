@@ -1,0 +1,166 @@
+"""No field is passed over in silence; no body makes the server fail."""
+
+import json
+import string
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from octavo.server.app import build_app
+from octavo.server.endpoints import chat, completions
+from octavo.server.fields import NOT_OFFERED, GenerationFields
+from tests.doubles import ScriptedEngine, byte_text, config, says
+from tests.server.conftest import Serve, error_of
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+TABLES = {
+    "/v1/completions": {**NOT_OFFERED, **completions.NOT_OFFERED},
+    "/v1/chat/completions": {**NOT_OFFERED, **chat.NOT_OFFERED},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_harmless_value_of_every_field_that_is_not_offered_is_taken(serve: Serve, path: str) -> None:
+    client = serve()
+    for name, values in TABLES[path].items():
+        for value in (None, *values):
+            response = await client.post(path, json={**BODIES[path], name: value})
+            assert response.status_code == 200, (name, value, response.text)
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_any_other_value_is_refused_by_name(serve: Serve, path: str) -> None:
+    engine = ScriptedEngine()
+    client = serve(engine)
+    for name in TABLES[path]:
+        error = error_of(await client.post(path, json={**BODIES[path], name: {"x": [1]}}), 400)
+        assert error["param"] == name and error["code"] == "unsupported_parameter"
+        assert name in error["message"] and '{"x":[1]}' in error["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"logprobs": 0}),
+        ("/v1/completions", {"logprobs": False}),
+        ("/v1/completions", {"echo": True}),
+        ("/v1/completions", {"best_of": 2}),
+        ("/v1/completions", {"suffix": "x"}),
+        ("/v1/completions", {"messages": []}),
+        ("/v1/chat/completions", {"logprobs": True}),
+        ("/v1/chat/completions", {"logprobs": 0}),
+        ("/v1/chat/completions", {"top_logprobs": False}),
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"tools": [{"type": "function"}]}),
+        ("/v1/chat/completions", {"tool_choice": "required"}),
+        ("/v1/chat/completions", {"logit_bias": {"5": 1}}),
+        ("/v1/chat/completions", {"guided_json": "{}"}),
+        ("/v1/chat/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"anything_at_all": None}),
+    ],
+)
+async def test_examples(serve: Serve, path: str, fields: dict[str, Any]) -> None:
+    error = error_of(await serve().post(path, json={**BODIES[path], **fields}), 400)
+    assert error["param"] == next(iter(fields)) and error["code"] == "unsupported_parameter"
+
+
+async def test_a_slip_of_the_pen_gets_a_hint(serve: Serve) -> None:
+    error = error_of(await serve().post("/v1/completions", json={"prompt": "a", "max_token": 5}), 400)
+    assert error["param"] == "max_token" and "'max_tokens'" in error["message"]
+
+
+async def test_labels_are_taken_and_typed(serve: Serve) -> None:
+    client = serve()
+    labels = {"user": "ann", "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s"}
+    assert (await client.post("/v1/completions", json={"prompt": "a", **labels})).status_code == 200
+    for name in labels:
+        assert error_of(await client.post("/v1/completions", json={"prompt": "a", name: 5}), 400)["param"] == name
+
+
+def test_a_field_is_offered_or_not_offered_and_never_both() -> None:
+    for table, schema in (
+        (TABLES["/v1/completions"], completions.CompletionRequest),
+        (TABLES["/v1/chat/completions"], chat.ChatRequest),
+    ):
+        assert issubclass(schema, GenerationFields)
+        assert not table.keys() & schema.model_fields.keys()
+
+
+# ── fuzz ────────────────────────────────────────────────────────────────────────────────────────────
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-5, 300)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["", "a", "user", "text", "byte-model", "\x00", "\U0001f600", "\ufffd"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["type", "text", "role", "content", "include_usage", "x"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+NAMES = st.sampled_from(
+    sorted({*completions.CompletionRequest.model_fields, *chat.ChatRequest.model_fields, *TABLES["/v1/completions"]})
+) | st.text(string.ascii_lowercase, max_size=6)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "king"]), "content": VALUES}), max_size=3
+)
+OBJECTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": VALUES | st.text(max_size=40) | st.lists(st.integers(-1, 300), max_size=40),
+        "messages": MESSAGES | VALUES,
+        "stream": st.booleans(),
+        "n": st.integers(-1, 10),
+        "stop": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    },
+).flatmap(lambda known: st.dictionaries(NAMES, VALUES, max_size=3).map(lambda more: {**known, **more}))
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    return build_app(ScriptedEngine(says("ok")), byte_text(), config(), "byte-model")
+
+
+async def answered(app: Any, path: str, body: bytes) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
+        response = await client.post(path, content=body)
+    if response.status_code == 200:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert response.text.endswith("data: [DONE]\n\n") and '"error"' not in response.text
+        else:
+            assert response.json()["choices"]
+    else:
+        assert response.status_code in (400, 404), response.text
+        assert error_of(response, response.status_code)
+
+
+FUZZ = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], print_blob=True
+)
+
+
+@FUZZ
+@given(path=st.sampled_from(sorted(BODIES)), body=OBJECTS)
+async def test_any_json_object_is_answered_or_refused(app: Any, path: str, body: dict[str, Any]) -> None:
+    await answered(app, path, json.dumps(body).encode())
+
+
+@FUZZ
+@given(path=st.sampled_from(sorted(BODIES)), body=st.binary(max_size=60), base=st.booleans(), at=st.integers(0, 100))
+async def test_any_bytes_are_answered_or_refused(app: Any, path: str, body: bytes, base: bool, at: int) -> None:
+    good = json.dumps({**BODIES[path], "stop": ["x"], "n": 2, "stream": True}).encode()
+    await answered(app, path, good[:at] + body + good[at + len(body) :] if base else body)
