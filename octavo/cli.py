@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from octavo import __version__
 from octavo.bench.flags import add_bench
 from octavo.errors import ConfigError, OctavoError
 from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, number, options_from, whole
@@ -39,7 +40,9 @@ def _complain(error: OctavoError, code: int) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="octavo", description="Serve, try and measure language models.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser.add_argument(
+        "--version", action="version", version=f"octavo {__version__}", help="print the version and exit"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(run=lambda _: _print_help(parser))
     _add_serve(commands)
@@ -52,16 +55,6 @@ def build_parser() -> Parser:
 def _print_help(parser: argparse.ArgumentParser) -> int:
     parser.print_help(sys.stderr)
     return EXIT_USAGE
-
-
-class _Version(argparse.Action):
-    """Looked up only when asked for: reading package metadata takes longer than starting up."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"octavo {version('octavo')}")
-        parser.exit()
 
 
 # ── serve ───────────────────────────────────────────────────────────────────────────────────────────
