@@ -83,6 +83,7 @@ class Workload:
             plan = scheduler.plan()
             assert sum(plan.counts) <= self.budget, "over budget"
             self._count(plan)
+            assert not plan.is_empty or flight or scheduler.is_idle, "work is there and nothing advances"
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             while len(flight) > self.depth or (flight and plan.is_empty):
