@@ -1,0 +1,135 @@
+"""Spawned ranks: the same tokens as one rank, failures that arrive whole, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import ConfigError, EngineDead
+from octavo.executor.local import LocalExecutor
+from octavo.executor.processes import ProcessExecutor
+from octavo.weights.source import ModelSource
+from tests.worker.tiny import GREEDY, MIXED, Driver, random_prompts, tiny_config, write_tiny_llama
+
+PROMPTS = random_prompts(6, seed=21)
+NUM_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture
+def executor(source: ModelSource) -> Iterator[ProcessExecutor]:
+    executor = ProcessExecutor(tiny_config(tensor_parallel_size=2), source)
+    yield executor
+    executor.close()
+
+
+def pids(executor: ProcessExecutor) -> list[int]:
+    return [rank._process.pid for rank in executor._ranks]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_ranks_give_one_ranks_tokens_also_a_step_ahead(source: ModelSource, executor: ProcessExecutor) -> None:
+    local = LocalExecutor(tiny_config(), source)
+    alone = local.start()
+    driver = Driver(local, alone.num_pages)
+    expected = driver.generate([driver.enter(i, p, MIXED[i], i) for i, p in enumerate(PROMPTS)], NUM_TOKENS)
+    local.close()
+
+    report = executor.start()
+    assert report.device == "2 ranks, each cpu (1 thread)"
+    assert (report.page_bytes, report.num_pages) == (alone.page_bytes, alone.num_pages)
+    driver = Driver(executor, report.num_pages, seed=3)
+    together = [driver.enter(7 - i, p, MIXED[i], i) for i, p in enumerate(PROMPTS)]
+    driver.submit(*((s, len(s.tokens)) for s in together))
+    for _ in range(NUM_TOKENS - 1):
+        driver.submit(*((s, 1) for s in together))
+        driver.collect()
+    driver.collect()
+    assert [s.output for s in together] == expected
+
+    processes = pids(executor)
+    executor.close()
+    executor.close()
+    assert not any(map(is_alive, processes))
+    with pytest.raises(EngineDead):
+        executor.collect()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_the_engines_death_at_once(executor: ProcessExecutor, victim: int) -> None:
+    driver = Driver(executor, executor.start().num_pages)
+    sequence = driver.enter(0, PROMPTS[0], GREEDY, 0)
+    driver.generate([sequence], 2)
+    os.kill(pids(executor)[victim], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDead, match=f"rank {victim} was killed by signal 9"):
+        driver.generate([sequence], 10)
+    assert time.monotonic() - began < 5
+    processes = pids(executor)
+    executor.close()
+    assert not any(map(is_alive, processes))
+
+
+def test_a_ranks_config_error_arrives_as_itself(source: ModelSource) -> None:
+    executor = ProcessExecutor(tiny_config(tensor_parallel_size=2, max_model_len=1000), source)
+    with pytest.raises(ConfigError, match="--max-model-len 1000 is beyond"):
+        executor.start()
+    assert not any(map(is_alive, pids(executor)))
+
+
+def test_a_ranks_bug_arrives_with_its_traceback(executor: ProcessExecutor) -> None:
+    driver = Driver(executor, executor.start().num_pages)
+    sequence = driver.enter(99, PROMPTS[0], GREEDY, 0)  # there are 8 rows
+    with pytest.raises(EngineDead, match="Traceback"):
+        driver.generate([sequence], 1)
+
+
+def test_ranks_end_with_a_parent_that_is_killed(source: ModelSource) -> None:
+    script = """
+        import sys, threading, time
+        from octavo.executor.processes import ProcessExecutor
+        from octavo.weights.source import local
+        from pathlib import Path
+        from tests.worker.tiny import tiny_config
+
+        def start():
+            executor = ProcessExecutor(tiny_config(tensor_parallel_size=2), local(Path(sys.argv[1])))
+            executor.start()
+            print(*[rank._process.pid for rank in executor._ranks], flush=True)
+
+        # From a thread that ends: ranks must outlive the thread, and not the process.
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        time.sleep(60)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(source.path)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    ranks = [int(word) for word in parent.stdout.readline().split()]
+    assert len(ranks) == 2
+    assert all(map(is_alive, ranks))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_alive, ranks))

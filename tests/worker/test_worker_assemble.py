@@ -1,0 +1,81 @@
+"""A plan's batch, field by field, against one built with loops."""
+
+import random
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.messages import Entering, SamplingParams, StepPlan
+from octavo.worker.assemble import assemble
+from octavo.worker.rows import Rows
+
+MAX_ROWS, MAX_LEN, VOCAB = 9, 60, 1000
+PARAMS = SamplingParams()
+
+
+def random_rows(rng: random.Random, page_size: int) -> tuple[Rows, list[list[int]], list[list[int]]]:
+    """Full rows: (rows, tokens of each, pages of each)."""
+    rows = Rows(MAX_ROWS, MAX_LEN, page_size, VOCAB, torch.device("cpu"))
+    num_pages = -(-MAX_LEN // page_size)
+    free = rng.sample(range(1, 5 * MAX_ROWS * num_pages), MAX_ROWS * num_pages)
+    tokens = [[rng.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(MAX_ROWS)]
+    pages = [[free.pop() for _ in range(num_pages)] for _ in range(MAX_ROWS)]
+    enters = [Entering(row, tokens[row], 1, PARAMS, 0, [], pages[row]) for row in range(MAX_ROWS)]
+    rows.update(StepPlan(0, [], enters, [], [], [], [], [], [], [], []))
+    return rows, tokens, pages
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_batch_is_what_the_plan_says(seed: int, only_decodes: bool) -> None:
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 3, 16])
+    rows, tokens, pages = random_rows(rng, page_size)
+    plan_rows = rng.sample(range(MAX_ROWS), rng.randint(1, MAX_ROWS))
+    counts = [1 if only_decodes else rng.choice([1, 1, 2, rng.randint(1, 20)]) for _ in plan_rows]
+    starts = [rng.randint(0, MAX_LEN - count) for count in counts]
+    samples = [rng.random() < 0.7 for _ in plan_rows]
+    assembled = assemble(StepPlan(1, [], [], [], plan_rows, starts, counts, samples, [], [], []), rows)
+    batch = assembled.batch
+
+    order = sorted(range(len(plan_rows)), key=lambda i: counts[i] != 1)
+    cells = [(plan_rows[i], position) for i in order for position in range(starts[i], starts[i] + counts[i])]
+    ends = [starts[i] + counts[i] for i in order]
+    assert batch.num_decodes == counts.count(1)
+    assert batch.input_ids.tolist() == [tokens[row][position] for row, position in cells]
+    assert batch.positions.tolist() == [position for _, position in cells]
+    assert batch.slots.tolist() == [
+        pages[row][position // page_size] * page_size + position % page_size for row, position in cells
+    ]
+    assert batch.seq_lens.tolist() == batch.seq_lens_host == ends
+    assert batch.query_lens_host == [counts[i] for i in order]
+    assert batch.query_start.tolist() == [sum(batch.query_lens_host[:i]) for i in range(len(order) + 1)]
+    assert (batch.max_query_len, batch.max_seq_len) == (max(counts), max(ends))
+    width = -(-max(ends) // page_size)
+    assert batch.page_table.tolist() == [pages[plan_rows[i]][:width] for i in order]
+    for tensor in (batch.input_ids, batch.positions, batch.slots, batch.sample_at):
+        assert tensor.dtype == torch.int64
+    for tensor in (batch.query_start, batch.seq_lens, batch.page_table):
+        assert tensor.dtype == torch.int32
+
+    # Samples come in the plan's order, whatever the batch's is.
+    sampled = [i for i in range(len(plan_rows)) if samples[i]]
+    assert assembled.sample_rows.tolist() == [plan_rows[i] for i in sampled]
+    assert assembled.sample_lens.tolist() == [starts[i] + counts[i] for i in sampled]
+    last_cells = [cells[at] for at in batch.sample_at.tolist()]
+    assert last_cells == [(plan_rows[i], starts[i] + counts[i] - 1) for i in sampled]
+
+
+def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() -> None:
+    rows, tokens, pages = random_rows(random.Random(5), 16)
+    rows.write(np.array([3, 0]), np.array([7, MAX_LEN]), torch.tensor([901, 902]))
+    assert rows.read(np.array([3, 3, 0]), np.array([7, 8, MAX_LEN])).tolist() == [901, tokens[3][8], 902]
+
+    entering = Entering(3, [4, 5], 2, PARAMS, 0, [], [11])
+    rows.update(StepPlan(1, [3, 2], [entering], [], [], [], [], [], [3, 0], [1, 0], [12, 13]))
+    assert rows.page_table[3].tolist() == [11, 12, 0, 0]
+    assert rows.page_table[2].tolist() == [0, 0, 0, 0]
+    assert rows.page_table[0].tolist() == [13, *pages[0][1:]]
+    assert rows.read(np.array([3, 3]), np.array([0, 1])).tolist() == [4, 5]
