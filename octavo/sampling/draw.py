@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 _CHUNK = 256  # weights summed at once; a draw walks the chunks' sums, then one chunk
-_TIERS = (128, 2048)  # candidates looked at first; a row that needs more sees the whole vocabulary
+_TIERS = (128, 1024, 8192)  # candidates looked at first; a row that needs more sees the whole vocabulary
 
 
 @dataclass(slots=True)
@@ -38,7 +38,8 @@ def draw_from_all(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     inner = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).masked_fill_(columns >= weights.shape[1], 0.0)
     inner_cdf = inner.double().cumsum(-1)
     index = _first_above(inner_cdf, draws.uniform * cdf[:, -1] - below)
-    return (chunk * _CHUNK + index).squeeze(1)
+    # Never beyond the vocabulary, not even for NaN: the id is looked up in the next step, together with everybody else's.
+    return (chunk * _CHUNK + index).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
 def draw_filtered(logits: torch.Tensor, draws: Draws) -> torch.Tensor:

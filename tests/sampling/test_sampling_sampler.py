@@ -121,3 +121,15 @@ def test_a_row_forgets_its_last_occupant() -> None:
     assert not state.penalised[0]
     assert (state.top_k[0], state.top_p[0], state.min_p[0], state.min_len[0]) == (VOCAB, 1.0, 0.0, 6)
     assert len(state.stop_ids[0]) == 0
+
+
+def test_a_broken_models_nan_is_no_crash() -> None:
+    """One request's bad numbers must not end the others: some id of the vocabulary comes out."""
+    state = SamplingState(4, VOCAB)
+    for row, params in enumerate(
+        (SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0))
+    ):
+        state.enter(row, params, row, 1, [])
+    logits = torch.full((4, VOCAB), torch.nan)
+    result = sample(logits, torch.zeros(4, 4, dtype=torch.int32), state, np.arange(4), np.ones(4, dtype=np.int64))
+    assert ((result >= 0) & (result < VOCAB)).all()
