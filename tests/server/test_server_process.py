@@ -1,0 +1,211 @@
+"""A real API process on a real socket, before a ZMQ endpoint that plays a script: start, serve, drain, cut off, orphaned."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from octavo.engine.supervisor import ServerOrder
+from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
+from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
+
+SECONDS = 20
+
+
+class WireEngine(threading.Thread):
+    """Says hello to whoever does, then one token per request every few milliseconds; "!" prompts end when told to."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self.address = address
+        self.aborted = threading.Event()
+        self.release = threading.Event()
+        self.ending = threading.Event()
+        self.report = threading.Event()  # held back until set
+
+    def run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        pull.bind(self.address)
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        send = lambda message: push.send(msgspec.msgpack.encode(message))  # noqa: E731
+        running: dict[str, GenerateRequest] = {}
+        hello = None
+        while not self.ending.is_set():
+            if hello is not None and self.report.is_set():
+                send(REPORT)
+                hello = None
+            for request in list(running.values()):
+                if request.prompt_ids[0] == ord("!") and not self.release.is_set():
+                    send(StepDeltas([TokenDelta(request.id, 0, [ord("a")])]))
+                else:
+                    send(StepDeltas([TokenDelta(request.id, 0, [*b"ok", EOS], Finish("stop", EOS))]))
+                    del running[request.id]
+            if not pull.poll(5):
+                continue
+            match decoder.decode(pull.recv()):
+                case Hello() as hello:
+                    push.connect(hello.reply_to)
+                case GenerateRequest() as request:
+                    running[request.id] = request
+                case Abort(request_id=request_id):
+                    running.pop(request_id, None)
+                    self.aborted.set()
+                case Ping(call=call):
+                    send(Reply(call, "pong"))
+        pull.close(0)
+        push.close(0)
+        context.term()
+
+
+class Server:
+    def __init__(self, folder: Path, **options: object) -> None:
+        write_byte_tokenizer(folder)
+        self.connections: list[http.client.HTTPConnection] = []
+        self.streams: list[http.client.HTTPResponse] = []
+        self.engine = WireEngine(f"ipc://{folder}/engine")
+        self.engine.start()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        order = ServerOrder(
+            config(**options), self.listener.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.server.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(self.listener.fileno(),),
+            start_new_session=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.stdin.write(msgspec.json.encode(order) + b"\n")
+        self.stdin.flush()
+
+    def ready(self) -> "Server":
+        self.engine.report.set()
+        assert self.stdout.readline() == b'{"ready":true}\n', self.stderr()
+        return self
+
+    def ask(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+        self.connections.append(connection)
+        connection.request(method, path, json.dumps(body) if body is not None else None)
+        return connection.getresponse()
+
+    def stream(self) -> http.client.HTTPResponse:
+        """A stream that has begun and will not end by itself."""
+        body = {"prompt": "!", "stream": True, "max_tokens": 200}
+        response = self.ask("POST", "/v1/completions", body)
+        assert response.readline().startswith(b"data: ")
+        self.streams.append(response)
+        return response
+
+    def exit_code(self) -> int:
+        return self.process.wait(SECONDS)
+
+    def stderr(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def close(self) -> None:
+        for connection in [*self.streams, *self.connections]:
+            connection.close()
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.stdin, self.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        self.engine.ending.set()
+        self.engine.join()
+        self.listener.close()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s")  # short: a socket's path has about a hundred characters
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[Server]:
+    server = Server(folder, shutdown_timeout=20.0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def impatient(folder: Path) -> Iterator[Server]:
+    server = Server(folder, shutdown_timeout=0.1)
+    yield server
+    server.close()
+
+
+def test_serves_then_drains(server: Server) -> None:
+    server.ready()
+    answer = json.loads(server.ask("POST", "/v1/completions", {"prompt": "a"}).read())
+    assert answer["choices"][0]["text"] == "ok"
+    assert server.ask("GET", "/health").status == 200
+    stream = server.stream()
+    server.process.send_signal(signal.SIGTERM)
+    while (refused := server.ask("POST", "/v1/completions", {"prompt": "a"})).status == 200:
+        refused.read()  # the signal is on its way
+    assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
+    assert json.loads(refused.read())["error"]["code"] == "engine_unavailable"
+    server.engine.release.set()
+    rest = stream.read()
+    assert b'"text":"ok","finish_reason":"stop"' in rest and rest.endswith(b"data: [DONE]\n\n")
+    assert server.exit_code() == 0
+    assert server.stderr() == ""
+
+
+def test_what_does_not_finish_in_time_is_cut_off_with_a_word(impatient: Server) -> None:
+    stream = impatient.ready().stream()
+    impatient.process.send_signal(signal.SIGTERM)
+    rest = stream.read()
+    assert b'"engine_unavailable"' in rest and rest.endswith(b"data: [DONE]\n\n")
+    assert impatient.exit_code() == 1
+    assert impatient.engine.aborted.wait(SECONDS)
+
+
+def test_a_client_that_leaves_is_an_abort(server: Server) -> None:
+    server.ready().stream().close()
+    server.connections[0].close()
+    assert server.engine.aborted.wait(SECONDS)
+
+
+def test_a_supervisor_that_dies_takes_it_along(server: Server) -> None:
+    stream = server.ready().stream()
+    server.stdin.close()
+    assert stream.read().endswith(b"data: [DONE]\n\n")
+    assert server.exit_code() == 1
+
+
+def test_told_to_stop_while_the_engine_loads(server: Server) -> None:
+    # Its standard error stays silent, so there is nothing to wait for but its own signal handlers: ask the kernel.
+    status = Path(f"/proc/{server.process.pid}/status")
+    caught = lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1  # noqa: E731
+    while not caught():
+        pass
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert server.stdout.read() == b"" and server.stderr() == ""
+
+
+def test_a_start_up_mistake_is_one_line_and_exit_2(folder: Path) -> None:
+    server = Server(folder, chat_template=str(folder / "missing.jinja"))
+    try:
+        assert server.exit_code() == 2
+        lines = server.stderr().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("octavo: error: ") and "missing.jinja" in lines[0]
+    finally:
+        server.close()
