@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from vocabularies import (
+    CORPUS,
     SAMPLES,
+    SENTENCEPIECE_SIZE,
     byte_level,
     gguf_of_byte_level,
     gguf_of_sentencepiece,
@@ -128,7 +130,7 @@ def test_a_gguf_sentencepiece_vocabulary_encodes_as_the_package_does(tmp_path: P
     """Real scores, byte fallback, user-defined and control tokens; the space after an added token is llama.cpp's."""
     model = sentencepiece_model("bpe", tmp_path)
     text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_sentencepiece(model)))
-    for sample in [*SAMPLES[:-1], *random_texts(5, 300)]:
+    for sample in [*SAMPLES[:-1], *CORPUS, *random_texts(5, 300)]:
         assert text.encode(sample) == [1, *model.encode(sample)] or "<|end|>" in sample or "s>" in sample
         assert text.decode(text.encode(sample)) == sample.replace("▁", " ") or "s>" in sample
     end = model.piece_to_id("<|end|>")
@@ -146,24 +148,24 @@ def test_a_gguf_may_do_without_the_space_before_the_first_word(tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_a_sentencepiece_model_file(kind: str, tmp_path: Path) -> None:
-    model = sentencepiece_model(kind, tmp_path)
+    model, size = sentencepiece_model(kind, tmp_path), SENTENCEPIECE_SIZE[kind]
     settings = {
         "bos_token": "<s>",
         "eos_token": "</s>",
-        "added_tokens_decoder": {"360": {"content": "<|im|>", "special": True}},
+        "added_tokens_decoder": {str(size): {"content": "<|im|>", "special": True}},
     }
     write(tmp_path, tokenizer_config={**settings, "legacy": False})
     text = load_text(tmp_path)
-    assert (text.eos_ids, text.vocab_size) == ((2,), 361)
+    assert (text.eos_ids, text.vocab_size) == ((2,), size + 1)
     for sample in [*SAMPLES[:-1], *random_texts(9, 100)]:
         assert text.encode(sample) == [1, *model.encode(sample)]
         assert text.decode(text.encode(sample)) == sample.replace("▁", " ")
     bare = text.encode("<|im|>fox<s>", False)
-    assert (bare[0], bare[-1]) == (360, 1)
+    assert (bare[0], bare[-1]) == (size, 1)
     assert text.decode([*model.encode("a"), *bare]) == "afox"
     write(tmp_path, tokenizer_config={**settings, "add_bos_token": False, "add_eos_token": True})
     older = load_text(tmp_path)
-    assert older.encode("a<|im|>fox") == [*model.encode("a"), 360, *model.encode("fox"), 2]
+    assert older.encode("a<|im|>fox") == [*model.encode("a"), size, *model.encode("fox"), 2]
 
 
 def test_a_tokenizer_given_apart_replaces_the_vocabulary_and_keeps_the_models_end(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ CORPUS = [
     "def main():\n    return {'a': [1, 2, 3]}\n\n\tprint('tabs')  \n",
 ] * 4
 
+# As many as the corpus yields: the more merges a model knows, the more their order shows.
+SENTENCEPIECE_SIZE = {"bpe": 480, "unigram": 360}
+
 SAMPLES = [
     "",
     " ",
@@ -79,7 +82,7 @@ def sentencepiece_model(kind: str, folder: Path) -> sentencepiece.SentencePieceP
         sentence_iterator=iter(CORPUS),
         model_prefix=str(folder / "tokenizer"),
         model_type=kind,
-        vocab_size=360,
+        vocab_size=SENTENCEPIECE_SIZE[kind],
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
