@@ -157,10 +157,11 @@ def converse(model: TalkModel, system: str | None) -> int:
         with suppress(ImportError):
             import readline  # noqa: F401 line editing and history for input()
         print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+    num_failed = 0
     while (question := _next_question(typed)) is not None:
         if question.strip():
-            _turn(model, history, question)
-    return 0
+            num_failed += not _turn(model, history, question)
+    return 1 if num_failed and not typed else 0  # a person has seen the failure, a script has not
 
 
 def _next_question(typed: bool) -> str | None:
@@ -177,7 +178,8 @@ def _next_question(typed: bool) -> str | None:
             print()  # an unfinished line is thrown away, as in a shell
 
 
-def _turn(model: TalkModel, history: list[Message], question: str) -> None:
+def _turn(model: TalkModel, history: list[Message], question: str) -> bool:
+    """False: the model could not answer."""
     history.append({"role": "user", "content": question})
     answer = ""
     try:
@@ -189,6 +191,7 @@ def _turn(model: TalkModel, history: list[Message], question: str) -> None:
     except OctavoError as error:
         history.pop()  # a turn the model never saw must not be in the way of the next one
         print(f"{answer and chr(10)}octavo: error: {error.message}", file=sys.stderr)
-        return
+        return False
     print()
     history.append({"role": "assistant", "content": answer})
+    return True

@@ -192,7 +192,7 @@ def test_chat_keeps_the_conversation(server: tuple[str, type[Echo]]) -> None:
 def test_a_failed_turn_is_told_and_forgotten(text: str, message: str, server: tuple[str, type[Echo]]) -> None:
     url, handler = server
     done = octavo("chat", "--url", url, stdin=f"{text}\nhello\n")
-    assert message in done.stderr
+    assert message in done.stderr and done.returncode == 1
     assert done.stdout.endswith("hello\n")
     assert handler.bodies[1]["messages"] == [{"role": "user", "content": "hello"}]
 
@@ -225,7 +225,7 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
         complete = chat  # type: ignore[assignment]
 
     history: list[dict[str, str]] = []
-    talk._turn(Endless(), history, "go on")
+    assert talk._turn(Endless(), history, "go on")
     assert capsys.readouterr().out == "so far\n"
     assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]
 
