@@ -7,11 +7,12 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear
+from octavo.layers.packing import PackedRows
 from octavo.layers.sharding import Slot, Slots, share
 
 
 class Embedding(nn.Module):
-    """Each rank holds its share of the vocabulary's rows. Where the head is tied, the rows fill it too."""
+    """Each rank holds its share of the vocabulary's rows."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
@@ -20,31 +21,39 @@ class Embedding(nn.Module):
         self.num_rows = vocab_size // context.group.size
         self.first_id = context.group.rank * self.num_rows
         self.weight = context.empty(self.num_rows, hidden_size)
+        self._packed: PackedRows | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] → [T, hidden], the same on every rank."""
         if self.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._rows(ids)
         mine = ids - self.first_id
         is_elsewhere = (mine < 0) | (mine >= self.num_rows)
-        rows = F.embedding(mine.masked_fill_(is_elsewhere, 0), self.weight)
+        rows = self._rows(mine.masked_fill_(is_elsewhere, 0))
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
-    def slots(self, name: str, tied_head: "Head | None" = None) -> Slots:
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight) if self._packed is None else self._packed[ids]
+
+    def slots(self, name: str) -> Slots:
         def store(tensor: torch.Tensor) -> None:
             self.weight.copy_(share(tensor, 0, self.group))
-            if tied_head is not None:
-                tied_head.product.fill_weight(0, tensor)
 
         return {f"{name}.weight": Slot(self.whole_shape, store)}
 
+    def read_from(self, rows: PackedRows) -> None:
+        """Give up the own copy: the head's packed weight holds the same rows."""
+        self._packed = rows
+        self.weight = self.weight.new_empty(0)
+
 
 class Head(nn.Module):
-    """Hidden states to logits over the whole vocabulary, gathered from the ranks."""
+    """Hidden states to logits over the whole vocabulary, gathered from the ranks. Tied: its weight is the embedding's."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, context: BuildContext) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, context: BuildContext, is_tied: bool) -> None:
         super().__init__()
         self.group = context.group
+        self.is_tied = is_tied
         self.product = ColumnLinear(hidden_size, [vocab_size], context)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -55,4 +64,14 @@ class Head(nn.Module):
         return logits.float()
 
     def slots(self, name: str) -> Slots:
-        return self.product.slots(name)
+        return {} if self.is_tied else self.product.slots(name)
+
+    def tie(self, embedding: Embedding) -> None:
+        """After loading: where it is tied, share the embedding's weight, in one copy."""
+        if not self.is_tied:
+            return
+        plain = embedding.weight
+        self.product.adopt(plain)
+        rows = PackedRows.of(self.product.weight, plain) if self.product.is_packed else None
+        if rows is not None:
+            embedding.read_from(rows)

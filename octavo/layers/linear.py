@@ -23,10 +23,19 @@ class Linear(nn.Module):
         self.is_packed = False
         self._parts_to_fill = num_parts
 
+    def adopt(self, weight: torch.Tensor) -> None:
+        """Take this rank's weight whole, without a copy of it where it is not packed."""
+        self.weight = weight
+        self._pack()
+
     def _filled_part(self) -> None:
         self._parts_to_fill -= 1
         # Packed as soon as possible: the plain copy is freed before the next layer's weights arrive.
-        if self._parts_to_fill == 0 and can_pack(self.weight):
+        if self._parts_to_fill == 0:
+            self._pack()
+
+    def _pack(self) -> None:
+        if can_pack(self.weight):
             self.weight = pack(self.weight)
             self.is_packed = True
 

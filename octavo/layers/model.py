@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from octavo.batch import Batch
+from octavo.layers.packing import packed_bytes
 from octavo.layers.sharding import Slots, fill
 
 
@@ -33,10 +34,15 @@ class DecoderModel(nn.Module):
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
         with torch.no_grad():
-            self.weights_bytes = self._plain_bytes()
             fill(self.slots(), tensors, self.is_ignored)
+            self.finish_loading()
+        self.weights_bytes = self._count_bytes()
 
-    def _plain_bytes(self) -> int:
-        """Counted before packing: packed tensors do not tell their size, which is within a few percent of the plain one."""
-        own = (value for module in self.modules() for value in vars(module).values())
-        return sum(value.nbytes for value in own if isinstance(value, torch.Tensor))
+    def finish_loading(self) -> None:
+        """What a family does once all its tensors are in."""
+
+    def _count_bytes(self) -> int:
+        values = (value for module in self.modules() for value in vars(module).values())
+        # By address: a tied head that is not packed is the embedding's very tensor.
+        weights = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+        return sum(packed_bytes(w) if w.is_mkldnn else w.nbytes for w in weights.values())

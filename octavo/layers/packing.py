@@ -1,6 +1,7 @@
 """Weights in oneDNN's own blocked layout, for products with few rows on a CPU.
 Knows nothing of layers. Measured by benchmarks/cpu_linear.py."""
 
+import ctypes
 import functools
 
 import torch
@@ -58,3 +59,38 @@ def _packs(dtype: torch.dtype) -> bool:
     except (RuntimeError, NotImplementedError):
         # A build without oneDNN, or for a CPU on which it has no kernel for this type.
         return False
+
+
+def packed_bytes(weight: torch.Tensor) -> int:
+    num_bytes: int = torch.ops.mkldnn._nbytes(weight)
+    return num_bytes
+
+
+class PackedRows:
+    """Reads single rows out of a packed weight, so that an embedding tied to the head needs no second copy."""
+
+    def __init__(self, weight: torch.Tensor, cells: torch.Tensor, num_rows_together: int) -> None:
+        self._weight = weight  # keeps the memory alive that `cells` looks at
+        self._cells = cells  # [N / together, K / v, together, v]
+        self._together = num_rows_together
+
+    def __getitem__(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T] → [T, K], a copy."""
+        return self._cells[ids // self._together, :, ids % self._together].flatten(1)
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, plain: torch.Tensor) -> "PackedRows | None":
+        """None where the layout is none of the known ones: found out by comparing rows with the plain weight's."""
+        memory = (ctypes.c_char * packed_bytes(weight)).from_address(torch.ops.mkldnn.data_ptr(weight))
+        cells = torch.frombuffer(memory, dtype=plain.dtype)
+        num_rows, width = plain.shape
+        ids = torch.arange(0, num_rows, max(1, num_rows // 1009))
+        ids = torch.cat((ids, torch.tensor([num_rows - 1])))
+        for together in (64, 48, 32, 16):
+            for depth in (1, 2, 4):  # 16-bit types keep neighbours of a row together, for instructions that add pairs
+                if width % depth or cells.numel() != -(-num_rows // together) * together * width:
+                    continue
+                rows = cls(weight, cells.view(-1, width // depth, together, depth), together)
+                if torch.equal(rows[ids], plain[ids]):
+                    return rows
+        return None

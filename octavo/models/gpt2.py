@@ -2,7 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -100,12 +100,12 @@ class Model(DecoderModel):
             vocab_size=spec.vocab_size,
         )
         self.attention_backend = context.attention
-        self.is_tied = bool(config.get("tie_word_embeddings", True))
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.positions = context.empty(spec.context_len, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = LayerNorm(spec.hidden_size, float(config.get("layer_norm_epsilon", 1e-5)), context)
-        self.head = Head(spec.hidden_size, spec.vocab_size, context)
+        self.is_tied = bool(config.get("tie_word_embeddings", True))
+        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.attention_backend.plan(batch)
@@ -120,19 +120,20 @@ class Model(DecoderModel):
         return logits
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("transformer.wte", tied_head=self.head if self.is_tied else None)
+        slots = self.embedding.slots("transformer.wte") | self.head.slots("lm_head")
         slots |= whole("transformer.wpe.weight", self.positions)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             slots |= layer.slots(f"transformer.h.{index}")
         slots |= self.norm.slots("transformer.ln_f")
-        if not self.is_tied:
-            slots |= self.head.slots("lm_head")
         return slots
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the causal mask; a tied head is sometimes written out all the same.
-        return name.endswith((".attn.bias", ".attn.masked_bias")) or (self.is_tied and name == "lm_head.weight")
+        return name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and self.is_tied)
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # The first published checkpoints lack the prefix.
@@ -162,7 +163,7 @@ _GGUF_LAYER_NAMES = {
 }
 
 
-def gguf_config(metadata: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
     """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
     for key in ("embedding_length", "block_count", "attention.head_count", "context_length"):
         if not isinstance(metadata.get(f"gpt2.{key}"), int):
@@ -177,7 +178,7 @@ def gguf_config(metadata: dict[str, Any], tensors: dict[str, Any] | None = None)
         "layer_norm_epsilon": metadata.get("gpt2.attention.layer_norm_epsilon", 1e-5),
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or metadata.get("gpt2.vocab_size"),
         "activation_function": "gelu_new",
-        "tie_word_embeddings": "output.weight" not in (tensors or {}),
+        "tie_word_embeddings": "output.weight" not in tensors,
     }
 
 

@@ -2,6 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -86,12 +87,12 @@ class Model(DecoderModel):
             vocab_size=spec.vocab_size,
         )
         self.attention_backend = context.attention
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.rope = Rope(rope_settings(config), spec.head_size, context.device)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, float(config.get("rms_norm_eps", 1e-6)), context)
-        self.head = Head(spec.hidden_size, spec.vocab_size, context)
+        self.is_tied = bool(config.get("tie_word_embeddings", False))
+        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.attention_backend.plan(batch)
@@ -107,19 +108,20 @@ class Model(DecoderModel):
         return logits
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("model.embed_tokens", tied_head=self.head if self.is_tied else None)
+        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             slots |= layer.slots(f"model.layers.{index}")
         slots |= self.norm.slots("model.norm")
-        if not self.is_tied:
-            slots |= self.head.slots("lm_head")
         slots[_ROPE_FACTORS] = Slot(tuple(self.rope.frequencies.shape), self.rope.divide_frequencies, is_optional=True)
         return slots
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the rope frequencies; a tied head is sometimes written out all the same.
-        return name.endswith("rotary_emb.inv_freq") or (self.is_tied and name == "lm_head.weight")
+        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
@@ -143,9 +145,8 @@ _GGUF_LAYER_NAMES = {
 }
 
 
-def gguf_config(metadata: dict[str, Any], tensors: dict[str, Any] | None = None) -> dict[str, Any]:
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
     """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
-    tensors = tensors or {}
     for key in ("embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
         if not isinstance(metadata.get(f"llama.{key}"), int):
             raise ConfigError(f"the GGUF file's llama.{key} is missing or differs between layers: not a plain Llama")
