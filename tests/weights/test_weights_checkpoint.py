@@ -159,6 +159,9 @@ def test_a_broken_index_is_refused(tmp_path: Path) -> None:
     for text in ("{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../x"}}'):
         index.write_text(text)
         assert "index.json" in refusal(folder)
+    save_file(FIRST, tmp_path / "outside.safetensors")
+    write_index(folder, dict.fromkeys(FIRST, "../outside.safetensors"))
+    assert "../outside.safetensors" in refusal(folder), "an index does not lead out of its folder"
     write_index(folder, {"c.weight": "model-00001-of-00002.safetensors"})
     assert "c.weight" in refusal(folder)
 

@@ -187,7 +187,7 @@ def stand_in_family() -> ModuleType:
         return None if name.startswith("skip") else f"model.{name}"
 
     def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-        return tensor + config["shift"] if name.endswith("shifted") else tensor
+        return tensor + config["shift"] if name == "model.shifted" else tensor
 
     family.gguf_name, family.gguf_fix = gguf_name, gguf_fix  # type: ignore[attr-defined]
     return family
