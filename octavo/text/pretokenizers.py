@@ -14,7 +14,7 @@ class Words:
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is taken whole, whatever the merges say
-    nfc: bool = False  # the text is brought to Unicode's composed form first
+    nfc: bool = False  # the text is composed first, as the model's own tokenizer does (llama.cpp leaves it as it is)
     adds_bos: bool = False  # where the file does not say
     names: tuple[str, ...] = field(default=())
 
@@ -65,13 +65,14 @@ _ALL = (
     Words((_cl100k(r"\p{N}{1,3}"),), ignore_merges=True, names=("glm4", "glm5")),
     Words((_cl100k(r"\p{N}"),), nfc=True, names=("qwen2", "deepseek-r1-qwen", "megrez")),
     Words((_cl100k(r"\p{N}"),), names=("stablelm2", "hunyuan", "grok-2", "solar-open")),
-    Words((_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), names=("qwen35",)),
-    Words((r"[\r\n]", _DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}+"),
+    Words((_cl100k(r"\p{N}", r"[\p{L}\p{M}]+", r"[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),), nfc=True, names=("qwen35",)),
+    Words((r"[\r\n]", _DEEPSEEK_LETTERS, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
           names=("deepseek-llm",)),
     Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"), names=("deepseek-coder",)),
     Words((r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3), names=("deepseek-v3", "hunyuan-dense", "joyai-llm")),
     Words((_o200k("", r"\p{N}"),), ignore_merges=True, adds_bos=True, names=("tekken",)),
-    Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), names=("gpt-4o", "llama4", "kanana2", "minimax-m2")),
+    Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), names=("gpt-4o", "llama4", "kanana2")),
+    Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), nfc=True, names=("minimax-m2",)),
     Words((r" ?[^(\s|.,!?…。，、।۔،)]+",), names=("bloom", "poro-chat", "gpt3-finnish")),
 )  # fmt: skip
 

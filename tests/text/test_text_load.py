@@ -23,6 +23,7 @@ from vocabularies import (
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.text import load_text
+from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -268,3 +269,9 @@ def test_the_embedded_model() -> None:
     assert chat[-10:] == [1, 4093, 198, 6004, 2, 198, 1, 520, 9531, 198]
     for sample in [*SAMPLES, *random_texts(13, 200)]:
         assert text.decode(text.encode(sample), skip_special_tokens=False) == sample
+
+
+def test_a_vocabulary_trained_on_composed_text_gets_composed_text() -> None:
+    for pre, expected in (("qwen2", "é"), ("gpt-2", "e\u0301")):
+        tokenizer = gguf_tokenizer(read_vocabulary(gguf_of_byte_level(byte_level(), pre)))
+        assert tokenizer.decode(tokenizer.encode("e\u0301", False), True) == expected
