@@ -26,9 +26,7 @@ class Rows:
         self.sampling = SamplingState(max_rows, vocab_size)
 
     def update(self, plan: StepPlan) -> None:
-        """Apply what the plan says of the rows themselves: who left, who entered, which pages were added."""
-        for row in plan.leaves:
-            self.page_table[row] = 0
+        """Apply what the plan says of the rows themselves: who entered, which pages were added. Who left is not read again."""
         for entering in plan.enters:
             row, token_ids, pages = entering.row, entering.token_ids, entering.pages
             self.tokens[row, : len(token_ids)] = torch.tensor(token_ids, dtype=torch.int32)

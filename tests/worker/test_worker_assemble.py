@@ -74,8 +74,7 @@ def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() 
     assert rows.read(np.array([3, 3, 0]), np.array([7, 8, MAX_LEN])).tolist() == [901, tokens[3][8], 902]
 
     entering = Entering(3, [4, 5], 2, PARAMS, 0, [], [11])
-    rows.update(StepPlan(1, [3, 2], [entering], [], [], [], [], [], [3, 0], [1, 0], [12, 13]))
+    rows.update(StepPlan(1, [3], [entering], [], [], [], [], [], [3, 0], [1, 0], [12, 13]))
     assert rows.page_table[3].tolist() == [11, 12, 0, 0]
-    assert rows.page_table[2].tolist() == [0, 0, 0, 0]
     assert rows.page_table[0].tolist() == [13, *pages[0][1:]]
     assert rows.read(np.array([3, 3]), np.array([0, 1])).tolist() == [4, 5]

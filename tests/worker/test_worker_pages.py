@@ -49,4 +49,5 @@ def _filled(values: list[int], page_dim: int, layer: int) -> torch.Tensor:
 def test_independent_moves_of_a_kind_go_together() -> None:
     swap = [PageMove("out", i, i) for i in range(4)] + [PageMove("in", i, i + 1) for i in range(4)]
     assert [(kind, len(sources)) for kind, sources, _ in runs(swap)] == [("out", 4), ("in", 4)]
-    assert len(list(runs([PageMove("copy", 0, 1), PageMove("copy", 1, 2)]))) == 2
+    assert len(list(runs([PageMove("copy", 0, 1), PageMove("copy", 1, 2)]))) == 2  # reads what was just written
+    assert len(list(runs([PageMove("in", 0, 1), PageMove("in", 2, 1)]))) == 2  # a batched write has no order
