@@ -3,8 +3,6 @@ Knows nothing of pages' owners, of time, or of text."""
 
 from octavo.messages import GenerateRequest, SamplingParams
 
-_MASK = 2**64 - 1
-
 
 class Request:
     """`length` tokens exist, `computed` of them have (or will have, by a plan already issued) keys and values."""
@@ -63,5 +61,5 @@ class Request:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over 64 bits."""
-    return (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over the signed 64 bits."""
+    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63

@@ -1,0 +1,133 @@
+"""Starting, stopping and starting again; and starts that must fail with one line."""
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.weights.source import resolve
+from tests.e2e.servers import Server
+
+pytestmark = pytest.mark.model
+
+
+def stream_story(server: Server, num_tokens: int, into: list[str]) -> None:
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    into.append(server.post("/v1/completions", body)[1])
+
+
+def test_sigterm_finishes_what_runs_and_a_new_server_takes_the_port():
+    server = Server("--kv-cache-memory-bytes", "256M")
+    port = server.base.rsplit(":", 1)[1]
+    answers: list[str] = []
+    threads = [threading.Thread(target=stream_story, args=(server, 24, answers)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    while server.in_use()[0] < 6:
+        time.sleep(0.02)
+    assert server.terminate() == 0, server.lines
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 6 and all(answer.rstrip().endswith("data: [DONE]") for answer in answers)
+    assert all('"finish_reason":"length"' in answer.replace(" ", "") for answer in answers)
+    again = Server("--kv-cache-memory-bytes", "256M", "--port", port)
+    try:
+        assert again.base.endswith(f":{port}")
+        assert again.get("/health")[0] == 200
+        assert again.in_use() == (0, 0, 0)
+    finally:
+        again.kill()
+
+
+def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_code_1():
+    server = Server("--kv-cache-memory-bytes", "256M")
+    answers: list[str] = []
+    thread = threading.Thread(target=stream_story, args=(server, 2000, answers))
+    thread.start()
+    while server.in_use()[0] < 1:
+        time.sleep(0.02)
+    subprocess.run(["pkill", "-9", "-P", str(server.process.pid), "-f", "octavo.engine.process"], check=True)
+    thread.join(60)
+    assert '"error"' in answers[0] and "engine" in answers[0]
+    assert server.process.wait(30) == 1
+    assert any("killed by SIGKILL" in line for line in server.lines)
+
+
+def test_no_process_outlives_a_killed_supervisor():
+    server = Server("--kv-cache-memory-bytes", "256M")
+    children = subprocess.run(
+        ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert len(children) == 2
+    server.process.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_the_api_key_covers_every_route_but_health():
+    server = Server("--kv-cache-memory-bytes", "256M", environment={"OCTAVO_API_KEY": "sesame"})
+    try:
+        assert server.get("/health")[0] == 200
+        for path in ("/v1/models", "/metrics", "/version", "/nowhere"):
+            status, text = server.get(path)
+            assert status == 401 and "API key" in json.loads(text)["error"]["message"], path
+        assert server.get("/v1/models", Authorization="Bearer sesame")[0] == 200
+    finally:
+        server.kill()
+
+
+def fail_to_serve(*arguments: str) -> str:
+    """The one line that a start-up mistake prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo.cli", "serve", "--port", "0", *arguments],
+        capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert "Traceback" not in done.stderr and len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in fail_to_serve("--port", str(port))
+
+
+def test_truncated_weights(tmp_path):
+    whole = resolve("").path.read_bytes()
+    (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
+    assert "truncated" in fail_to_serve(str(tmp_path / "half.gguf"))
+
+
+def test_folder_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "weights" in fail_to_serve(str(tmp_path))
+
+
+def test_too_little_memory():
+    assert "--kv-cache-memory-bytes" in fail_to_serve("--kv-cache-memory-bytes", "1000")
+    line = fail_to_serve("--kv-cache-memory-bytes", "10M", "--max-model-len", "8192")
+    assert "--max-model-len" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--dtype", "float7"), ("--port", "99999"), ("--max-num-seqs", "0"), ("/nowhere/at/all",)]
+)
+def test_bad_flag_values(arguments):
+    assert arguments[-1] in fail_to_serve(*arguments)

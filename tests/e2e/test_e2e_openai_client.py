@@ -1,0 +1,126 @@
+"""The official openai client, unchanged, against real processes and the real model."""
+
+import asyncio
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client):
+    return client.models.list().data[0].id
+
+
+def test_chat(client, model):
+    answer = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=0)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_concatenates_to_the_whole_answer(client, model):
+    arguments = {"model": model, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 24}
+    whole = client.chat.completions.create(**arguments, temperature=0).choices[0]
+    chunks = list(
+        client.chat.completions.create(**arguments, temperature=0, stream=True, stream_options={"include_usage": True})
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == [
+        whole.finish_reason
+    ]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
+
+
+def test_several_prompts_and_choices(client, model):
+    answer = client.completions.create(model=model, prompt=["A", "B", "C"], n=2, max_tokens=3, temperature=1, seed=1)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    assert answer.usage.completion_tokens <= 18
+
+
+def test_token_ids_in(client, model):
+    answer = client.completions.create(model=model, prompt=[1, 2, 3], max_tokens=2, temperature=0)
+    assert answer.usage.prompt_tokens == 3
+
+
+def test_stop_strings_and_seeds(client, model):
+    answer = client.completions.create(
+        model=model, prompt="1, 2, 3, 4,", max_tokens=24, temperature=0, stop=[" 7"]
+    ).choices[0]
+    assert " 7" not in answer.text and answer.finish_reason == "stop" and answer.text.startswith(" 5, 6")
+
+    def draw() -> str:
+        return (
+            client.chat.completions.create(model=model, messages=QUESTION, max_tokens=16, temperature=1, seed=7)
+            .choices[0]
+            .message.content
+        )
+
+    assert draw() == draw()
+
+
+def test_errors_are_the_clients_own_types(client, model):
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.chat.completions.create(model="nobody", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="8192"):
+        client.chat.completions.create(model=model, messages=QUESTION, max_tokens=100_000)
+
+
+async def test_64_streams_a_third_of_them_cut_off(server, model):
+    """What is left at the end: nothing running, nothing waiting, no page in use; and the others' text is untouched."""
+    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=300) as client:
+
+        async def story(number: int) -> str:
+            stream = await client.completions.create(
+                model=model,
+                prompt=f"Story number {number % 4}: Once upon a time",
+                max_tokens=24,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            text = ""
+            async for chunk in stream:
+                text += chunk.choices[0].text if chunk.choices else ""
+                if number % 3 == 0 and len(text) > 8:
+                    await stream.close()
+                    return "cut"
+            return text
+
+        texts = await asyncio.gather(*(story(number) for number in range(64)))
+    assert texts.count("cut") == 22
+    whole = [text for text in texts if text != "cut"]
+    assert len(set(whole)) <= 4 + 2 and all(whole)  # four prompts; a near tie may part two of them
+    assert server.wait_until_idle() == (0, 0, 0)
+    assert server.metric("vllm:request_success_total", 'finished_reason="abort"') >= 22
+
+
+def test_a_bad_request_leaves_the_others_alone(server, model):
+    bad: list[object] = [
+        b"{not json",
+        b"\xff\xfe",
+        {"model": model},
+        {"model": model, "prompt": ""},
+        {"model": model, "prompt": [10**9]},
+        {"model": model, "prompt": "x", "max_tokens": 10**6},
+        {"model": model, "prompt": "x" * 200_000},
+        {"model": model, "prompt": "x", "frobnicate": 1},
+        {"model": model, "prompt": "x", "temperature": "hot"},
+    ]
+    for body in bad:
+        status, text = server.post("/v1/completions", body)
+        assert 400 <= status < 500 and '"error"' in text, (body, status, text)
+    status, text = server.post("/v1/completions", {"prompt": "The sky is", "max_tokens": 4, "temperature": 0})
+    assert status == 200, text

@@ -1,0 +1,59 @@
+"""Greedy references from transformers, and the rule by which Octavo's tokens are compared with them."""
+
+from dataclasses import dataclass
+
+import torch
+
+from octavo import LLM, SamplingParams
+
+EXCUSED_MARGIN = 0.02  # nat: two tokens this close are decided by the order of additions
+
+
+@dataclass
+class Reference:
+    prompt: list[int]
+    tokens: list[int]
+    margins: list[float]  # between the two most probable tokens, at each step
+
+
+@torch.inference_mode()
+def greedy_references(model, prompts: list[list[int]], num_tokens: int) -> list[Reference]:
+    """transformers' own arithmetic, its key-value cache included, every prompt alone: no padding, no masks."""
+    references = []
+    for prompt in prompts:
+        tokens, margins, past = [], [], None
+        ids = torch.tensor([prompt])
+        for _ in range(num_tokens):
+            output = model(ids, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            top = output.logits[0, -1].log_softmax(-1).topk(2)
+            tokens.append(int(top.indices[0]))
+            margins.append(float(top.values[0] - top.values[1]))
+            ids = torch.tensor([[tokens[-1]]])
+        references.append(Reference(prompt, tokens, margins))
+    return references
+
+
+def assert_same(got: list[int], reference: Reference, what: str) -> bool:
+    """True: equal to the last token. False: they part at a near tie, after which nothing can be compared."""
+    for step, (ours, theirs) in enumerate(zip(got, reference.tokens, strict=True)):
+        if ours != theirs:
+            assert reference.margins[step] < EXCUSED_MARGIN, (
+                f"{what}: token {step} is {ours}, transformers says {theirs} by {reference.margins[step]:.4f} nat"
+            )
+            return False
+    return True
+
+
+def check(llm: LLM, references: list[Reference], what: str, *, together: bool = True) -> int:
+    """Run every reference's prompt, in one batch or one by one. Returns how many are equal to the last token."""
+    params = SamplingParams(temperature=0, max_tokens=len(references[0].tokens), ignore_eos=True)
+    prompts = [reference.prompt for reference in references]
+    if together:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    else:
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+    return sum(
+        assert_same(output.outputs[0].token_ids, reference, f"{what}, prompt {number}")
+        for number, (output, reference) in enumerate(zip(outputs, references, strict=True))
+    )

@@ -1,0 +1,121 @@
+"""A tiny random model through the whole engine: every way of getting to a token gives transformers' token."""
+
+import random
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from octavo import LLM, SamplingParams
+from tests.engine.exactness import check, greedy_references
+
+VOCABULARY = 97
+
+
+def tiny_llama():
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.4,  # far from uniform: near ties are rare
+    )
+    return LlamaForCausalLM(config)
+
+
+def tiny_gpt2():
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.4)
+    return GPT2LMHeadModel(config)
+
+
+@pytest.fixture(scope="module", params=[tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+def model(request, tmp_path_factory):
+    torch.manual_seed(11)
+    model = request.param().eval().float()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    rng = random.Random(5)
+    stem = [rng.randrange(VOCABULARY) for _ in range(40)]
+    prompts = [
+        stem[: rng.randrange(0, 40)] + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 40))]
+        for _ in range(32)
+    ]
+    return str(folder), greedy_references(model, prompts, 24)
+
+
+def engine(folder: str, **options) -> LLM:
+    return LLM(folder, **{"page_size": 4, "kv_cache_memory_bytes": 2**20, "max_num_seqs": 40, **options})
+
+
+def test_alone_and_among_31_others(model):
+    folder, references = model
+    with engine(folder) as llm:
+        alone = check(llm, references, "alone", together=False)
+        among = check(llm, references, "among 31 others")
+    assert alone >= 30 and among >= 30
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 512])
+def test_every_chunk_size(model, budget):
+    folder, references = model
+    with engine(folder, max_num_batched_tokens=budget) as llm:
+        check(llm, references[:8], f"chunks of {budget}")
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_prefix_hits(model, enable_prefix_caching):
+    folder, references = model
+    with engine(folder, enable_prefix_caching=enable_prefix_caching) as llm:
+        check(llm, references, "first")
+        hits = llm.engine_stats()["prefix_hit_tokens"]
+        check(llm, references, "again")
+        assert (llm.engine_stats()["prefix_hit_tokens"] > hits) == enable_prefix_caching
+
+
+@pytest.mark.parametrize("swap_space", [0.0, 0.01], ids=["recompute", "swap"])
+def test_preempted(model, swap_space):
+    folder, references = model
+    # Room for about four of the thirty-two at their full length.
+    with engine(folder, max_model_len=128, kv_cache_memory_bytes=2**16 * 3, swap_space=swap_space) as llm:
+        check(llm, references, "preempted")
+        assert llm.engine_stats()["preemptions"] > 5
+
+
+def test_choices_of_one_prompt_share_it_and_equal_single_requests(model):
+    folder, references = model
+    with engine(folder) as llm:
+        params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=16, ignore_eos=True)
+        (output,) = llm.generate([references[0].prompt], params, use_tqdm=False)
+        assert len({tuple(choice.token_ids) for choice in output.outputs}) > 1
+        (single,) = llm.generate(
+            [references[0].prompt],
+            SamplingParams(temperature=1.0, seed=3, max_tokens=16, ignore_eos=True),
+            use_tqdm=False,
+        )
+        assert single.outputs[0].token_ids == output.outputs[0].token_ids
+        greedy = SamplingParams(temperature=0, n=3, max_tokens=24, ignore_eos=True)
+        (output,) = llm.generate([references[1].prompt], greedy, use_tqdm=False)
+        assert all(choice.token_ids == references[1].tokens for choice in output.outputs)
+
+
+def test_a_seeded_request_gives_the_same_tokens_whatever_runs_beside_it(model):
+    folder, references = model
+    seeded = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=1234, max_tokens=24, ignore_eos=True)
+    with engine(folder) as llm:
+        alone = llm.generate([references[0].prompt], seeded, use_tqdm=False)[0].outputs[0].token_ids
+        others = [
+            SamplingParams(temperature=1.3, seed=i, max_tokens=5 + i, presence_penalty=0.5, ignore_eos=True)
+            for i in range(31)
+        ]
+        prompts = [reference.prompt for reference in references]
+        beside = llm.generate([*prompts[1:], prompts[0]], [*others, seeded], use_tqdm=False)[-1].outputs[0].token_ids
+    assert beside == alone
+
+
+def test_tensor_parallel_two_gives_the_tokens_of_one(model):
+    folder, references = model
+    with engine(folder, tensor_parallel_size=2) as llm:
+        assert check(llm, references, "two ranks") >= 30
