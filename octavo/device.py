@@ -37,6 +37,8 @@ class Device:
         self.kind = kind
         self.is_cuda = kind == "cuda"
         self.torch_device = torch.device("cuda", index) if self.is_cuda else torch.device("cpu")
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch_device)
         self._side_stream = torch.cuda.Stream(self.torch_device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def describe(self) -> str:

@@ -57,7 +57,12 @@ def init_group(rank: int, size: int, address: str, device: torch.device) -> Grou
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not dist.is_available():
         raise ConfigError("this torch was built without torch.distributed; use --tensor-parallel-size 1")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT)
+    dist.init_process_group(
+        backend,
+        init_method=address,
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
     return Group(rank, size, dist.group.WORLD)

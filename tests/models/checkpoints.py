@@ -1,0 +1,47 @@
+"""Tiny random checkpoints of both families, made with transformers, which is also what they are compared with.
+Knows nothing of Octavo."""
+
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2: dict[str, Any] = {
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 160,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return _randomised(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
+
+
+def gpt2(**changes: Any) -> PreTrainedModel:
+    return _randomised(GPT2LMHeadModel(GPT2Config(**(GPT2 | changes))))
+
+
+def _randomised(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights large enough that every part of the model shows in the logits, biases and norms included."""
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name or "ln_" in name
+            noise = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.15)
+            parameter.copy_(noise + 1 if is_norm and name.endswith("weight") else noise)
+    return model.eval()
