@@ -1,11 +1,13 @@
 """Device: where tensors live; streams, events and pinned memory, with null versions on the CPU.
 Knows nothing of models, batches or steps."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from octavo.errors import ConfigError
@@ -76,6 +78,14 @@ class Device:
             return
         with torch.cuda.stream(self._side_stream):
             yield
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Large and zero. On the CPU the kernel hands out zeroed memory page by page, when it is first written to:
+        nothing is filled at start, and what is never used is never taken."""
+        if self.is_cuda:
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that the device can copy from and to without waiting."""

@@ -78,10 +78,7 @@ class Runner:
         dtype: torch.dtype = getattr(torch, limits.dtype)
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             # Zeros: a page's unwritten slots are read and masked, and nothing masks a NaN that memory happened to hold.
-            layers = [
-                torch.zeros(self._store_shape(num_pages), dtype=dtype, device=self.device.torch_device)
-                for _ in range(self.spec.num_layers)
-            ]
+            layers = [self.device.zeros(self._store_shape(num_pages), dtype) for _ in range(self.spec.num_layers)]
             host_layers = [
                 self.device.pinned(self._store_shape(num_host_pages), dtype)
                 for _ in range(self.spec.num_layers if num_host_pages else 0)
