@@ -115,7 +115,7 @@ class Generation:
 
     def _advance(self, number: int, deltas: list[TokenDelta]) -> list[Piece]:
         pieces = []
-        base = sum(len(choices) for choices in self._choices[:number])
+        base = number * len(self._choices[number])  # n is the same for every prompt
         for index, (token_ids, finish) in _by_choice(deltas).items():
             choice = self._choices[number][index]
             if finish is not None:

@@ -142,7 +142,8 @@ def test_abort_counts_only_what_had_not_finished_and_later_deltas_are_ignored() 
     metrics.arrived(request("b"), now=100.0)
     metrics.admitted("a", 100.0, 0)
     metrics.step(101.0, 10, [TokenDelta("a", 0, [5], Finish("stop")), TokenDelta("a", 1, [5])])
-    metrics.aborted("a", 0, "abort", 102.0)
+    metrics.aborted("a", 0, "abort", 102.0)  # it had finished
+    assert samples(metrics)["vllm:request_success_total", "abort"] == 0
     metrics.aborted("a", -1, "abort", 102.0)
     metrics.aborted("a", -1, "abort", 102.0)
     metrics.aborted("b", -1, "abort", 102.0)  # never admitted

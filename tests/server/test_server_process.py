@@ -19,6 +19,7 @@ from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, 
 from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 
 SECONDS = 20
+MAX_BODY_BYTES = 4 * 2**20
 
 
 class WireEngine(threading.Thread):
@@ -145,7 +146,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def impatient(folder: Path) -> Iterator[Server]:
-    server = Server(folder, shutdown_timeout=0.1)
+    server = Server(folder, shutdown_timeout=0.1, max_body_bytes=MAX_BODY_BYTES)
     yield server
     server.close()
 
@@ -175,6 +176,17 @@ def test_what_does_not_finish_in_time_is_cut_off_with_a_word(impatient: Server) 
     assert b'"engine_unavailable"' in rest and rest.endswith(b"data: [DONE]\n\n")
     assert impatient.exit_code() == 1
     assert impatient.engine.aborted.wait(SECONDS)
+
+
+def test_a_body_over_the_limit_is_refused_and_the_connection_lives_on(impatient: Server) -> None:
+    impatient.ready()
+    connection = http.client.HTTPConnection("127.0.0.1", impatient.port, timeout=SECONDS)
+    impatient.connections.append(connection)
+    connection.request("POST", "/v1/completions", b" " * (MAX_BODY_BYTES + 1))
+    refused = connection.getresponse()
+    assert refused.status == 413 and json.loads(refused.read())["error"]["code"] == "request_too_large"
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
 
 
 def test_a_client_that_leaves_is_an_abort(server: Server) -> None:

@@ -83,6 +83,15 @@ class TestErrorsInTheStream:
         assert last["error"]["code"] == "engine_dead" and "SIGKILL" in last["error"]["message"]
         assert request.sent[-1].endswith(DONE)
 
+    @pytest.mark.parametrize("prompt", ["p", ["p", "q"]])
+    async def test_the_engine_dies_under_a_whole_answer(self, prompt: object) -> None:
+        engine = ScriptedEngine(never_ends)
+        request = call(engine, False, prompt=prompt)
+        await until(lambda: engine.num_running)
+        engine.die("killed by SIGKILL")
+        await request.done()
+        assert request.status == 503 and json.loads(request.sent[0])["error"]["code"] == "engine_dead"
+
     async def test_the_request_fails(self) -> None:
         def script(request: GenerateRequest) -> list[list[TokenDelta]]:
             failed = Finish("error", message="not a number in row 3")
