@@ -3,10 +3,9 @@ Knows nothing of the scheduler or the worker."""
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
 
 from octavo.attention.choose import choose
 from octavo.layers.context import BuildContext
@@ -15,28 +14,39 @@ from octavo.models import load_family
 from octavo.parallel import Group
 from tests.models.batches import Row, Store, make_batch
 
+if TYPE_CHECKING:  # ranks import this file too, and should start fast
+    from transformers import PreTrainedModel
+
 CPU = torch.device("cpu")
 
 
-def tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(model: "PreTrainedModel") -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((name, tensor.clone()) for name, tensor in model.state_dict().items())
 
 
 def build(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     backend: str = "torch_cpu",
     dtype: torch.dtype = torch.float32,
-    group: Group | None = None,
     config: dict[str, Any] | None = None,
 ) -> tuple[DecoderModel, Store]:
     """Our model with the reference's weights, and a store for it."""
-    config = config or model.config.to_dict()
+    return build_from(config or model.config.to_dict(), tensors(model), backend, dtype)
+
+
+def build_from(
+    config: dict[str, Any],
+    weights: Iterator[tuple[str, torch.Tensor]],
+    backend: str = "torch_cpu",
+    dtype: torch.dtype = torch.float32,
+    group: Group | None = None,
+) -> tuple[DecoderModel, Store]:
     family = load_family(config["model_type"])
     spec = family.spec(config)
     group = group or Group.single()
     attention = choose(spec, CPU, dtype, backend)
     ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4))
-    ours.load(tensors(model))
+    ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)
 
 
@@ -77,12 +87,12 @@ def greedy(ours: DecoderModel, store: Store, sequences: list[list[int]], num_ste
     return [row.tokens[len(tokens) :] for row, tokens in zip(rows, sequences, strict=True)]
 
 
-def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+def reference_logits(model: "PreTrainedModel", tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 
 
-def reference_greedy(model: PreTrainedModel, tokens: list[int], num_steps: int) -> list[int]:
+def reference_greedy(model: "PreTrainedModel", tokens: list[int], num_steps: int) -> list[int]:
     tokens, start = list(tokens), len(tokens)
     for _ in range(num_steps):
         tokens.append(int(reference_logits(model, tokens)[-1].argmax()))

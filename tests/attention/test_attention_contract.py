@@ -1,0 +1,117 @@
+"""Every backend against reference.py, over shapes, dtypes, page sizes and mixes of decodes and chunks."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.attention.choose import choose
+from octavo.attention.reference import ReferenceAttention
+from octavo.errors import ConfigError
+from octavo.spec import ModelSpec
+from tests.models.batches import Row, make_batch
+
+CPU = torch.device("cpu")
+BACKENDS = ["torch_cpu"]
+HEADS = [(1, 1, 8), (4, 4, 16), (9, 3, 64), (8, 1, 32), (6, 2, 20)]  # query heads, KV heads, head size
+# (computed before, in this step) of each row
+MIXES = {
+    "one decode": [(0, 1)],
+    "one long decode": [(90, 1)],
+    "even decodes": [(17, 1), (18, 1), (19, 1)],
+    "ragged decodes": [(0, 1), (3, 1), (4, 1), (31, 1), (63, 1)],
+    "very ragged decodes": [(900, 1), (2, 1), (880, 1), (5, 1), (0, 1), (300, 1), (299, 1)],
+    "one prompt": [(0, 23)],
+    "one chunk": [(13, 11)],
+    "two prompts": [(0, 8), (0, 9)],
+    "everything": [(5, 1), (700, 1), (1, 1), (0, 16), (16, 16), (40, 3), (0, 2)],
+}
+
+
+def make_spec(heads: tuple[int, int, int], num_layers: int = 2) -> ModelSpec:
+    num_heads, num_kv_heads, size = heads
+    return ModelSpec("test", num_layers, num_heads * size, num_heads, num_kv_heads, size, 8, 8, 1024)
+
+
+def attend(
+    backend: AttentionBackend,
+    spec: ModelSpec,
+    mix: list[tuple[int, int]],
+    page_size: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> torch.Tensor:
+    """All layers' outputs of the mixed step, over stores full of stale numbers."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
+    pages = rng.sample(range(1, num_pages), num_pages - 1)
+    rows = [Row([0] * 2000, [pages.pop() for _ in range(-(-(before + count) // page_size))]) for before, count in mix]
+    shape = backend.kv_shape(spec, num_pages, page_size, 1)
+    assert shape[backend.page_dim] == num_pages
+    backend.bind([torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)])
+
+    def random_heads(num_tokens: int) -> list[torch.Tensor]:
+        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        heads = torch.randn(num_tokens, sum(counts), spec.head_size, generator=generator).to(dtype)
+        return list(heads.split(counts, dim=1))
+
+    for row, (before, _) in zip(rows, mix, strict=True):
+        if before:
+            step = make_batch([(row, before)], page_size)
+            backend.plan(step)
+            for layer in range(spec.num_layers):
+                backend.run(layer, *random_heads(before), step)
+    batch = make_batch([(row, count) for row, (_, count) in zip(rows, mix, strict=True)], page_size)
+    backend.plan(batch)
+    outputs = [backend.run(layer, *random_heads(batch.num_tokens), batch) for layer in range(spec.num_layers)]
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "page_size"), list(itertools.product(HEADS, (1, 16))))
+def test_backend_equals_the_reference(backend: str, mix: str, heads: tuple[int, int, int], page_size: int) -> None:
+    spec = make_spec(heads)
+    tested = choose(spec, CPU, torch.float32, backend)
+    found = attend(tested, spec, MIXES[mix], page_size, torch.float32, seed=11)
+    expected = attend(ReferenceAttention(), spec, MIXES[mix], page_size, torch.float32, seed=11)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_stores(backend: str, dtype: torch.dtype) -> None:
+    spec = make_spec((6, 2, 32))
+    tested = choose(spec, CPU, dtype, backend)
+    found = attend(tested, spec, MIXES["everything"], 4, dtype, seed=12)
+    expected = attend(ReferenceAttention(), spec, MIXES["everything"], 4, dtype, seed=12)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected.float(), atol=3e-2, rtol=3e-2)
+
+
+def test_the_reference_is_plain_causal_attention() -> None:
+    spec = make_spec((4, 2, 8), num_layers=1)
+    backend = ReferenceAttention()
+    backend.bind([torch.full(backend.kv_shape(spec, 9, 4, 1), 50.0)])
+    torch.manual_seed(5)
+    q, k, v = torch.randn(21, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
+    batch = make_batch([(Row([0] * 21, [3, 1, 7, 2, 8, 5]), 21)], 4)
+    backend.plan(batch)
+    found = backend.run(0, q, k, v, batch)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(found, expected[0].transpose(0, 1).flatten(1), atol=1e-5, rtol=1e-5)
+
+
+def test_choice_by_name_and_by_device() -> None:
+    spec = make_spec((4, 2, 8))
+    assert choose(spec, CPU, torch.float32).name == "torch_cpu"
+    assert choose(spec, CPU, torch.float32, "reference").name == "reference"
+    assert choose(spec, torch.device("meta"), torch.float32).name == "reference"
+    with pytest.raises(ConfigError, match=r"no attention backend 'flash'; use auto or one of torch_cpu, reference"):
+        choose(spec, CPU, torch.float32, "flash")
+    with pytest.raises(ConfigError, match=r"torch_cpu: it runs on CPUs, not on meta"):
+        choose(spec, torch.device("meta"), torch.float32, "torch_cpu")
