@@ -1,0 +1,121 @@
+"""The smaller parts: shares and slots, rotary factors, norms, devices and groups."""
+
+import pytest
+import torch
+
+from octavo import device as devices
+from octavo.attention.reference import ReferenceAttention
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.layers.linear import ColumnLinear, RowLinear
+from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.rope import Rope, interleave, rope_settings, rotate, split_halves
+from octavo.layers.sharding import check_shares, share
+from octavo.parallel import Group, init_group
+
+CPU = torch.device("cpu")
+
+
+def context_of(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> BuildContext:
+    group = Group.single()
+    group.rank, group.size = rank, size
+    return BuildContext(group, dtype, CPU, ReferenceAttention(), 16)
+
+
+def test_shares_are_equal_and_cover_everything() -> None:
+    tensor = torch.arange(24).view(4, 6)
+    parts = [share(tensor, 1, context_of(rank, 3).group) for rank in range(3)]
+    assert torch.equal(torch.cat(parts, dim=1), tensor)
+    check_shares(2, heads=4, vocabulary=6)
+    with pytest.raises(ConfigError, match=r"size 4 does not divide this model's vocabulary 6; sizes that work: 1, 2$"):
+        check_shares(4, heads=4, vocabulary=6)
+
+
+def test_column_and_row_shares_add_up_to_the_whole_product() -> None:
+    """Columns by hand, without a process group: each rank's outputs, joined, are the whole product's."""
+    torch.manual_seed(1)
+    x, weights = torch.randn(5, 12), [torch.randn(8, 12), torch.randn(4, 12)]
+    outputs = []
+    for rank in range(2):
+        layer = ColumnLinear(12, (8, 4), context_of(rank, 2))
+        for name, slot in layer.slots("a", "b").items():
+            slot.store(weights["ab".index(name[0])])
+        outputs.append(layer(x))
+    first = torch.cat([output[:, :4] for output in outputs], dim=1)
+    second = torch.cat([output[:, 4:] for output in outputs], dim=1)
+    torch.testing.assert_close(first, x @ weights[0].t())
+    torch.testing.assert_close(second, x @ weights[1].t())
+
+
+def test_bias_and_residual_are_counted_once_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    x, weight, bias, residual = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6), torch.randn(3, 6)
+    total = torch.zeros(3, 6)
+    for rank in range(2):
+        context = context_of(rank, 2)
+        monkeypatch.setattr(context.group, "all_reduce", lambda tensor: tensor)
+        layer = RowLinear(8, 6, context, bias=True)
+        slots = layer.slots("o")
+        slots["o.weight"].store(weight)
+        slots["o.bias"].store(bias)
+        total += layer(share(x, 1, context.group), residual)
+    torch.testing.assert_close(total, residual + x @ weight.t() + bias)
+
+
+def test_interleaving_is_undone_by_splitting_halves() -> None:
+    weight = torch.arange(48.0).view(16, 3)
+    assert torch.equal(split_halves(interleave(weight, 8), 8), weight)
+    assert interleave(torch.arange(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_rotating_interleaved_heads_equals_rotating_halves() -> None:
+    torch.manual_seed(4)
+    rope = Rope(rope_settings({"rope_theta": 100.0}), 8, CPU)
+    positions, heads = torch.tensor([0, 3, 90]), torch.randn(3, 2, 8)
+    angles = torch.outer(positions.float(), rope.frequencies)
+    cos, sin = (torch.cat((f(angles), f(angles)), dim=-1)[:, None] for f in (torch.cos, torch.sin))
+    expected = heads * cos + torch.cat((-heads[..., 4:], heads[..., :4]), dim=-1) * sin
+    order = interleave(torch.arange(8), 8)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        turned = heads[..., order].to(dtype)
+        rotate(turned, rope.rotation(positions))
+        torch.testing.assert_close(turned.float(), expected[..., order], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    x, weight, bias = torch.randn(4, 16) * 3, torch.randn(16), torch.randn(16)
+    rms, layer = RMSNorm(16, 1e-5, context_of(dtype=dtype)), LayerNorm(16, 1e-5, context_of(dtype=dtype))
+    for norm in (rms, layer):
+        for name, slot in norm.slots("n").items():
+            slot.store(weight if name.endswith("weight") else bias)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms(x.to(dtype)).float(), expected, atol=tolerance, rtol=tolerance)
+    expected = torch.nn.functional.layer_norm(x, (16,), weight, bias, 1e-5)
+    torch.testing.assert_close(layer(x.to(dtype)).float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_cpu_as_a_device() -> None:
+    device = devices.pick("cpu")
+    assert device.describe().startswith("cpu (") and "thread" in device.describe()
+    assert 0 < device.memory_available() <= device.memory_total()
+    event = device.event()
+    event.record()
+    event.wait()
+    assert event.is_done()
+    with device.side_stream():
+        assert device.pinned((2, 3), torch.int64).shape == (2, 3)
+    device.synchronize()
+    with pytest.raises(ConfigError, match="must be auto, cpu or cuda, got tpu"):
+        devices.pick("tpu")
+
+
+def test_a_group_of_one_leaves_tensors_alone() -> None:
+    group = init_group(0, 1, "tcp://127.0.0.1:1", CPU)
+    tensor = torch.arange(4.0)
+    assert group.all_reduce(tensor) is tensor
+    assert group.all_gather_last(tensor) is tensor
+    group.barrier()
+    group.close()
