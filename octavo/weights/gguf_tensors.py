@@ -17,8 +17,11 @@ from torch import Tensor
 from octavo.errors import ConfigError
 from octavo.gguf import TYPES, GGUFFile, TensorEntry
 
-# Weights decoded at once: temporaries of this size stay in a core's cache, and memory is bounded for any tensor.
-_WEIGHTS_AT_ONCE = 1 << 20
+# Weights decoded at once, which bounds the temporaries. torch shares out passes over 2**15 elements and more among its
+# threads: worth it for a large tensor; for the hundreds of small ones of a small model it gains little on idle cores and
+# costs a wait for every pass on busy ones. A GPU wants few, long passes.
+_LARGE = 1 << 22
+_AT_ONCE_SMALL, _AT_ONCE_LARGE, _AT_ONCE_GPU = (1 << 15) - 256, 1 << 20, 1 << 24
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()}
@@ -57,10 +60,16 @@ def dequantise(packed: Tensor, type: str) -> Tensor:
     weights, num_bytes = _QUANT[type]
     quants = packed.view(-1, num_bytes)
     out = torch.empty(len(quants), weights, dtype=torch.float32, device=packed.device)
-    step = _WEIGHTS_AT_ONCE // weights
+    step = _weights_at_once(out) // weights
     for start in range(0, len(quants), step):
         decode(quants[start : start + step], out[start : start + step])
     return out.view(-1)
+
+
+def _weights_at_once(out: Tensor) -> int:
+    if out.device.type != "cpu":
+        return _AT_ONCE_GPU
+    return _AT_ONCE_LARGE if out.numel() >= _LARGE else _AT_ONCE_SMALL
 
 
 def _require_decodable(file: GGUFFile, entry: TensorEntry) -> None:

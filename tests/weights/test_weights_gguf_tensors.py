@@ -165,7 +165,10 @@ def test_every_byte_of_a_quant_matters(type: str) -> None:
 def test_decoding_in_pieces_changes_nothing(type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = as_tensor(random_quants(type, 11, 7))
     whole = dequantise(data, type)
-    monkeypatch.setattr(gguf_tensors, "_WEIGHTS_AT_ONCE", 4 * QUANTS[type][1])
+    monkeypatch.setattr(gguf_tensors, "_AT_ONCE_SMALL", 4 * QUANTS[type][1])
+    assert torch.equal(dequantise(data, type), whole)
+    monkeypatch.setattr(gguf_tensors, "_LARGE", 1)
+    monkeypatch.setattr(gguf_tensors, "_AT_ONCE_LARGE", 5 * QUANTS[type][1])
     assert torch.equal(dequantise(data, type), whole)
 
 
