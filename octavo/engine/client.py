@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 import zmq
@@ -65,11 +65,12 @@ class EngineClient(ABC):
         self._streams.end_choice(request_id, index)
         self._send(Abort(request_id, index, reason))
 
-    async def deltas(self, request_id: str) -> AsyncIterator[list[TokenDelta]]:
+    async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
         """To be read once, right after submit, until every choice has ended. Leaving early aborts the request."""
         try:
-            async for deltas in self._streams.read(request_id):
-                yield deltas
+            async with contextlib.aclosing(self._streams.read(request_id)) as arrivals:
+                async for deltas in arrivals:
+                    yield deltas
         finally:
             if self._streams.close(request_id):
                 self._send(Abort(request_id))

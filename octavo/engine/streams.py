@@ -2,7 +2,7 @@
 Knows nothing of how the deltas got here."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from octavo.errors import OctavoError
 from octavo.messages import TokenDelta
@@ -52,7 +52,7 @@ class Streams:
         for stream in self._streams.values():
             stream.arrived.set()
 
-    async def read(self, request_id: str) -> AsyncIterator[list[TokenDelta]]:
+    async def read(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
         """What arrived since the last look, until every choice has ended."""
         stream = self._streams[request_id]
         while stream.open_choices or stream.deltas:

@@ -5,7 +5,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 
@@ -106,7 +105,7 @@ class Generation:
     async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
         engine, request = self._service.engine, self._requests[number]
         engine.submit(request)
-        async with aclosing(cast(AsyncGenerator[list[TokenDelta], None], engine.deltas(request.id))) as steps:
+        async with aclosing(engine.deltas(request.id)) as steps:
             async for deltas in steps:
                 self._service.heard()
                 pieces = self._advance(number, deltas)
