@@ -80,10 +80,11 @@ class Driver:
         by_origin: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
             by_origin.setdefault(self._origins[delta.request_id], []).append(delta)
-            if delta.finish is not None:
-                self._forget_if_done(delta.request_id)
         for origin, its_deltas in by_origin.items():
             self._outbox.send(origin, StepDeltas(its_deltas))
+        for delta in deltas:  # only now: several choices of one request may end in one step
+            if delta.finish is not None:
+                self._forget_if_done(delta.request_id)
 
     def _forget_if_done(self, request_id: str) -> None:
         if not self._loop.scheduler.has(request_id):

@@ -43,7 +43,8 @@ class Streams:
         """No more deltas of this choice (−1: of any choice) are wanted."""
         stream = self._streams.get(request_id)
         if stream is not None:
-            stream.open_choices -= set(stream.open_choices) if index < 0 else {index}
+            stream.open_choices = {choice for choice in stream.open_choices if index not in (-1, choice)}
+            stream.deltas = [delta for delta in stream.deltas if index not in (-1, delta.index)]
             stream.arrived.set()
 
     def fail(self, error: OctavoError) -> None:
