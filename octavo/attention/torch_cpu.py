@@ -45,10 +45,10 @@ class TorchCpuAttention:
 
     def __init__(self) -> None:
         self._runs: list[torch.Tensor] = []  # each layer's store as [pages * 2 * Hkv, page_size * D]
-        self._cells: list[torch.Tensor] = []  # … and as [pages * 2 * Hkv * page_size, D]
+        self._cells: list[torch.Tensor] = []  # … and as [pages, 2 * Hkv, page_size, D]
         self._page_size = 0
         self._num_kv_heads = 0
-        self._written: torch.Tensor = torch.empty(0, dtype=torch.int64)
+        self._written: tuple[torch.Tensor, ...] = ()  # which cells this step's tokens go to
         self._decodes: list[_DecodeGroup] = []
         self._long_rows: list[_LongRow] = []
 
@@ -63,16 +63,15 @@ class TorchCpuAttention:
     def bind(self, kv: list[torch.Tensor]) -> None:
         _, _, self._num_kv_heads, self._page_size, head_size = kv[0].shape
         self._runs = [store.view(-1, self._page_size * head_size) for store in kv]
-        self._cells = [store.view(-1, head_size) for store in kv]
+        self._cells = [store.flatten(1, 2) for store in kv]
+        self._heads = torch.arange(2 * self._num_kv_heads)
         self._dtype = kv[0].dtype
 
     # ── once a step ─────────────────────────────────────────────────────────────────────────────────
 
     def plan(self, batch: Batch) -> None:
-        size, heads = self._page_size, 2 * self._num_kv_heads
-        pages, offsets = batch.slots // size, batch.slots % size
-        runs = (pages * heads)[:, None] + torch.arange(heads)  # [T, 2 Hkv]
-        self._written = (runs * size + offsets[:, None]).view(-1)
+        slots = batch.slots[:, None]
+        self._written = (slots // self._page_size, self._heads, slots % self._page_size)
         self._decodes = [self._plan_group(batch, rows) for rows in self._group_rows(batch)]
         starts = batch.query_start.tolist()
         self._long_rows = [
@@ -120,14 +119,13 @@ class TorchCpuAttention:
 
     def _runs_of(self, pages: torch.Tensor) -> torch.Tensor:
         """[B, M] pages → [2 * B * Hkv * M] runs: keys of row 0 head 0, of row 0 head 1, …, then values."""
-        heads = torch.arange(2 * self._num_kv_heads).view(2, 1, self._num_kv_heads, 1)
+        heads = self._heads.view(2, 1, self._num_kv_heads, 1)
         return (pages.long()[None, :, None, :] * (2 * self._num_kv_heads) + heads).view(-1)
 
     # ── once a layer ────────────────────────────────────────────────────────────────────────────────
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        kv = torch.cat((k, v), dim=1)
-        self._cells[layer].index_copy_(0, self._written, kv.view(-1, kv.shape[-1]))
+        self._cells[layer].index_put_(self._written, _joined(k, v))
         if not self._long_rows and len(self._decodes) == 1:
             return self._decode(layer, self._decodes[0], q)
         output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
@@ -171,3 +169,17 @@ class TorchCpuAttention:
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return attended[0].transpose(0, 1).flatten(1)
+
+
+def _joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """k and v [T, Hkv, D] as [T, 2 Hkv, D]: a view where they are neighbours in one tensor, as a fused product makes them."""
+    num_tokens, num_heads, head_size = k.shape
+    stride = k.stride()
+    if (
+        stride == v.stride()
+        and stride[1:] == (head_size, 1)
+        and v.data_ptr() == k.data_ptr() + num_heads * head_size * k.element_size()
+        and (num_tokens == 1 or stride[0] >= 2 * num_heads * head_size)
+    ):
+        return k.as_strided((num_tokens, 2 * num_heads, head_size), stride)
+    return torch.cat((k, v), dim=1)
