@@ -25,7 +25,7 @@ class AttentionBackend(Protocol):
         """Shape of ONE layer's store (keys and values) on one rank."""
 
     def bind(self, kv: list[torch.Tensor]) -> None:
-        """Hand over each layer's store."""
+        """Hand over each layer's store, zero-filled: unwritten cells are read and masked, and a NaN would show through."""
 
     def plan(self, batch: Batch) -> None:
         """Once a step, before the first layer: what all layers share (indices, masks)."""
