@@ -1,0 +1,82 @@
+"""The embedded model, in float32, against transformers with the same weights: 20 varied prompts, 64 greedy tokens each."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo import LLM
+from octavo.text import load_text
+from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.source import resolve
+from tests.engine.exactness import check, greedy_references
+
+pytestmark = pytest.mark.model
+
+COMPLETIONS = [
+    "The history of the bicycle begins in",
+    "def fibonacci(n):\n    ",
+    "1, 1, 2, 3, 5, 8,",
+    "Water boils at",
+    "La capitale de la France est",
+    "SELECT name, age FROM people WHERE",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "日本の首都は",
+    "The quick brown fox 🦊 jumps over",
+    "Ingredients:\n- 2 eggs\n- 100 g flour\n-",
+    "<html>\n<head>\n<title>",
+    "In 1969, Neil Armstrong",
+    "Q: What is photosynthesis?\nA:",
+    "The three laws of thermodynamics are: first,",
+    " \t \n leading whitespace and then",
+    "It was the best of times, it was the worst of times, " * 12,
+]
+CHATS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain recursion to a child.",
+    "Translate 'good morning' to Spanish.",
+]
+
+
+@pytest.fixture(scope="module")
+def references():
+    source = resolve("")
+    text = load_text(source.path)
+    prompts = [text.encode(prompt) for prompt in COMPLETIONS]
+    prompts += [text.encode_chat([{"role": "user", "content": chat}]) for chat in CHATS]
+    checkpoint = open_checkpoint(source)
+    model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).eval().float()
+    missing, unexpected = model.load_state_dict(
+        {name: tensor.clone() for name, tensor in checkpoint.tensors(torch.device("cpu"), torch.float32)},
+        strict=False,
+    )
+    assert missing == ["lm_head.weight"] and not unexpected  # tied
+    model.tie_weights()
+    return greedy_references(model, prompts, 64)
+
+
+def test_alone_among_31_others_and_with_prefix_hits(references):
+    with LLM(kv_cache_memory_bytes=2**29) as llm:
+        alone = check(llm, references, "alone", together=False)
+        crowd = references + references[:12]
+        among = check(llm, crowd, "among 31 others, with prefix hits")
+        assert llm.engine_stats()["prefix_hit_tokens"] > 300
+        llm.reset_prefix_cache()
+        check(llm, crowd, "among 31 others")
+    print(f"equal to the last token: {alone} of {len(references)} alone, {among} of {len(crowd)} in a crowd")
+    assert alone >= 18
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_chunks(references, budget):
+    with LLM(kv_cache_memory_bytes=2**29, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
+        check(llm, references, f"chunks of {budget}")
+
+
+@pytest.mark.parametrize("swap_space", [0.0, 0.5], ids=["recompute", "swap"])
+def test_preempted(references, swap_space):
+    # 1,024 tokens of room: the twenty need about 2,300.
+    pages = 64 * 16 * 2 * 30 * 3 * 64 * 4
+    with LLM(kv_cache_memory_bytes=pages, max_model_len=1024, swap_space=swap_space) as llm:
+        check(llm, references, "preempted")
+        assert llm.engine_stats()["preemptions"] > 0
