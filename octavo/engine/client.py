@@ -55,6 +55,8 @@ class EngineClient(ABC):
 
     def submit(self, request: GenerateRequest) -> None:
         """Raises EngineUnavailable or EngineDead; otherwise its deltas will come."""
+        if self._failure is not None:
+            raise self._failure
         if self.report is None:
             raise EngineUnavailable("the engine is still starting", retry_after=2)
         self._streams.open(request.id, request.params.n)
@@ -136,6 +138,7 @@ class ZmqClient(EngineClient):
     async def ready(self) -> EngineReport:
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
+            self._reader.add_done_callback(self._reader_ended)
             self._send(self._hello)
         return await super().ready()
 
@@ -148,6 +151,11 @@ class ZmqClient(EngineClient):
 
     def _send(self, message: ToEngine) -> None:
         self._to_engine.send(self._encoder.encode(message))
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        """Nobody listens to the engine any more: say so, rather than let every request wait."""
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
 
     async def _read(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -1,6 +1,7 @@
 """Drives an engine loop from an inbox: sleeps while idle, takes messages in between steps, sends tokens to where they belong.
 Knows nothing of sockets: an outbox does."""
 
+import logging
 import queue
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from octavo.engine.build import Engine
 from octavo.messages import (
     Abort,
     Dying,
+    Finish,
     FromEngine,
     GenerateRequest,
     Hello,
@@ -19,6 +21,8 @@ from octavo.messages import (
     ToEngine,
     TokenDelta,
 )
+
+log = logging.getLogger("octavo.engine")
 
 Inbox = queue.SimpleQueue[ToEngine | None]
 """None: stop."""
@@ -64,8 +68,7 @@ class Driver:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case GenerateRequest():
-                self._origins[message.id] = message.origin
-                self._loop.add(message)
+                self._add(message)
             case Abort():
                 self._loop.abort(message)
                 self._forget_if_done(message.request_id)
@@ -74,6 +77,20 @@ class Driver:
                 self._outbox.send(message.origin, self._report)
             case ReadMetrics() | Ping() | ResetPrefixCache():
                 self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+
+    def _add(self, request: GenerateRequest) -> None:
+        """Whatever is wrong with a request that the door let through is this request's failure alone."""
+        self._origins[request.id] = request.origin
+        try:
+            self._loop.add(request)
+        except Exception as error:
+            log.exception("request %s could not be queued", request.id)
+            finish = Finish("error", message=f"the engine could not take this request: {type(error).__name__}: {error}")
+            self._outbox.send(
+                request.origin,
+                StepDeltas([TokenDelta(request.id, index, [], finish) for index in range(request.params.n)]),
+            )
+            self._forget_if_done(request.id)
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """One message per step for each API process."""

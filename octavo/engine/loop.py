@@ -45,8 +45,8 @@ class EngineLoop:
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
-        self.metrics.arrived(request, self._clock())
         self.scheduler.add(request)
+        self.metrics.arrived(request, self._clock())
 
     def abort(self, abort: Abort) -> None:
         if self.scheduler.abort(abort.request_id, abort.index):

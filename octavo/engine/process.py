@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -38,8 +39,8 @@ class EngineOrder(msgspec.Struct, frozen=True):
 class ZmqOutbox:
     """One PUSH socket per API process. Used by the stepping thread alone; sending never waits for the receiver."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._context = context
+    def __init__(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -60,18 +61,22 @@ class ZmqOutbox:
             self.send(origin, message)
 
     def close(self) -> None:
+        """Waits, for half a second at most, until what was sent is out."""
         for socket in self._sockets.values():
             socket.close(linger=500)
+        self._context.term()
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor decides when to stop
+    # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOrder)
+    report_pipe = _claim_stdout()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
     threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping), daemon=True).start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    threading.Thread(target=_receive, args=(context, order.address, inbox), daemon=True).start()
+    threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
         engine = start_engine(order.config, source, order.served_name)
@@ -82,9 +87,8 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    sys.stdout.buffer.write(msgspec.json.encode(engine.report) + b"\n")
-    sys.stdout.buffer.flush()
-    outbox = ZmqOutbox(context)
+    os.write(report_pipe, msgspec.json.encode(engine.report) + b"\n")
+    outbox = ZmqOutbox()
     is_stepping.set()
     try:
         Driver(engine, inbox, outbox).run()
@@ -94,13 +98,26 @@ def main() -> int:
     return 0
 
 
-def _receive(context: "zmq.Context[zmq.Socket[bytes]]", address: str, inbox: Inbox) -> None:
+def _claim_stdout() -> int:
+    """The descriptor for the report. Whatever else in this process prints to standard output reaches standard error."""
+    report_pipe = os.dup(1)
+    os.set_inheritable(report_pipe, False)
+    os.dup2(2, 1)
+    return report_pipe
+
+
+def _receive(address: str, inbox: Inbox) -> None:
     decoder = msgspec.msgpack.Decoder(ToEngine)
-    socket = context.socket(zmq.PULL)
+    socket = zmq.Context().socket(zmq.PULL)
     socket.set_hwm(0)
     socket.bind(address)
     while True:
-        inbox.put(decoder.decode(socket.recv()))
+        try:
+            inbox.put(decoder.decode(socket.recv()))
+        except Exception:
+            # Our own API processes speak another language than we do. Deaf is worse than dead: end, and be noticed.
+            traceback.print_exc()
+            os._exit(1)
 
 
 def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event) -> None:
@@ -112,6 +129,10 @@ def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     sys.stderr.flush()
     os._exit(code)  # threads that wait on sockets are not worth waiting for

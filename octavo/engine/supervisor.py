@@ -2,7 +2,6 @@
 Knows nothing of torch, HTTP or tokens."""
 
 import contextlib
-import os
 import selectors
 import shutil
 import signal
@@ -12,7 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -106,22 +105,37 @@ class _Processes:
             self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(fd,)))
 
     def watch(self, started: float) -> int:
-        """Print what the processes report, until one of them ends."""
-        assert self._engine is not None and self._engine.stdout is not None
-        first_line = _first_line(self._engine.stdout)
-        if not first_line:
-            return self._lost(self._engine)
+        """Print what the processes report, until one of them ends. Each says one line when it is ready."""
+        is_ready: set[int] = set()
+        with selectors.DefaultSelector() as selector:
+            for process in self._all():
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, process)
+            while True:
+                for key, _ in selector.select():
+                    process = key.data
+                    line = process.stdout.readline()
+                    if not line:
+                        return self._lost(process)
+                    is_ready.add(process.pid)
+                    if process is self._engine:
+                        self._engine_is_ready(line)
+                    if len(is_ready) == len(self._all()):
+                        self._say(f"ready after {time.monotonic() - started:.1f} s: {self._url()}")
+
+    def _engine_is_ready(self, line: bytes) -> None:
+        # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
+        try:
+            self._listener.listen(2048)
+        except OSError as error:
+            raise _cannot_listen(*self._listener.getsockname()[:2], error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
-        for line in budget_lines(msgspec.json.decode(first_line, type=EngineReport)):
-            self._say(line)
-        for server in self._servers:
-            assert server.stdout is not None
-            if not _first_line(server.stdout):
-                return self._lost(server)
+        for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
+            self._say(text)
+
+    def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        self._say(f"ready after {time.monotonic() - started:.1f} s: http://{shown}:{port}/v1")
-        return self._lost(_wait_for_end(self._all()))
+        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
     def stop_in_order(self) -> int:
         """API processes first: they refuse what is new and finish what runs; then the engine."""
@@ -152,10 +166,7 @@ class _Processes:
         print(f"octavo: error: {message}", file=sys.stderr)
         if process is self._engine:
             self._tell_servers(message)
-            for server in self._servers:
-                server.terminate()
-            for server in self._servers:
-                _ended_by(server, time.monotonic() + 3)
+        self.stop_in_order()
         return 1
 
     def _tell_servers(self, message: str) -> None:
@@ -185,10 +196,12 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-        ) from None
+        raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host")
 
 
 def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
@@ -205,23 +218,6 @@ def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.flush()
     return process
-
-
-def _first_line(pipe: IO[bytes]) -> bytes:
-    return pipe.readline()
-
-
-def _wait_for_end(processes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """The first of them to end: its standard output closes."""
-    with selectors.DefaultSelector() as selector:
-        for process in processes:
-            assert process.stdout is not None
-            selector.register(process.stdout, selectors.EVENT_READ, process)
-        while True:
-            for key, _ in selector.select():
-                if not os.read(key.fd, 65536):
-                    ended: subprocess.Popen[bytes] = key.data
-                    return ended
 
 
 def _ended_by(process: subprocess.Popen[bytes], deadline: float) -> bool:

@@ -5,6 +5,7 @@ The one rule: a request has `length` tokens, `computed` of them done; a step giv
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes."""
 
+from bisect import insort
 from collections import deque
 from typing import Literal, NamedTuple
 
@@ -71,6 +72,8 @@ class Scheduler:
         budget = self._plan_running(draft, issued)
         if budget >= 0:
             self._plan_admissions(draft, issued, budget)
+        elif len(self.waiting):
+            self.head_waits_for = "pages"
         for leader in issued.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork(leader, draft)
         if not draft.is_empty:
@@ -106,11 +109,6 @@ class Scheduler:
     @property
     def num_steps(self) -> int:
         return self._step
-
-    @property
-    def num_requests(self) -> int:
-        """Choices that are not finished, wherever they are."""
-        return sum(map(len, self._groups.values()))
 
     @property
     def is_idle(self) -> bool:
@@ -261,7 +259,7 @@ class Scheduler:
 
     def _seat(self, request: Request) -> None:
         request.row = self._free_rows.pop()
-        self.running.append(request)
+        insort(self.running, request, key=lambda running: running.sequence)
 
     def _leave(self, request: Request) -> None:
         self.running.remove(request)
