@@ -2,13 +2,12 @@
 Knows nothing of flags, and of the engine only LLM's two streaming verbs."""
 
 import json
-import signal
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol
 
 from octavo.errors import ConfigError, EngineUnavailable, InvalidRequest, OctavoError, RequestFailed
@@ -50,31 +49,7 @@ class LocalModel:
         return self._pieces(self._llm.stream(prompt, self._params))
 
     def _pieces(self, deltas: Iterator[Any]) -> Iterator[str]:
-        # An exception thrown into the middle of a step would leave the engine half changed: note the wish, stop between two.
-        with _noted_interrupt() as interrupted:
-            for delta in deltas:
-                yield delta.text
-                if interrupted():
-                    getattr(deltas, "close", lambda: None)()
-                    raise KeyboardInterrupt
-
-
-@contextmanager
-def _noted_interrupt() -> Iterator[Any]:
-    """Within: Ctrl-C only makes the given function return True; a second Ctrl-C raises as usual."""
-    seen = False
-
-    def note(signum: int, frame: Any) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: seen
-    finally:
-        signal.signal(signal.SIGINT, previous)
+        return (delta.text for delta in deltas)
 
 
 class RemoteModel:

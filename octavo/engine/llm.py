@@ -1,8 +1,13 @@
 """LLM: the engine as a Python object: generate, chat and stream, without a server.
 Knows nothing of torch or HTTP; it drives the same loop that serves requests."""
 
+import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -10,8 +15,9 @@ import msgspec
 from octavo import config as configuration
 from octavo.engine.build import start_engine
 from octavo.engine.door import admit
-from octavo.errors import InvalidRequest, RequestFailed
+from octavo.errors import EngineDead, InvalidRequest, RequestFailed
 from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
+from octavo.schedule.request import choice_seed
 from octavo.text import Text, TextDelta, TextStream, load_text
 from octavo.weights.source import resolve
 
@@ -54,6 +60,8 @@ class LLM:
         self._source_path = source.path
         self._text: Text | None = None
         self._num_requests = 0
+        self._boxes: dict[str, list[TokenDelta]] = {}  # open request → where its deltas go
+        self._failure: EngineDead | None = None
         self._peak_pages = 0
         self._slots: list[int] = [0, 0]  # filled and allocated, summed over the steps that were looked at
 
@@ -98,11 +106,12 @@ class LLM:
         return self._run(requests, list(rendered), use_tqdm)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """One prompt's text as it comes (choice 0 of n). Leaving the iterator early aborts the request."""
-        return self._stream(self._request(prompt, params or self.default_params()))
+        """One prompt's text as it comes. Leaving the iterator early aborts the request; several may be open at once."""
+        return self._stream(self._single(self._request(prompt, params or self.default_params())))
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        return self._stream(self._request(self.text.encode_chat(messages), params or self.default_params()))
+        request = self._request(self.text.encode_chat(messages), params or self.default_params())
+        return self._stream(self._single(request))
 
     def default_params(self) -> SamplingParams:
         """What the model's makers advise, and as many tokens as fit."""
@@ -149,12 +158,17 @@ class LLM:
             )
         return params
 
+    def _single(self, request: GenerateRequest) -> GenerateRequest:
+        if request.params.n != 1:
+            raise InvalidRequest(f"a stream has one choice: n must be 1, got {request.params.n}", param="n")
+        return request
+
     def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
         number = self._num_requests
         self._num_requests += 1
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params.seed is None:  # offline runs repeat: the n-th request of a given --seed draws the same
-            params = msgspec.structs.replace(params, seed=(self.config.model.seed << 32) + number)
+            params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
         has_text = self._text is not None or not params.ignore_eos or bool(params.stop)
         return admit(f"offline-{number}", ids, params, self.report, self.text.eos_ids if has_text else ())
 
@@ -166,13 +180,14 @@ class LLM:
         answers = {
             request.id: _Answer(request, prompt, self._text) for request, prompt in zip(requests, prompts, strict=True)
         }
+        box: list[TokenDelta] = []
         num_open = len(requests)
         with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
             try:
                 for request in requests:
-                    self._loop.add(request)
+                    self._submit(request, box)
                 while num_open:
-                    for delta in self._step():
+                    for delta in self._next(box):
                         answer = answers[delta.request_id]
                         if answer.take(delta):
                             self._loop.abort(Abort(delta.request_id, delta.index, "stop"))
@@ -180,47 +195,88 @@ class LLM:
                             answer.is_counted = True
                             num_open -= 1
                             bar.update()
-            except BaseException:  # Ctrl-C: leave the engine empty and usable
+            finally:  # Ctrl-C, too, leaves the engine empty and usable
                 for request in requests:
-                    self._loop.abort(Abort(request.id))
-                raise
+                    self._withdraw(request)
         return [answers[request.id].output for request in requests]
 
     def _stream(self, request: GenerateRequest) -> Iterator[TextDelta]:
         stream = self.text.stream(request.params, request.prompt_ids)
-        self._loop.add(request)
+        box: list[TokenDelta] = []
+        self._submit(request, box)
         try:
             while True:
-                for delta in self._step():
-                    if delta.request_id != request.id or delta.index != 0:
-                        continue
+                for delta in self._next(box):
                     piece = stream.push(delta.token_ids, delta.finish)
                     if piece.text or piece.finish_reason is not None:
                         yield piece
                     if piece.finish_reason is not None:
                         return
         finally:
+            self._withdraw(request)
+
+    def _submit(self, request: GenerateRequest, box: list[TokenDelta]) -> None:
+        self._boxes[request.id] = box
+        self._loop.add(request)
+
+    def _withdraw(self, request: GenerateRequest) -> None:
+        if self._boxes.pop(request.id, None) is not None:
             self._loop.abort(Abort(request.id))
 
-    def _step(self) -> list[TokenDelta]:
-        deltas = self._loop.step()
+    def _next(self, box: list[TokenDelta]) -> list[TokenDelta]:
+        """What has come into this box; steps until something has. Other open requests advance as well."""
+        while not box:
+            self._step()
+        deltas = box[:]
+        box.clear()
+        return deltas
+
+    def _step(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        with _whole_steps():
+            try:
+                for delta in self._loop.step():
+                    self._boxes[delta.request_id].append(delta)
+            except BaseException as error:  # half a step cannot be undone
+                self._failure = EngineDead(f"the engine failed in an earlier step: {type(error).__name__}: {error}")
+                raise
         scheduler = self._loop.scheduler
         self._peak_pages = max(self._peak_pages, scheduler.cache.pool.num_used)
         if scheduler.num_steps % 8 == 0:
             filled, allocated = scheduler.slot_use()
             self._slots[0] += filled
             self._slots[1] += allocated
-        return deltas
+
+
+@contextmanager
+def _whole_steps() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: an exception in the middle of one would leave the engine half changed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+    if came and callable(previous):
+        previous(*came[0])
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, as text or as ids, is a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    ids = [item for item in prompts if isinstance(item, int)]
-    if ids:
-        return [ids]
-    return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    num_ids = sum(isinstance(item, Integral) for item in prompts)
+    if num_ids == 0:
+        return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    if num_ids < len(prompts):
+        raise InvalidRequest(
+            "prompts mixes token ids with prompts: give one list of ids, or a list of prompts", "prompts"
+        )
+    return [[int(item) for item in prompts if isinstance(item, Integral)]]
 
 
 class _Answer:

@@ -128,7 +128,7 @@ class _Processes:
         try:
             self._listener.listen(2048)
         except OSError as error:
-            raise _cannot_listen(*self._listener.getsockname()[:2], error) from None
+            raise _cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)

@@ -3,8 +3,6 @@ Knows nothing of the engine: the server here is a few lines of standard library 
 
 import http.server
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -228,13 +226,3 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
     assert talk._turn(Endless(), history, "go on")
     assert capsys.readouterr().out == "so far\n"
     assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]
-
-
-def test_an_interrupt_is_only_noted_while_a_step_runs() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), talk._noted_interrupt() as interrupted:
-        assert not interrupted()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupted()
-        os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
