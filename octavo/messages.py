@@ -31,22 +31,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_types()
         for name, ok, limit in (
             ("n", self.n >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
             ("top_k", self.top_k >= -1, "-1, 0 (both: no limit) or positive"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("stop", all(stop), "non-empty strings"),
+            ("stop", all(self.stop), "non-empty strings"),
         ):
             if not ok:
                 raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
@@ -54,6 +51,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
+
+    def _check_types(self) -> None:
+        """Exact types, for the wire carries no others: not 50.0 for an integer, nor NumPy's numbers, nor a lone surrogate.
+        That a float is finite follows from its range."""
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed"):
+            value = getattr(self, name)
+            if not _is_whole(value) and not (value is None and name in ("max_tokens", "seed")):
+                raise InvalidRequest(f"{name} must be a plain 64-bit integer, got {value!r}", param=name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not float and type(value) is not int:
+                raise InvalidRequest(f"{name} must be a plain int or float, got {value!r}", param=name)
+        if type(self.ignore_eos) is not bool:
+            raise InvalidRequest(f"ignore_eos must be True or False, got {self.ignore_eos!r}", param="ignore_eos")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, values, fits, kind in (
+            ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
+            ("stop_token_ids", self.stop_token_ids, _is_whole, "a list of 64-bit integers"),
+        ):
+            if not isinstance(values, list | tuple) or not all(map(fits, values)):
+                raise InvalidRequest(f"{name} must be {kind}, got {values!r}", param=name)
+            msgspec.structs.force_setattr(self, name, tuple(values))
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_text(value: object) -> bool:
+    if type(value) is not str:
+        return False
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 # ── API process → engine ────────────────────────────────────────────────────────────────────────────
