@@ -2,12 +2,13 @@
 Knows nothing of weights, of the hub or of torch."""
 
 import json
-from collections.abc import Iterable
+import logging
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
+from octavo.messages import SamplingParams
 from octavo.text.gguf_vocab import (
     gguf_chat_templates,
     gguf_eos_ids,
@@ -18,6 +19,8 @@ from octavo.text.gguf_vocab import (
 from octavo.text.template import ChatTemplate
 from octavo.text.text import Text
 from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
+
+log = logging.getLogger("octavo.text")
 
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -56,7 +59,7 @@ def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = ""
         eos_id = words.token_id(variables["eos_token"]) if "eos_token" in variables else None
         stop_ids |= _ids(eos_id)
     template = ChatTemplate(override or sources, variables)
-    return Text(words, template, sorted(stop_ids), _sampling(generation))
+    return Text(words, template, sorted(stop_ids), _sampling(generation, model_path))
 
 
 def _folder_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
@@ -158,6 +161,20 @@ def _ids(value: Any) -> set[int]:
     return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
 
 
-def _sampling(generation: dict[str, Any]) -> dict[str, float | int]:
-    found: Iterable[tuple[str, Any]] = ((name, generation.get(name)) for name in _SAMPLING)
-    return {name: value for name, value in found if isinstance(value, int | float) and not isinstance(value, bool)}
+def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int]:
+    """What the model's makers advise. Advice that no request could follow is left out, with a word in the log: it is not
+    worth a start, and not the operator's mistake."""
+    advice: dict[str, Any] = {}
+    for name in _SAMPLING:
+        value: Any = generation.get(name)
+        if value is None:
+            continue
+        if name == "top_k" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # 50.0: some tools write every number so
+        try:
+            SamplingParams(**{name: value})
+        except InvalidRequest as error:
+            log.warning("%s is passed over: %s", folder / "generation_config.json", error.message)
+        else:
+            advice[name] = value
+    return advice

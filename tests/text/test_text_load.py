@@ -22,6 +22,7 @@ from vocabularies import (
 )
 
 from octavo.errors import ConfigError, InvalidRequest
+from octavo.messages import SamplingParams
 from octavo.text import load_text
 from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
 
@@ -57,6 +58,25 @@ def test_a_folder_brings_its_end_ids_sampling_and_template(folder: Path) -> None
     assert text.vocab_size == 401
     assert text.render_chat(HI) == "<|start|>hi"
     assert text.encode_chat(HI) == [0, *text.encode("hi")]
+
+
+def test_sampling_advice_is_made_fit_for_use_or_left_out_with_a_word(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, generation_config={"top_k": 50.0, "temperature": 1, "top_p": 0.9, "min_p": None})
+    advice = load_text(folder).default_sampling
+    assert (advice, type(advice["top_k"])) == ({"top_k": 50, "temperature": 1, "top_p": 0.9}, int)
+    SamplingParams(**advice)
+    assert not caplog.records
+    bad = {"top_k": 50.5, "temperature": "warm", "top_p": 7, "min_p": True, "repetition_penalty": float("nan")}
+    write(folder, generation_config=bad)
+    assert load_text(folder).default_sampling == {}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == len(bad)
+    for name in bad:
+        assert any("generation_config.json" in line and f" {name} must be " in line for line in lines), name
+    write(folder, generation_config={"top_k": float("inf"), "temperature": 10**400})
+    assert load_text(folder).default_sampling == {}
 
 
 def test_templates_in_all_their_places(folder: Path, tmp_path: Path) -> None:
