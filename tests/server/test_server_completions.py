@@ -1,5 +1,9 @@
 """POST /v1/completions: prompts of every form, choices, usage, what reaches the engine."""
 
+import copy
+import threading
+from typing import Any
+
 import pytest
 
 from octavo.messages import EngineReport, GenerateRequest, TokenDelta
@@ -247,10 +251,31 @@ async def test_the_engine_counts_what_the_report_says(serve: Serve) -> None:
     assert error["param"] == "n" and "2" in error["message"]
 
 
-async def test_a_long_prompt_is_encoded_beside_the_event_loop(serve: Serve) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "is_beside"),
+    [("é" * 30_000, True), (["é" * 300] * 100, True), (["é" * 300, [1, 2]] * 10, False), ("é", False)],
+)
+async def test_much_text_is_encoded_beside_the_event_loop(
+    serve: Serve, prompt: str | list[str], is_beside: bool
+) -> None:
+    """However many prompts it comes in: 100 medium ones hold up the other streams as one long one does."""
+    threads = set()
+
+    def encode(*args: Any, **kwargs: Any) -> list[int]:
+        threads.add(threading.get_ident() != threading.main_thread().ident)
+        return byte_text().encode(*args, **kwargs)
+
+    text = copy.copy(byte_text())
+    text.encode = encode  # type: ignore[method-assign]
     report = EngineReport(
         **{name: getattr(REPORT, name) for name in REPORT.__struct_fields__} | {"max_model_len": 10**5}
     )
     engine = ScriptedEngine(report=report)
-    assert (await serve(engine).post(URL, json={"prompt": "é" * 30_000})).status_code == 200
-    assert len(engine.requests[0].prompt_ids) == 60_000
+    assert (await serve(engine, text).post(URL, json={"prompt": prompt})).status_code == 200
+    assert threads == {is_beside}
+    expected = [item if isinstance(item, list) else list(item.encode()) for item in _as_list(prompt)]
+    assert [request.prompt_ids for request in engine.requests] == expected
+
+
+def _as_list(prompt: Any) -> list[Any]:
+    return prompt if isinstance(prompt, list) else [prompt]

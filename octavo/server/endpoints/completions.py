@@ -75,25 +75,31 @@ def router(service: Service) -> APIRouter:
 async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
     given = fields.prompt
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
-        return [await _prompt(service, given, "prompt")]
-    if not isinstance(given, list):
+        prompts = {"prompt": given}
+    elif not isinstance(given, list):
         raise _wrong_prompt("prompt")
-    if not given:
+    elif not given:
         raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
-    if len(given) > MAX_PROMPTS:
+    elif len(given) > MAX_PROMPTS:
         raise InvalidRequest(
             f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are taken at once", param="prompt"
         )
-    return [await _prompt(service, item, f"prompt[{at}]") for at, item in enumerate(given)]
+    else:
+        prompts = {f"prompt[{at}]": item for at, item in enumerate(given)}
+    for param, item in prompts.items():
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise _wrong_prompt(param)
 
+    def encode() -> list[Prompt]:
+        words = service.text.encode
+        return [
+            Prompt(words(item, param=param) if isinstance(item, str) else item, param)
+            for param, item in prompts.items()
+        ]
 
-async def _prompt(service: Service, item: object, param: str) -> Prompt:
-    if isinstance(item, str):
-        encode = service.text.encode
-        return Prompt(await asyncio.to_thread(encode, item) if len(item) > LONG_TEXT else encode(item), param)
-    if isinstance(item, list) and all(type(token) is int for token in item):
-        return Prompt(item, param)
-    raise _wrong_prompt(param)
+    # Many prompts hold up the other streams as one long one does: what counts is all of their text.
+    size = sum(len(item) for item in prompts.values() if isinstance(item, str))
+    return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
 
 
 def _wrong_prompt(param: str) -> InvalidRequest:
