@@ -82,6 +82,11 @@ class ServerConfig:
     enable_log_requests: bool = knob(False, "log every request in one line")
     shutdown_timeout: float = knob(30.0, "seconds that running requests get to finish after SIGTERM")
 
+    @property
+    def api_keys(self) -> list[str]:
+        """The keys that open the door. Empty: it stands open."""
+        return [key.strip() for key in self.api_key.split(",") if key.strip()]
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -129,6 +134,11 @@ class Config:
         ):
             if not ok:
                 raise ConfigError(f"{name} must be {limit}, got {value}")
+        if self.server.api_key and not self.server.api_keys:
+            # Whoever wrote this wants a lock: an open door would be the opposite.
+            raise ConfigError(
+                f"--api-key (or OCTAVO_API_KEY) {self.server.api_key!r} holds no key: give one, or leave it out"
+            )
 
 
 def _positive(value: int | str) -> bool:

@@ -27,7 +27,7 @@ class Door:
         server = service.config.server
         self._app = app
         self._service = service
-        self._keys = [key.strip().encode() for key in server.api_key.split(",") if key.strip()]
+        self._keys = [key.encode() for key in server.api_keys]
         self._prefix = server.root_path.rstrip("/")
         self._max_body_bytes = int(server.max_body_bytes)
         self._log_requests = server.enable_log_requests
@@ -51,10 +51,12 @@ class Door:
     def check_key(self, scope: Scope, headers: Headers) -> None:
         if not self._keys or _route(scope) in OPEN_ROUTES:
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given.strip():
+        # Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured.
+        header = next((value for name, value in headers.raw if name == b"authorization"), b"")
+        scheme, _, given = header.partition(b" ")
+        secret = given.strip()
+        if scheme.lower() != b"bearer" or not secret:
             raise Unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
-        secret = given.strip().encode("utf-8", "surrogateescape")
         # Every key is compared, in constant time, so that timing tells nothing of any of them.
         if not sum(hmac.compare_digest(secret, key) for key in self._keys):
             raise Unauthorized("the API key is wrong")

@@ -86,6 +86,17 @@ def test_the_key_comes_from_the_environment_unless_a_flag_brings_one() -> None:
     assert parse("--api-key", "other", environ={"OCTAVO_API_KEY": "secret"}).server.api_key == "other"
 
 
+@pytest.mark.parametrize("text", [",", " ", " , ,", "\t"])
+def test_a_lock_without_a_key_is_refused_and_not_left_open(text: str) -> None:
+    for options in ({"environ": {"OCTAVO_API_KEY": text}}, {}):
+        argv = () if options else ("--api-key", text)
+        with pytest.raises(ConfigError, match=r"^--api-key \(or OCTAVO_API_KEY\) .* holds no key: give one") as raised:
+            parse(*argv, **options)
+        assert "\n" not in str(raised.value)
+    assert parse("--api-key", "a, b,").server.api_keys == ["a", "b"]
+    assert parse().server.api_keys == []
+
+
 def test_only_the_sections_asked_for() -> None:
     assert parse("--seed", "3", only=OFFLINE).model.seed == 3
     with pytest.raises(SystemExit):

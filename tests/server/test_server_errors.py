@@ -48,6 +48,12 @@ class TestKeys:
             response = await client.get("/v1/models", headers={"authorization": header.encode("latin-1")})
             assert response.status_code == status, header
 
+    async def test_a_key_outside_ascii(self, serve: Serve) -> None:
+        client = serve(api_key="schlüssel, 鍵")
+        for key, status in (("schlüssel", 200), ("鍵", 200), ("schlussel", 401), ("Ã¼", 401)):
+            response = await client.get("/v1/models", headers={"authorization": f"Bearer {key}".encode()})
+            assert response.status_code == status, key
+
     async def test_no_key_configured_means_open(self, serve: Serve) -> None:
         assert (await serve().get("/v1/models", headers={"authorization": "Bearer x"})).status_code == 200
 
