@@ -8,6 +8,9 @@ from typing import Any
 from octavo.errors import ConfigError
 
 AUTO = "auto"
+# Far beyond any use: with an upper end, infinity and what would overflow later are refused at the start.
+MAX_GIB = 2**30
+MAX_SECONDS = 10**9
 
 
 def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "", kind: str = "") -> Any:
@@ -106,7 +109,7 @@ class Config:
                 0 < self.cache.gpu_memory_utilization <= 1,
                 "above 0 and at most 1",
             ),
-            ("--swap-space", self.cache.swap_space, self.cache.swap_space >= 0, "at least 0"),
+            ("--swap-space", self.cache.swap_space, 0 <= self.cache.swap_space <= MAX_GIB, f"between 0 and {MAX_GIB}"),
             ("--max-num-seqs", self.scheduler.max_num_seqs, _positive(self.scheduler.max_num_seqs), "at least 1"),
             (
                 "--max-num-batched-tokens",
@@ -130,7 +133,12 @@ class Config:
             ),
             ("--api-processes", self.server.api_processes, self.server.api_processes >= 1, "at least 1"),
             ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
-            ("--shutdown-timeout", self.server.shutdown_timeout, self.server.shutdown_timeout >= 0, "at least 0"),
+            (
+                "--shutdown-timeout",
+                self.server.shutdown_timeout,
+                0 <= self.server.shutdown_timeout <= MAX_SECONDS,
+                f"between 0 and {MAX_SECONDS}",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"{name} must be {limit}, got {value}")

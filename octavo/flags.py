@@ -4,6 +4,7 @@ Knows nothing of what a flag does; a bad value is one line that names the flag a
 import argparse
 import builtins
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -138,7 +139,7 @@ def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
         case builtins.int:
             return whole
         case builtins.float:
-            return number
+            return finite
         case _:
             return str
 
@@ -164,12 +165,20 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
+    """May be infinite: a rate of requests, for one, can be."""
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
     if value != value:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def finite(text: str) -> float:
+    value = number(text)
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
 
 
@@ -199,9 +208,9 @@ def _scaled(text: str, pattern: str, units: Mapping[str, int]) -> int | None:
         return None
     try:
         value = float(parts[1]) * units[parts[2] or ""] if "." in parts[1] else int(parts[1]) * units[parts[2] or ""]
-    except ValueError:  # "1.2.3"
+        return int(value) if value == int(value) else None
+    except (ValueError, OverflowError):  # "1.2.3"; beyond every float
         return None
-    return int(value) if value == int(value) else None
 
 
 def options_from(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 Knows nothing of what the flags do."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
-from octavo.config import AUTO, Config, sections
+from octavo.config import AUTO, Config, replace, sections
 from octavo.errors import ConfigError
 from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
 
@@ -120,6 +121,11 @@ MISTAKES = [
     (("--port", "http"), "--port: 'http' is not a whole number"),
     (("--port", "8000.5"), "--port: '8000.5' is not a whole number"),
     (("--swap-space", "nan"), "--swap-space: 'nan' is not a number"),
+    (("--swap-space", "inf"), "--swap-space: 'inf' is not a finite number"),
+    (("--swap-space=-Infinity",), "--swap-space: '-Infinity' is not a finite number"),
+    (("--shutdown-timeout", "1e400"), "--shutdown-timeout: '1e400' is not a finite number"),
+    (("--gpu-memory-utilization", "inf"), "--gpu-memory-utilization: 'inf' is not a finite number"),
+    (("--max-num-seqs", "9" * 400 + ".5"), f"--max-num-seqs: '{'9' * 400}.5' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
     (("--max-model-len", "8q"), "--max-model-len: '8q' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
     (("--max-model-len", "0.3k"), "--max-model-len: '0.3k' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
     (("--max-num-seqs", "1.2.3"), "--max-num-seqs: '1.2.3' is not a count: give 8192, 8k (k = 1024) or auto where it is offered"),
@@ -141,6 +147,17 @@ def test_a_mistake_is_one_line(argv: tuple[str, ...], line: str, capsys: pytest.
 def test_a_value_out_of_range_names_its_flag() -> None:
     with pytest.raises(ConfigError, match=r"^--port must be between 0 and 65535, got 70000$"):
         parse("--port", "70000")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300])
+def test_no_option_of_python_takes_a_number_without_end(value: float) -> None:
+    """LLM(swap_space=…) passes by the flags."""
+    knobs = [knob.name for _, cls in sections() for knob in dataclasses.fields(cls) if knob.type is float]
+    assert len(knobs) >= 3
+    for name in knobs:
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(ConfigError, match=f"^{flag} must be .*, got "):
+            replace(Config(), **{name: value})
 
 
 def test_help_shows_defaults_and_sections(capsys: pytest.CaptureFixture[str]) -> None:
