@@ -4,8 +4,9 @@ Knows nothing of stop strings, of templates or of how the ids were chosen.
 The whole decode, for a vocabulary whose ids stand for bytes, is: the bytes of all ids one after another, read as UTF-8,
 every invalid sequence replaced by U+FFFD. Where the vocabulary puts a space before the first word (SentencePiece), one
 space at the very start of a text is not part of it. What a stream emits for a prompt's continuation is decode(prompt
-and output) without decode(prompt): there the first output token keeps its space, because it does not start the text,
-unless the prompt holds no text at all. A stream's pieces concatenate to exactly that, whatever the ids.
+and output) without the finished characters of the prompt: the first output token keeps its space, because it does not
+start the text, unless the prompt holds no text at all; and a character that the prompt's last ids begin comes whole
+with the output that ends it. A stream's pieces concatenate to exactly that, whatever the ids.
 
 Two cases differ from the `tokenizers` library on purpose. A run of byte tokens that is not UTF-8 loses only its
 invalid part here; there it becomes one U+FFFD a byte, back to the first, which no stream could know in time. An added
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+MAX_UNFINISHED = 3  # bytes of a character that lacks its last
 
 
 class Detokenizer(Protocol):
@@ -55,18 +57,27 @@ class BytePieces:
         return text.decode("utf-8", "replace")
 
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> "ByteDetokenizer":
-        at_start = self.strips_first_space and not any(self.piece(i, skip_special_tokens) for i in prompt_ids)
-        return ByteDetokenizer(self, skip_special_tokens, at_start)
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            tail = self.piece(token_id, skip_special_tokens) + tail
+            if len(tail) >= MAX_UNFINISHED:
+                break
+        return ByteDetokenizer(self, skip_special_tokens, tail)
 
 
 class ByteDetokenizer:
-    """The incremental twin of BytePieces.decode: a table look-up and a UTF-8 decoder that keeps unfinished characters."""
+    """The incremental twin of BytePieces.decode: a table look-up and a UTF-8 decoder that keeps unfinished characters.
 
-    def __init__(self, pieces: BytePieces, skip_special_tokens: bool, at_start: bool) -> None:
+    `tail`: the last bytes of the prompt, MAX_UNFINISHED at least where it has as many. They hold all of a character
+    that is not finished, and no byte before them could change what becomes of it.
+    """
+
+    def __init__(self, pieces: BytePieces, skip_special_tokens: bool, tail: bytes) -> None:
         self._pieces = pieces
         self._skip_special_tokens = skip_special_tokens
-        self._strip_next = at_start
+        self._strip_next = pieces.strips_first_space and not tail
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8.decode(tail)
 
     def push(self, token_id: int) -> str:
         piece = self._pieces.piece(token_id, self._skip_special_tokens)
@@ -85,7 +96,8 @@ class WindowDetokenizer:
     """For vocabularies whose decoder is not a table of bytes (WordPiece, suffix BPE): decode a short window twice.
 
     Exact for decoders that look at a token's neighbours only, which all known ones do. The window reaches from the
-    token before the last that was emitted to the newest, so a token costs the same wherever it stands.
+    token before the last that was emitted to the newest, so a token costs the same wherever it stands. Unlike above,
+    a character that the prompt leaves unfinished is not completed.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:

@@ -61,6 +61,18 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: b
     return [*(detokenizer.push(token_id) for token_id in output), detokenizer.flush()]
 
 
+def byte_ids(kind: str, text: bytes) -> list[int]:
+    """One id for each byte."""
+    return [_ids_of_bytes(kind)[byte] for byte in text]
+
+
+@functools.cache
+def _ids_of_bytes(kind: str) -> dict[int, int]:
+    pieces = tokenizer_of(kind)._pieces  # type: ignore[attr-defined]
+    spelt = {pieces.piece(token_id, False): token_id for token_id in range(tokenizer_of(kind).vocab_size)}
+    return {byte: spelt[bytes([byte])] for byte in range(256)}
+
+
 @st.composite
 def ids(draw: st.DrawFn, kind: str, max_size: int = 40) -> list[int]:
     """Any ids, some outside the vocabulary, many of the first ones: the bytes and special tokens."""
@@ -88,6 +100,32 @@ def test_a_continuation_is_the_whole_without_the_prompt(kind: str, data: st.Data
     output = data.draw(ids(kind))
     before, whole = tokenizer.decode(prompt, True), tokenizer.decode(prompt + output, True)
     assert before + "".join(streamed(tokenizer, prompt, output)) == whole
+
+
+@pytest.mark.parametrize("kind", AS_BYTES)
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data(), skip=st.booleans())
+def test_a_continuation_completes_what_the_prompt_left_unfinished(kind: str, data: st.DataObject, skip: bool) -> None:
+    """A prompt of ids may end anywhere, even inside a character or between special tokens."""
+    tokenizer = tokenizer_of(kind)
+    begun = data.draw(st.sampled_from(["", "é", "日", "👋", "a👋🏽"])).encode()
+    cut = data.draw(st.integers(0, len(begun)))
+    prompt = data.draw(ids(kind, 6)) + byte_ids(kind, begun[:cut]) + data.draw(ids(kind, 1))
+    output = data.draw(ids(kind, 1)) + byte_ids(kind, begun[cut:]) + data.draw(ids(kind, 6))
+    finished = "".join(streamed(tokenizer, [], prompt, skip)[:-1])
+    assert tokenizer.decode(prompt, skip) in (finished, finished + "\ufffd")
+    assert finished + "".join(streamed(tokenizer, prompt, output, skip)) == tokenizer.decode(prompt + output, skip)
+
+
+@pytest.mark.parametrize("kind", AS_BYTES)
+def test_a_character_begun_by_the_prompt_comes_whole(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    for character in "é日👋":
+        encoded = byte_ids(kind, character.encode())
+        for cut in range(1, len(encoded)):
+            assert "".join(streamed(tokenizer, encoded[:cut], encoded[cut:])) == character
+            pieces = streamed(tokenizer, encoded[:cut], byte_ids(kind, b"!"))
+            assert pieces == ["\ufffd!", ""]
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "marked_bpe"])
