@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
 from octavo.cache import KVCache
@@ -43,10 +44,10 @@ class CountingExecutor:
         pass
 
 
-def make_engine(overlap: bool = False, fail_at: int = -1) -> Engine:
-    scheduler = Scheduler(KVCache(REPORT.num_pages, REPORT.page_size), REPORT.max_num_seqs, 32)
+def make_engine(overlap: bool = False, fail_at: int = -1, report: EngineReport = REPORT) -> Engine:
+    scheduler = Scheduler(KVCache(report.num_pages, report.page_size), report.max_num_seqs, 32)
     executor = CountingExecutor(overlap, fail_at)
-    return Engine(EngineLoop(scheduler, executor, EngineMetrics("tiny", REPORT)), REPORT)
+    return Engine(EngineLoop(scheduler, executor, EngineMetrics("tiny", report)), report)
 
 
 @contextlib.asynccontextmanager
@@ -83,9 +84,11 @@ async def test_many_requests_each_get_their_own(overlap):
 
 
 async def test_leaving_early_frees_rows_and_pages():
-    engine = make_engine()
+    roomy = msgspec.structs.replace(REPORT, max_model_len=10**7, num_pages=10**6)
+    engine = make_engine(report=roomy)
     async with client_of(engine) as client:
-        client.submit(request("a", 50))
+        # So many tokens that it cannot have finished before it is left.
+        client.submit(admit("a", [1, 2, 3], SamplingParams(max_tokens=10**6, seed=1), roomy, eos_ids=()))
         async with contextlib.aclosing(client.deltas("a")) as deltas:
             async for _ in deltas:
                 break

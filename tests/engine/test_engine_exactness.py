@@ -117,5 +117,5 @@ def test_a_seeded_request_gives_the_same_tokens_whatever_runs_beside_it(model):
 
 def test_tensor_parallel_two_gives_the_tokens_of_one(model):
     folder, references = model
-    with engine(folder, tensor_parallel_size=2) as llm:
+    with engine(folder, tensor_parallel_size=2, device="cpu") as llm:
         assert check(llm, references, "two ranks") >= 30
