@@ -25,10 +25,16 @@ class AttentionBackend(Protocol):
         """Shape of ONE layer's store (keys and values) on one rank."""
 
     def bind(self, kv: list[torch.Tensor]) -> None:
-        """Hand over each layer's store, zero-filled: unwritten cells are read and masked, and a NaN would show through."""
+        """Hand over each layer's store, zero-filled: unwritten cells are read with weight 0, and 0 times NaN is NaN."""
 
     def plan(self, batch: Batch) -> None:
         """Once a step, before the first layer: what all layers share (indices, masks)."""
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Write k and v [T, Hkv, D] at batch.slots, then attend with q [T, H, D] over each row's pages → [T, H * D]."""
+        """Write k and v [T, Hkv, D], made finite, at batch.slots, then attend with q [T, H, D] over each row's pages
+        → [T, H * D]. No row's output depends on cells that are not its own, whatever finite numbers they hold."""
+
+
+def finite(kv: torch.Tensor) -> torch.Tensor:
+    """A copy with 0 for NaN and infinities: what one request's numbers broke must not reach the next owner of its page."""
+    return torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)

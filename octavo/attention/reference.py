@@ -3,6 +3,7 @@ Knows nothing of speed."""
 
 import torch
 
+from octavo.attention.base import finite
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -29,7 +30,7 @@ class ReferenceAttention:
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
         kv = self._kv[layer]
         page_size = kv.shape[1]
-        kv[batch.slots // page_size, batch.slots % page_size] = torch.stack((k, v), dim=1).to(kv.dtype)
+        kv[batch.slots // page_size, batch.slots % page_size] = finite(torch.stack((k, v), dim=1).to(kv.dtype))
         output = torch.empty_like(q)
         for row in range(batch.num_rows):
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from octavo.attention.base import finite
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -24,7 +25,7 @@ class _DecodeGroup:
 
     tokens: torch.Tensor | None  # [B] indices into T; None: all decode rows in their order
     runs: torch.Tensor  # [2 * B * Hkv * M] which runs of the store hold the rows' keys, then their values
-    bias: torch.Tensor  # [B, 1, M * page_size] 0 where a row has a token, -inf where not
+    empty: tuple[torch.Tensor | slice, ...]  # rows, heads, positions whose cells hold no token of the row
     num_rows: int
 
 
@@ -103,9 +104,12 @@ class TorchCpuAttention:
         lengths = batch.seq_lens[: len(rows)] if is_whole else batch.seq_lens[index]
         num_pages = -(-max(batch.seq_lens_host[row] for row in rows) // self._page_size)
         runs = self._runs_of(table[:, :num_pages])
-        is_empty = torch.arange(num_pages * self._page_size) >= lengths[:, None]
-        bias = torch.zeros(is_empty.shape, dtype=self._dtype).masked_fill_(is_empty, float("-inf"))
-        return _DecodeGroup(None if is_whole else index, runs, bias[:, None], len(rows))
+        empty: tuple[torch.Tensor | slice, ...] = (slice(None), slice(None), slice(batch.seq_lens_host[rows[0]], None))
+        if len(rows) > 1:
+            is_empty = torch.arange(num_pages * self._page_size) >= lengths[:, None]
+            empty_rows, empty_positions = is_empty.nonzero().unbind(1)
+            empty = (empty_rows, slice(None), empty_positions)
+        return _DecodeGroup(None if is_whole else index, runs, empty, len(rows))
 
     def _plan_long_row(self, batch: Batch, row: int, first: int, last: int) -> _LongRow:
         length = batch.seq_lens_host[row]
@@ -125,7 +129,8 @@ class TorchCpuAttention:
     # ── once a layer ────────────────────────────────────────────────────────────────────────────────
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        self._cells[layer].index_put_(self._written, _joined(k, v))
+        kv = finite(_joined(k, v))
+        self._cells[layer].index_put_(self._written, kv)
         if not self._long_rows and len(self._decodes) == 1:
             return self._decode(layer, self._decodes[0], q)
         output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
@@ -136,7 +141,7 @@ class TorchCpuAttention:
                 output.index_copy_(0, group.tokens, self._decode(layer, group, q.index_select(0, group.tokens)))
         for row in self._long_rows:
             part = slice(row.first, row.last)
-            output[part] = self._attend_long(layer, row, q[part], k[part], v[part])
+            output[part] = self._attend_long(layer, row, q[part], kv[part])
         return output
 
     def _decode(self, layer: int, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
@@ -147,16 +152,16 @@ class TorchCpuAttention:
         keys, values = gathered.view(2, num_groups, -1, head_size)
         queries = q.reshape(num_groups, -1, head_size)
         scores = torch.bmm(queries * head_size**-0.5, keys.transpose(1, 2))
-        scores.view(num_rows, num_heads, -1).add_(group.bias)
+        # Set, not added to: these cells hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
+        # By index: they are few, and masked_fill_, which goes through all, takes five to twenty times as long.
+        scores.view(num_rows, num_heads, -1)[group.empty] = float("-inf")
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return torch.bmm(weights, values).view(num_rows, num_heads * head_size)
 
-    def _attend_long(
-        self, layer: int, row: _LongRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """q [N, H, D], k and v [N, Hkv, D] of this step → [N, H * D]."""
+    def _attend_long(self, layer: int, row: _LongRow, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """q [N, H, D], kv [N, 2 Hkv, D] of this step → [N, H * D]."""
         if row.runs is None:
-            keys, values = k.transpose(0, 1), v.transpose(0, 1)  # [Hkv, N, D]
+            keys, values = kv.transpose(0, 1).chunk(2)  # [Hkv, N, D]
         else:
             gathered = self._runs[layer].index_select(0, row.runs)
             keys, values = gathered.view(2, self._num_kv_heads, -1, q.shape[-1])[:, :, : row.length]
@@ -166,7 +171,7 @@ class TorchCpuAttention:
             values[None],
             attn_mask=row.bias,
             is_causal=row.runs is None,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=q.shape[1] != self._num_kv_heads,
         )
         return attended[0].transpose(0, 1).flatten(1)
 

@@ -77,7 +77,7 @@ class Runner:
         limits, page_size = self.limits, self.config.cache.page_size
         dtype: torch.dtype = getattr(torch, limits.dtype)
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
-            # Zeros: a page's unwritten slots are read and masked, and nothing masks a NaN that memory happened to hold.
+            # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
             layers = [self.device.zeros(self._store_shape(num_pages), dtype) for _ in range(self.spec.num_layers)]
             host_layers = [
                 self.device.pinned(self._store_shape(num_host_pages), dtype)

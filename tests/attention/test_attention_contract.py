@@ -42,8 +42,9 @@ def attend(
     page_size: int,
     dtype: torch.dtype,
     seed: int,
+    broken_share: float = 0.0,
 ) -> torch.Tensor:
-    """All layers' outputs of the mixed step, over stores full of stale numbers."""
+    """All layers' outputs of the mixed step, over stores full of stale numbers. Some keys and values may be broken."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = rng.sample(range(1, num_pages), num_pages - 1)
@@ -55,7 +56,11 @@ def attend(
     def random_heads(num_tokens: int) -> list[torch.Tensor]:
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         heads = torch.randn(num_tokens, sum(counts), spec.head_size, generator=generator).to(dtype)
-        return list(heads.split(counts, dim=1))
+        q, k, v = heads.split(counts, dim=1)
+        if broken_share:
+            for part, value in itertools.product((k, v), (torch.nan, torch.inf, -torch.inf)):
+                part.masked_fill_(torch.rand(part.shape, generator=generator) < broken_share, value)
+        return [q, k, v]
 
     for row, (before, _) in zip(rows, mix, strict=True):
         if before:
@@ -115,3 +120,58 @@ def test_choice_by_name_and_by_device() -> None:
         choose(spec, CPU, torch.float32, "flash")
     with pytest.raises(ConfigError, match=r"torch_cpu: it runs on CPUs, not on meta"):
         choose(spec, torch.device("meta"), torch.float32, "torch_cpu")
+
+
+def run_step(
+    backend: AttentionBackend, spec: ModelSpec, steps: list[tuple[Row, int]], heads: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    batch = make_batch(steps, page_size)
+    backend.plan(batch)
+    return backend.run(0, *heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1), batch)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_broken_numbers_stay_its_own(backend: str, value: float, dtype: torch.dtype) -> None:
+    """Row `broken` shares steps with others that are padded with its page (0), then its pages get a new owner."""
+    spec, page_size = make_spec((4, 2, 8), num_layers=1), 4
+    generator = torch.Generator().manual_seed(31)
+    numbers = [
+        torch.randn(count, 8, 8, generator=generator).to(dtype) for count in (14, 3, 3, 5, 1)
+    ]  # tokens of each step
+
+    def outputs(is_broken: bool) -> list[torch.Tensor]:
+        tested = choose(spec, CPU, dtype, backend)
+        tested.bind([torch.zeros(tested.kv_shape(spec, 12, page_size, 1), dtype=dtype)])
+        broken, short, long = Row([0] * 16, [0, 9]), Row([0] * 16, [5]), Row([0] * 16, [3, 7, 2])
+        heads = [part.clone() for part in numbers]
+        if is_broken:
+            heads[0][:6, 4:, ::2] = value  # keys and values of its prompt …
+            heads[0][:6, 4:, 1::2] = -value
+            heads[1][0, 4:] = value  # … and of two decode steps
+            heads[2][0, 4:] = value
+        found = [run_step(tested, spec, [(broken, 6), (short, 2), (long, 6)], heads[0], page_size)[6:]]
+        for step in (1, 2):  # `short` is padded with page 0 up to `long`'s pages
+            steps = [(broken, 1), (short, 1), (long, 1)]
+            found.append(run_step(tested, spec, steps, heads[step], page_size)[1:])
+        later = Row([0] * 16, [0, 9])  # writes 6 of the 8 cells: the others still hold what `broken` wrote
+        found.append(run_step(tested, spec, [(later, 5)], heads[3], page_size))
+        found.append(run_step(tested, spec, [(later, 1)], heads[4], page_size))
+        return found
+
+    for step, (found, expected) in enumerate(zip(outputs(True), outputs(False), strict=True)):
+        assert expected.isfinite().all()
+        assert torch.equal(found, expected), f"step {step}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mix", ["everything", "one prompt"])
+def test_non_finite_keys_and_values_count_as_zero_in_every_backend(backend: str, mix: str) -> None:
+    spec = make_spec((4, 2, 8))
+    found, expected = (
+        attend(choose(spec, CPU, torch.float32, name), spec, MIXES[mix], 4, torch.float32, seed=11, broken_share=0.1)
+        for name in (backend, "reference")
+    )
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
