@@ -17,7 +17,7 @@ _TIERS = (128, 1024, 8192)  # candidates looked at first; a row that needs more 
 class Draws:
     """What G rows ask for; every field is [G] and float64, except top_k."""
 
-    temperature: torch.Tensor  # above 0
+    temperature: torch.Tensor  # above 0, also as float32
     top_k: torch.Tensor  # int64; the vocabulary's size: no limit
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -28,7 +28,9 @@ class Draws:
 
 
 def draw_from_all(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """One id per row [G] from logits [G, V] where neither top_k nor top_p applies: no sort, no search."""
+    """One id per row [G] from logits [G, V] where neither top_k nor top_p applies: no sort, no search.
+
+    Logits: no NaN, and a finite maximum in each row."""
     weights = _weights(logits, draws)
     sums = _chunk_sums(weights)  # [G, C] float64
     cdf = sums.cumsum(-1)
@@ -38,12 +40,14 @@ def draw_from_all(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     inner = weights.gather(1, columns.clamp(max=weights.shape[1] - 1)).masked_fill_(columns >= weights.shape[1], 0.0)
     inner_cdf = inner.double().cumsum(-1)
     index = _first_above(inner_cdf, draws.uniform * cdf[:, -1] - below)
-    # Never beyond the vocabulary, not even for NaN: the id is looked up in the next step, together with everybody else's.
+    # Never beyond the vocabulary, whatever came in: the id is looked up in the next step, together with everybody else's.
     return (chunk * _CHUNK + index).squeeze(1).clamp_(max=weights.shape[1] - 1)
 
 
 def draw_filtered(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """One id per row [G] from logits [G, V] where top_k or top_p applies, without sorting the vocabulary if it can."""
+    """One id per row [G] from logits [G, V] where top_k or top_p applies, without sorting the vocabulary if it can.
+
+    Logits: no NaN, and a finite maximum in each row."""
     vocab_size = logits.shape[1]
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     todo = torch.arange(len(logits), device=logits.device)

@@ -1,5 +1,8 @@
 """Sampler: logits of the sampled positions → one token each.
-Knows nothing of requests or pages; reads rows' parameters from SamplingState and their tokens from the token table."""
+Knows nothing of requests or pages; reads rows' parameters from SamplingState and their tokens from the token table.
+
+Logits that are not numbers still give an id of the vocabulary, by the same rule for every row: NaN counts as -inf, and
++inf as the largest number there is. A row in which nothing is above -inf gets token 0."""
 
 import numpy as np
 import torch
@@ -27,7 +30,7 @@ def sample(
     for group, choose in ((~greedy & filtered, draw_filtered), (~greedy & ~filtered, draw_from_all)):
         if group.any():
             at = torch.from_numpy(group.nonzero()[0]).to(logits.device)
-            result[at] = choose(logits[at].float(), _draws(state, rows[group], lens[group], logits.device))
+            result[at] = choose(_mended(logits[at].float()), _draws(state, rows[group], lens[group], logits.device))
     if greedy.any():
         at = torch.from_numpy(greedy.nonzero()[0]).to(logits.device)
         result[at] = _argmax(logits[at])
@@ -60,9 +63,25 @@ def _draws(state: SamplingState, rows: Ints, lens: Ints, device: torch.device) -
     return Draws(*(torch.from_numpy(column).to(device) for column in columns))
 
 
+def _mended(logits: torch.Tensor) -> torch.Tensor:
+    """The logits [G, V], which may be changed, with a finite maximum in every row and no NaN."""
+    top = logits.amax(-1)  # NaN where any of the row is
+    if bool(top.isfinite().all()):
+        return logits
+    logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
+    hopeless = logits.amax(-1) == -torch.inf
+    logits[:, 0].masked_fill_(hopeless, 0.0)
+    return logits
+
+
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """[S]: the likeliest id of each row; of equals the lowest."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
         # numpy's argmax is vectorised; torch's CPU one takes about ten times as long.
-        return torch.from_numpy(np.argmax(logits.numpy(), axis=-1))
-    return logits.argmax(-1)
+        values = logits.numpy()
+        ids = np.argmax(values, axis=-1)  # of the first NaN, where there is one
+        broken = np.isnan(values[np.arange(len(ids)), ids])
+        if broken.any():
+            ids[broken] = np.argmax(np.nan_to_num(values[broken], nan=-np.inf, posinf=np.inf, neginf=-np.inf), axis=-1)
+        return torch.from_numpy(ids)
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)

@@ -9,6 +9,9 @@ from octavo.messages import SamplingParams
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+# Below this a temperature is 0: a division of float32 logits by it overflows, and by less it is one by zero.
+_LEAST_TEMPERATURE = 1e-5
+
 
 class SamplingState:
     """Columns are indexed by row; a row's values are those of its latest occupant."""
@@ -33,7 +36,7 @@ class SamplingState:
         """Give `row` its new occupant's parameters."""
         limited = 0 < params.top_k < self.vocab_size
         # The most likely token alone is left by a top_k of 1: the same choice as greedy, for the price of one argmax.
-        self.greedy[row] = params.temperature == 0.0 or params.top_k == 1
+        self.greedy[row] = params.temperature < _LEAST_TEMPERATURE or params.top_k == 1
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k if limited else self.vocab_size
         self.top_p[row] = params.top_p

@@ -1,6 +1,7 @@
 """The sampler as the worker calls it: batch mates, greedy rows, penalties, bans."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -123,13 +124,70 @@ def test_a_row_forgets_its_last_occupant() -> None:
     assert len(state.stop_ids[0]) == 0
 
 
-def test_a_broken_models_nan_is_no_crash() -> None:
-    """One request's bad numbers must not end the others: some id of the vocabulary comes out."""
-    state = SamplingState(4, VOCAB)
-    for row, params in enumerate(
-        (SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5), SamplingParams(temperature=0.0))
-    ):
+EVERY_WAY = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=600),
+    SamplingParams(top_p=0.5),
+    SamplingParams(min_p=0.3),
+    SamplingParams(top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5),
+    SamplingParams(temperature=0.0, repetition_penalty=0.7),
+)
+
+
+def sample_every_way(logits: list[float] | torch.Tensor, dtype: torch.dtype = torch.float32) -> list[int]:
+    """The same logits [V] for a row of each kind, with a sound row between any two."""
+    num = len(EVERY_WAY)
+    state = SamplingState(num, VOCAB)
+    for row, params in enumerate(EVERY_WAY):
         state.enter(row, params, row, 1, [])
-    logits = torch.full((4, VOCAB), torch.nan)
-    result = sample(logits, torch.zeros(4, 4, dtype=torch.int32), state, np.arange(4), np.ones(4, dtype=np.int64))
-    assert ((result >= 0) & (result < VOCAB)).all()
+    tokens = torch.zeros(num, 4, dtype=torch.int32)
+    tokens[:] = torch.tensor([1, 0, 3, 650])
+    sound = torch.from_numpy(np.random.default_rng(5).normal(0, 3, (num, VOCAB))).to(dtype)
+    lens = np.full(num, 4)
+    alone = sample(sound.clone(), tokens, state, np.arange(num), lens)
+    both = torch.stack((torch.as_tensor(logits).expand(num, VOCAB).to(dtype), sound), dim=1).flatten(0, 1)
+    result = sample(both, tokens, state, np.arange(num).repeat(2), lens.repeat(2))
+    assert torch.equal(result[1::2], alone)  # nothing comes through to the others
+    return result[::2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_row_without_a_number_gets_token_0(value: float, dtype: torch.dtype) -> None:
+    assert sample_every_way(torch.full((VOCAB,), value), dtype) == [0] * len(EVERY_WAY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_logits_count_as_impossible_and_infinite_ones_as_certain(dtype: torch.dtype) -> None:
+    logits = torch.full((VOCAB,), torch.nan)
+    logits[[3, 650]] = torch.tensor([-3e38, 2.0])
+    assert sample_every_way(logits, dtype) == [650] * len(EVERY_WAY)
+    logits = torch.linspace(-5, 5, VOCAB)
+    logits[[5, 650, 699]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    assert sample_every_way(logits, dtype) == [650] * len(EVERY_WAY)
+
+
+def test_any_mix_of_broken_logits_gives_an_id_of_the_vocabulary() -> None:
+    print("seed 8")
+    rng = np.random.default_rng(8)
+    values = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 0.0, 1.0], dtype=np.float32)
+    for _ in range(50):
+        shares = rng.dirichlet(np.full(len(values), 0.2))  # most of a row is of one or two kinds
+        logits = torch.from_numpy(rng.choice(values, VOCAB, p=shares))
+        possible = {i for i, x in enumerate(logits.tolist()) if x > -np.inf} or {0}
+        assert set(sample_every_way(logits)) <= possible
+
+
+def test_temperatures_too_small_to_divide_by_are_greedy() -> None:
+    rng = np.random.default_rng(9)
+    logits = torch.from_numpy(rng.normal(0, 3, (1, VOCAB)).astype(np.float32))
+    for temperature in (5e-324, 1e-46, 1e-40, 1e-20, 9e-6, 1e-5, 1e-4):
+        for params in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}):
+            state = SamplingState(1, VOCAB)
+            state.enter(0, SamplingParams(temperature=temperature, **params), 3, 1, [])
+            assert state.greedy[0] == (temperature < 1e-5)
+            found = sample(logits.clone(), torch.zeros(1, 4, dtype=torch.int32), state, np.array([0]), np.array([1]))
+            assert found.item() == logits.argmax().item()
