@@ -8,17 +8,17 @@ from torch import nn
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear
 from octavo.layers.packing import PackedRows
-from octavo.layers.sharding import Slot, Slots, share
+from octavo.layers.sharding import Slot, Slots, fill_share, share_size
 
 
 class Embedding(nn.Module):
-    """Each rank holds its share of the vocabulary's rows."""
+    """Each rank holds its share of the vocabulary's rows; where ranks do not divide it, the last hold rows of zeros."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext) -> None:
         super().__init__()
         self.group = context.group
         self.whole_shape = (vocab_size, hidden_size)
-        self.num_rows = vocab_size // context.group.size
+        self.num_rows = share_size(vocab_size, context.group)
         self.first_id = context.group.rank * self.num_rows
         self.weight = context.empty(self.num_rows, hidden_size)
         self._packed: PackedRows | None = None
@@ -37,7 +37,7 @@ class Embedding(nn.Module):
 
     def slots(self, name: str) -> Slots:
         def store(tensor: torch.Tensor) -> None:
-            self.weight.copy_(share(tensor, 0, self.group))
+            fill_share(self.weight, tensor, self.group)
 
         return {f"{name}.weight": Slot(self.whole_shape, store)}
 
@@ -54,13 +54,15 @@ class Head(nn.Module):
         super().__init__()
         self.group = context.group
         self.is_tied = is_tied
+        self.vocab_size = vocab_size
         self.product = ColumnLinear(hidden_size, [vocab_size], context)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden] → [S, vocabulary] float32, the same on every rank."""
         logits: torch.Tensor = self.product(hidden)
         if self.group.size > 1:
-            logits = self.group.all_gather_last(logits)
+            # Shares are equal in size: the padding of the last ones is cut off.
+            logits = self.group.all_gather_last(logits)[:, : self.vocab_size].contiguous()
         return logits.float()
 
     def slots(self, name: str) -> Slots:

@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.packing import can_pack, pack, packed_linear, packed_linear_add
-from octavo.layers.sharding import Slot, Slots, share
+from octavo.layers.sharding import Slot, Slots, fill_share, share, share_size
 
 
 class Linear(nn.Module):
@@ -41,14 +41,16 @@ class Linear(nn.Module):
 
 
 class ColumnLinear(Linear):
-    """Each rank computes its share of the outputs of each part. Parts are checkpoint tensors fused into one product."""
+    """Each rank computes its share of the outputs of each part. Parts are checkpoint tensors fused into one product.
+
+    Where a part does not split evenly, the last ranks' outputs end in zeros; a model that cannot use those checks first."""
 
     def __init__(self, in_features: int, part_sizes: Sequence[int], context: BuildContext, bias: bool = False) -> None:
-        shares = [size // context.group.size for size in part_sizes]
+        shares = [share_size(size, context.group) for size in part_sizes]
         super().__init__(in_features, sum(shares), bias, len(shares), context)
         self.in_features = in_features
         self.part_sizes = tuple(part_sizes)
-        self._ends = [sum(shares[: part + 1]) for part in range(len(shares))]
+        self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
 
     def forward(self, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
         """[T, in] → [T, out / ranks]. `activation`: none or gelu_tanh."""
@@ -59,14 +61,12 @@ class ColumnLinear(Linear):
 
     def fill_weight(self, part: int, tensor: torch.Tensor) -> None:
         """`tensor` is the whole part, [out of the part, in]."""
-        mine = share(tensor, 0, self.group)
-        self.weight[self._ends[part] - mine.shape[0] : self._ends[part]].copy_(mine)
+        fill_share(self.weight[self._rows[part]], tensor, self.group)
         self._filled_part()
 
     def fill_bias(self, part: int, tensor: torch.Tensor) -> None:
         assert self.bias is not None
-        mine = share(tensor, 0, self.group)
-        self.bias[self._ends[part] - mine.shape[0] : self._ends[part]].copy_(mine)
+        fill_share(self.bias[self._rows[part]], tensor, self.group)
 
     def slots(self, *names: str) -> Slots:
         """One name for each part."""

@@ -23,9 +23,23 @@ Slots = dict[str, Slot]  # checkpoint name → slot
 
 
 def share(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """This rank's equal share of a whole tensor along `dim`, as a view."""
-    size = tensor.shape[dim] // group.size
-    return tensor.narrow(dim, group.rank * size, size)
+    """This rank's share of a whole tensor along `dim`, as a view: share_size of it, or what is left for the last ranks."""
+    extent = tensor.shape[dim]
+    size = share_size(extent, group)
+    first = min(group.rank * size, extent)
+    return tensor.narrow(dim, first, min(size, extent - first))
+
+
+def share_size(extent: int, group: Group) -> int:
+    """What each rank makes room for: equal on all of them, so the last may hold padding."""
+    return -(-extent // group.size)
+
+
+def fill_share(target: torch.Tensor, tensor: torch.Tensor, group: Group) -> None:
+    """Put this rank's share of the whole tensor's rows into `target`, and zeros where the last ranks have none."""
+    mine = share(tensor, 0, group)
+    target[: len(mine)].copy_(mine)
+    target[len(mine) :].zero_()
 
 
 def whole(name: str, target: torch.Tensor) -> Slots:

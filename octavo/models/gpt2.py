@@ -97,7 +97,6 @@ class Model(DecoderModel):
             context.group.size,
             n_head=spec.num_heads,
             n_inner=spec.intermediate_size,
-            vocab_size=spec.vocab_size,
         )
         self.attention_backend = context.attention
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)

@@ -84,7 +84,6 @@ class Model(DecoderModel):
             num_attention_heads=spec.num_heads,
             num_key_value_heads=spec.num_kv_heads,
             intermediate_size=spec.intermediate_size,
-            vocab_size=spec.vocab_size,
         )
         self.attention_backend = context.attention
         self.rope = Rope(rope_settings(config), spec.head_size, context.device)

@@ -7,6 +7,7 @@ from octavo import device as devices
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
 from octavo.layers.linear import ColumnLinear, RowLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import Rope, interleave, rope_settings, rotate, split_halves
@@ -45,6 +46,37 @@ def test_column_and_row_shares_add_up_to_the_whole_product() -> None:
     second = torch.cat([output[:, 4:] for output in outputs], dim=1)
     torch.testing.assert_close(first, x @ weights[0].t())
     torch.testing.assert_close(second, x @ weights[1].t())
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(8, 2), (7, 2), (7, 3), (5, 4)])  # of 5 the last of 4 ranks has none
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_vocabulary_need_not_divide_by_the_ranks(
+    vocab_size: int, size: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(3)
+    table, x = torch.randn(vocab_size, 16), torch.randn(3, 16)
+    weight = table if is_tied else torch.randn(vocab_size, 16)
+    ids = torch.arange(vocab_size).flip(0)
+    embedded, shares, heads = torch.zeros(vocab_size, 16), [], []
+    for rank in range(size):
+        context = context_of(rank, size)
+        monkeypatch.setattr(context.group, "all_reduce", lambda tensor: tensor)
+        embedding, head = Embedding(vocab_size, 16, context), Head(16, vocab_size, context, is_tied)
+        for slot in embedding.slots("e").values():
+            slot.store(table)
+        for slot in head.slots("h").values():
+            slot.store(weight)
+        head.tie(embedding)
+        embedded += embedding(ids)
+        heads.append(head)
+        shares.append(head.product(x))
+    assert torch.equal(embedded, table[ids])
+    assert len({share.shape for share in shares}) == 1
+    for head in heads:
+        monkeypatch.setattr(head.group, "all_gather_last", lambda _: torch.cat(shares, dim=-1))
+        logits = head(x)
+        torch.testing.assert_close(logits, x @ weight.t())
+        assert logits.is_contiguous()  # sampling edits it by flat index
 
 
 def test_bias_and_residual_are_counted_once_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

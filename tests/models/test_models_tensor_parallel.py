@@ -18,16 +18,19 @@ from tests.models.walk import build, build_from, greedy, prompts, tensors, walk
     ("make", "changes"),
     [
         (checkpoints.llama, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-        (checkpoints.gpt2, {}),
+        (checkpoints.llama, {"tie_word_embeddings": False, "vocab_size": 161}),
+        (checkpoints.gpt2, {"vocab_size": 161}),
     ],
 )
 def test_two_ranks_equal_one(make: Any, changes: dict[str, Any], tmp_path: Path) -> None:
     reference = make(**changes)
     ours, store = build(reference)
     sequences = prompts(seed=13, lengths=(1, 9, 21))
+    sequences[1][4] = reference.config.vocab_size - 1  # the row next to the padding, where ranks do not divide them
     logits, tokens = walk(ours, store, sequences, seed=2), greedy(ours, store, sequences, 8)
     for rank in run_ranks(tmp_path, 2, reference.config.to_dict(), dict(tensors(reference)), sequences):
         for found, expected in zip(rank["logits"], logits, strict=True):
+            assert found.shape[-1] == reference.config.vocab_size
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert rank["tokens"] == tokens
         assert rank["weights_bytes"] < 0.75 * ours.weights_bytes

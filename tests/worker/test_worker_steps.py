@@ -43,7 +43,7 @@ def expected(started: tuple[LocalExecutor, EngineReport]) -> list[list[int]]:
 
 def test_report_says_what_there_is(started: tuple[LocalExecutor, EngineReport]) -> None:
     report = started[1]
-    assert (report.device, report.dtype, report.vocab_size) == ("cpu (1 thread)", "float32", 160)
+    assert (report.device, report.dtype, report.vocab_size) == ("cpu (1 thread)", "float32", 161)
     assert (report.max_model_len, report.max_num_seqs, report.page_size) == (128, 8, PAGE_SIZE)
     assert report.page_bytes == 2 * 2 * 2 * 8 * 4 * PAGE_SIZE  # layers, K and V, heads, head size, float32
     assert report.num_pages == 8 * 128 // PAGE_SIZE

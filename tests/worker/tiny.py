@@ -14,7 +14,7 @@ from octavo.executor.base import Executor
 from octavo.messages import Entering, PageMove, SamplingParams, StepPlan
 from octavo.weights.source import ModelSource, local
 
-VOCAB_SIZE = 160
+VOCAB_SIZE = 161  # odd: two ranks pad it
 CONTEXT_LEN = 128
 PAGE_SIZE = 4
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _INNER = 32, 2, 4, 2, 48
