@@ -25,6 +25,7 @@ from octavo.worker.main import FAILED
 from octavo.worker.memory import settle
 
 _GRACE = 5.0  # seconds that a rank gets to end by itself
+_STDERR = 2  # ranks print there: this process's stdout may be somebody's protocol
 
 
 class ProcessExecutor:
@@ -156,6 +157,7 @@ class _Rank:
                 [sys.executable, "-P", "-m", "octavo.worker.main", *map(str, fds), str(int(from_main))],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
                 env=_environment(),
             )
         finally:

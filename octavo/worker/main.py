@@ -27,8 +27,10 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     pipe, lifeline, parent_signal = map(int, arguments)
-    # The terminal's Ctrl-C reaches every process of the group; what it means is for the parent to say.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and a service manager's SIGTERM reach every process of the group; what they mean is for the parent to say,
+    # which may still have requests to finish. The order to stop is the lifeline's end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     if parent_signal and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()

@@ -13,7 +13,7 @@ import pytest
 
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.local import LocalExecutor
-from octavo.executor.processes import ProcessExecutor
+from octavo.executor.processes import ProcessExecutor, _Rank
 from octavo.weights.source import ModelSource
 from tests.worker.tiny import GREEDY, MIXED, Driver, random_prompts, tiny_config, write_tiny_llama
 
@@ -84,6 +84,32 @@ def test_a_killed_rank_is_the_engines_death_at_once(executor: ProcessExecutor, v
     processes = pids(executor)
     executor.close()
     assert not any(map(is_alive, processes))
+
+
+def test_a_signal_to_the_whole_group_does_not_cut_the_work_short(executor: ProcessExecutor) -> None:
+    driver = Driver(executor, executor.start().num_pages)
+    sequence = driver.enter(0, PROMPTS[0], GREEDY, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for pid in pids(executor):
+            os.kill(pid, number)
+    assert len(driver.generate([sequence], 4)[0]) == 4
+    processes = pids(executor)
+    began = time.monotonic()
+    executor.close()  # by the lifeline, not by force after a wait
+    assert time.monotonic() - began < 4
+    assert not any(map(is_alive, processes))
+
+
+def test_ranks_print_to_stderr_and_leave_stdout_to_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
+    rank = _Rank(0)
+    try:
+        descriptors = Path(f"/proc/{rank._process.pid}/fd")
+        assert os.path.sameopenfile(1, 2) is False
+        assert os.path.samestat((descriptors / "1").stat(), os.fstat(2))
+        assert os.path.samestat((descriptors / "2").stat(), os.fstat(2))
+    finally:
+        rank.hang_up()
+        rank.end(5)
 
 
 def test_a_ranks_config_error_arrives_as_itself(source: ModelSource) -> None:
