@@ -28,7 +28,7 @@ class Server:
         self._reader.start()
         self.base = ""
         if not self._is_ready.wait(START_LIMIT_S) or not self.base:
-            self.process.kill()
+            self.__exit__()
             raise RuntimeError("the server did not start:\n" + "\n".join(self.lines))
 
     def _read(self) -> None:
@@ -80,13 +80,18 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)
 
-    def kill(self) -> None:
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
                 self.process.kill()
+                self.process.wait()
+        self._reader.join(10)
         self.process.stderr.close()
 
     def _open(self, request: urllib.request.Request) -> tuple[int, str]:

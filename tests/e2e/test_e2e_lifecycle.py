@@ -28,65 +28,68 @@ def stream_story(server: Server, num_tokens: int, into: list[str]) -> None:
 
 
 def test_sigterm_finishes_what_runs_and_a_new_server_takes_the_port():
-    server = Server("--kv-cache-memory-bytes", "256M")
-    port = server.base.rsplit(":", 1)[1]
     answers: list[str] = []
-    threads = [threading.Thread(target=stream_story, args=(server, 24, answers)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    while server.in_use()[0] < 6:
-        time.sleep(0.02)
-    assert server.terminate() == 0, server.lines
-    for thread in threads:
-        thread.join()
+    with Server("--kv-cache-memory-bytes", "256M") as server:
+        port = server.base.rsplit(":", 1)[1]
+        threads = [threading.Thread(target=stream_story, args=(server, 24, answers)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        while server.in_use()[0] < 6:
+            time.sleep(0.02)
+        assert server.terminate() == 0, server.lines
+        for thread in threads:
+            thread.join()
     assert len(answers) == 6 and all(answer.rstrip().endswith("data: [DONE]") for answer in answers)
     assert all('"finish_reason":"length"' in answer.replace(" ", "") for answer in answers)
-    again = Server("--kv-cache-memory-bytes", "256M", "--port", port)
-    try:
+    with Server("--kv-cache-memory-bytes", "256M", "--port", port) as again:
         assert again.base.endswith(f":{port}")
         assert again.get("/health")[0] == 200
         assert again.in_use() == (0, 0, 0)
-    finally:
-        again.kill()
 
 
 def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_code_1():
-    server = Server("--kv-cache-memory-bytes", "256M")
     answers: list[str] = []
-    thread = threading.Thread(target=stream_story, args=(server, 2000, answers))
-    thread.start()
-    while server.in_use()[0] < 1:
-        time.sleep(0.02)
-    subprocess.run(["pkill", "-9", "-P", str(server.process.pid), "-f", "octavo.engine.process"], check=True)
-    thread.join(60)
-    assert '"error"' in answers[0] and "engine" in answers[0]
-    assert server.process.wait(30) == 1
+    with Server("--kv-cache-memory-bytes", "256M") as server:
+        thread = threading.Thread(target=stream_story, args=(server, 2000, answers))
+        thread.start()
+        while server.in_use()[0] < 1:
+            time.sleep(0.02)
+        subprocess.run(["pkill", "-9", "-P", str(server.process.pid), "-f", "octavo.engine.process"], check=True)
+        thread.join(60)
+        assert '"error"' in answers[0] and "engine" in answers[0]
+        assert server.process.wait(30) == 1
     assert any("killed by SIGKILL" in line for line in server.lines)
 
 
 def test_no_process_outlives_a_killed_supervisor():
-    server = Server("--kv-cache-memory-bytes", "256M")
-    children = subprocess.run(
-        ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert len(children) == 2
-    server.process.kill()
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{child}").exists() for child in children)
+    with Server("--kv-cache-memory-bytes", "256M") as server:
+        pids = ["pgrep", "-P", str(server.process.pid)]
+        children = subprocess.run(pids, capture_output=True, text=True, check=True).stdout.split()
+        assert len(children) == 2
+        server.process.kill()
+        server.process.wait()
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
 def test_the_api_key_covers_every_route_but_health():
-    server = Server("--kv-cache-memory-bytes", "256M", environment={"OCTAVO_API_KEY": "sesame"})
-    try:
+    with Server("--kv-cache-memory-bytes", "256M", environment={"OCTAVO_API_KEY": "sesame"}) as server:
         assert server.get("/health")[0] == 200
         for path in ("/v1/models", "/metrics", "/version", "/nowhere"):
             status, text = server.get(path)
             assert status == 401 and "API key" in json.loads(text)["error"]["message"], path
         assert server.get("/v1/models", Authorization="Bearer sesame")[0] == 200
-    finally:
-        server.kill()
+
+
+def test_three_ranks_serve():
+    """SmolLM2 has three KV heads: three ranks share it."""
+    with Server("--kv-cache-memory-bytes", "256M", "--tensor-parallel-size", "3") as server:
+        body = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        status, text = server.post("/v1/completions", body)
+        assert status == 200 and "Paris" in text, text
+        assert server.terminate() == 0, server.lines
 
 
 def fail_to_serve(*arguments: str) -> str:
