@@ -16,7 +16,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How to choose tokens. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
 
     n: int = 1  # independent samples of one prompt
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0 (anything below 1e-5): greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: the whole vocabulary
     min_p: float = 0.0
