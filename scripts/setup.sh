@@ -23,13 +23,14 @@ make_venv() {
     local python log
     python=$(find_python) || exit 2
     say "creating $venv with $("$python" --version)"
-    if ! log=$("$python" -m venv --clear "$venv" 2>&1); then
-        rm -rf "$venv"
-        if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-            fail "Python's venv module is missing: sudo apt install $(basename "$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')")-venv"
-        fi
-        fail "cannot create $venv: $(tail -1 <<<"$log")"
+    if log=$("$python" -m venv --clear "$venv" 2>&1); then return; fi
+    # Debian keeps ensurepip in a package of its own; where pip itself is there, it can install itself into the environment.
+    if log=$("$python" -m venv --clear --without-pip "$venv" 2>&1 && "$python" -m pip --python "$venv/bin/python" install pip 2>&1); then return; fi
+    rm -rf "$venv"
+    if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+        fail "neither pip nor Python's ensurepip is there: sudo apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     fi
+    fail "cannot create $venv: $(tail -1 <<<"$log")"
 }
 
 # pip's own output goes to a log; on a terminal one line shows where it is.

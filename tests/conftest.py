@@ -1,5 +1,15 @@
-"""Before anything imports torch: its threads spin only briefly, as in the engine (see octavo/engine/build.py)."""
+"""What every test stands on: the CPU, threads that spin briefly, and no leftovers of the person's own environment."""
 
 import os
 
+# As in the engine (octavo/engine/build.py); read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# Calls to servers on this machine never go through a proxy, and those servers ask for no key.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
+os.environ.pop("OCTAVO_API_KEY", None)
+
+
+def pytest_configure(config):
+    """A GPU is for the tests that ask for one: `pytest -m gpu`."""
+    if "gpu" not in config.getoption("markexpr", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

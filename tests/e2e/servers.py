@@ -10,6 +10,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
+
+
+def is_alive(pid: int) -> bool:
+    """A process that ended and that nobody has asked after yet counts as gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
 
 START_LIMIT_S = 180  # a busy machine is slow; a healthy start takes seconds
 
@@ -75,6 +85,18 @@ class Server:
         while (state := self.in_use()) != (0, 0, 0) and time.monotonic() < deadline:
             time.sleep(0.05)
         return state
+
+    def wait_until_running(self, num_requests: int, limit_s: float = 60) -> None:
+        deadline = time.monotonic() + limit_s
+        while self.in_use()[0] < num_requests:
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.02)
+
+    def children(self) -> dict[int, str]:
+        """Processes it started: number → command line."""
+        pid = self.process.pid
+        numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {int(n): Path(f"/proc/{n}/cmdline").read_text().replace("\0", " ") for n in numbers}
 
     def terminate(self, limit_s: float = 60) -> int:
         self.process.send_signal(signal.SIGTERM)
