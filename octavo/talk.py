@@ -1,6 +1,7 @@
 """A conversation in the terminal, with a model in this process or behind any OpenAI-compatible URL.
 Knows nothing of flags, and of the engine only LLM's two streaming verbs."""
 
+import http.client
 import json
 import sys
 import urllib.error
@@ -56,14 +57,13 @@ class RemoteModel:
     """A model behind an OpenAI-compatible URL, spoken to with nothing but the standard library."""
 
     def __init__(self, url: str, model: str, api_key: str, sampling: Mapping[str, Any]) -> None:
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {url!r} is not a URL: give http://HOST:PORT")
-        self._base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}/v1"
+        parts, host = _split(url)
+        path = urllib.parse.quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
+        self._base = f"{parts.scheme}://{parts.netloc}{path}/v1"
         self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+            {"Authorization": f"Bearer {_header_text(api_key)}"} if api_key else {}
         )
-        loopback = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        loopback = host in ("localhost", "::1") or host.startswith("127.")
         # A proxy has no business between us and a server on this machine.
         proxies = [urllib.request.ProxyHandler({})] if loopback else []
         self._opener = urllib.request.build_opener(*proxies)
@@ -72,48 +72,103 @@ class RemoteModel:
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
         for chunk in self._events("/chat/completions", {"messages": messages}):
-            for choice in chunk.get("choices", []):
+            for choice in chunk.get("choices") or []:
                 yield (choice.get("delta") or {}).get("content") or ""
 
     def complete(self, prompt: str) -> Iterator[str]:
         for chunk in self._events("/completions", {"prompt": prompt}):
-            for choice in chunk.get("choices", []):
+            for choice in chunk.get("choices") or []:
                 yield choice.get("text") or ""
 
     def _first_model(self) -> str:
         with self._open("/models", None) as response:
-            models = json.load(response).get("data", [])
-        if not models:
-            raise RequestFailed(f"{self._base} serves no model")
-        return str(models[0]["id"])
+            try:
+                models = json.load(response)["data"]
+                if models:
+                    return str(models[0]["id"])
+            except (OSError, http.client.HTTPException) as error:
+                raise self._ended_early(error) from None
+            except (ValueError, KeyError, TypeError):
+                raise RequestFailed(
+                    f"{self._base}/models lists no model: is this an OpenAI-compatible server?"
+                ) from None
+        raise RequestFailed(f"{self._base} serves no model")
 
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         body = {"model": self._model, "stream": True} | self._sampling | body
         with self._open(path, json.dumps(body).encode()) as response:
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise RequestFailed(_error_text(chunk))
-                yield chunk
-        raise RequestFailed(f"{self._base} ended the answer early")
+            try:
+                for line in response:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    yield self._chunk(data)
+            except (OSError, http.client.HTTPException) as error:
+                raise self._ended_early(error) from None
+        raise self._ended_early()
+
+    def _chunk(self, data: bytes) -> dict[str, Any]:
+        try:
+            chunk = json.loads(data)
+        except ValueError:
+            chunk = None
+        if not isinstance(chunk, dict):
+            raise RequestFailed(f"{self._base} sent an event that is not a JSON object: {data[:100]!r}")
+        if "error" in chunk:
+            raise RequestFailed(_error_text(chunk))
+        return chunk
 
     def _open(self, path: str, body: bytes | None) -> Any:
         request = urllib.request.Request(self._base + path, body, self._headers)
         try:
             return self._opener.open(request)
         except urllib.error.HTTPError as error:
-            with error:
-                text = error.read().decode(errors="replace")
-            with suppress(ValueError):
-                text = _error_text(json.loads(text))
-            raise RequestFailed(f"{self._base}{path} answered {error.code}: {text[:500] or error.reason}") from None
-        except urllib.error.URLError as error:
-            raise EngineUnavailable(f"cannot reach {self._base}: {error.reason}; is the server running?") from None
+            raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None
+        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver can be asked for
+            reason = getattr(error, "reason", error)
+            raise EngineUnavailable(f"cannot reach {self._base}: {reason}; is the server running?") from None
+        except http.client.HTTPException as error:
+            raise EngineUnavailable(f"{self._base} does not answer in HTTP: {_one_line(error)}") from None
+
+    def _ended_early(self, error: Exception | None = None) -> RequestFailed:
+        return RequestFailed(f"{self._base} ended the answer early{f': {_one_line(error)}' if error else ''}")
+
+
+def _split(url: str) -> tuple[urllib.parse.SplitResult, str]:
+    """The parts of a usable base URL, and its host."""
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and not any(c.isspace() for c in parts.netloc)
+        parts.port  # noqa: B018 read for its check: it raises where the port is no number
+    except ValueError:
+        usable = False
+    if not usable or not parts.hostname:
+        raise ConfigError(f"--url {url!r} is not a URL: give http://HOST:PORT")
+    return parts, parts.hostname
+
+
+def _header_text(api_key: str) -> str:
+    """The key such that http.client, which writes headers in Latin-1, sends its bytes in UTF-8."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in api_key):
+        raise ConfigError(
+            "the API key holds a line break or another control character: check --api-key and OCTAVO_API_KEY"
+        )
+    return api_key.encode(errors="surrogateescape").decode("latin-1")
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    text = ""
+    with error, suppress(OSError, http.client.HTTPException):
+        text = error.read().decode(errors="replace")
+    with suppress(ValueError):
+        text = _error_text(json.loads(text))
+    return text[:500] or str(error.reason)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _error_text(body: Any) -> str:
@@ -165,7 +220,7 @@ def _turn(model: TalkModel, history: list[Message], question: str) -> bool:
         pass
     except OctavoError as error:
         history.pop()  # a turn the model never saw must not be in the way of the next one
-        print(f"{answer and chr(10)}octavo: error: {error.message}", file=sys.stderr)
+        print(f"{answer and chr(10)}octavo: error: {' '.join(error.message.split())}", file=sys.stderr)
         return False
     print()
     history.append({"role": "assistant", "content": answer})

@@ -3,6 +3,7 @@ Knows nothing of the engine: the server here is a few lines of standard library 
 
 import http.server
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ class Echo(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
-        if self.key and self.headers["Authorization"] != f"Bearer {self.key}":
+        if self.key and self.headers["Authorization"] != f"Bearer {self.key}".encode().decode("latin-1"):
             error = {
                 "error": {"message": "the key is wrong", "type": "authentication_error", "param": None, "code": None}
             }
@@ -85,6 +86,9 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         (["complete", ""], "the prompt is empty: give a text to continue"),
         (["chat", "--api-key", "k"], "--api-key is for a server: give its --url as well"),
         (["chat", "--url", "ftp://x"], "--url 'ftp://x' is not a URL: give http://HOST:PORT"),
+        (["chat", "--url", "http://127.0.0.1:abc"], "--url 'http://127.0.0.1:abc' is not a URL: give http://HOST:PORT"),
+        (["chat", "--url", "http://[::1"], "--url 'http://[::1' is not a URL: give http://HOST:PORT"),
+        (["chat", "--url", "x", "--api-key", "a\nb"], "the API key holds a line break or another control character: check --api-key and OCTAVO_API_KEY"),
         (["chat", "--url", "localhost:1", "--dtype", "float32"], "--dtype has no effect on the server at --url: leave it out"),
         (["complete", "x", "--temperature", "-1"], "--temperature must be between 0 and 100, got -1.0"),
         (["bench", "serve", "--goodput", "ttft"], "--goodput: 'ttft' is not a service level: give NAME:MILLISECONDS, NAME being ttft, tpot, e2el"),
@@ -204,10 +208,81 @@ def test_the_servers_refusal_is_passed_on(server: tuple[str, type[Echo]]) -> Non
     assert octavo("complete", "x", "--url", url, "--api-key", "right").stdout == "x"
 
 
+def test_a_key_beyond_ascii_is_sent_in_utf8(server: tuple[str, type[Echo]]) -> None:
+    url, handler = server
+    handler.key = "clé-日"
+    done = octavo("complete", "x", "--url", url, "--api-key", handler.key)
+    assert (done.stdout, done.stderr, done.returncode) == ("x", "", 0)
+
+
 def test_nobody_listens() -> None:
     done = octavo("chat", "--url", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert done.stderr.startswith("octavo: error: cannot reach http://127.0.0.1:9/v1: ")
+
+
+def _answering(answers: list[bytes]) -> tuple[str, threading.Thread]:
+    """A server that gives each connection the next of these bytes and closes it."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with listening:
+            for answer in answers:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):  # a close with bytes unread would be a reset
+                        pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    return f"http://127.0.0.1:{listening.getsockname()[1]}", thread
+
+
+def _whole(body: bytes, head: bytes = b"HTTP/1.1 200 OK") -> bytes:
+    return b"%s\r\nContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
+
+
+MODELS = _whole(b'{"data": [{"id": "m"}]}')
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'data: {"choices": [{"text": "so"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("answers", "message", "printed"),
+    [
+        ([b"SSH-2.0-OpenSSH\r\n"], "{url}/v1 does not answer in HTTP: SSH-2.0-OpenSSH", ""),
+        ([b""], "cannot reach {url}/v1: Remote end closed connection without response; is the server running?", ""),
+        ([_whole(b"<html>")], "{url}/v1/models lists no model: is this an OpenAI-compatible server?", ""),
+        ([_whole(b"[]")], "{url}/v1/models lists no model: is this an OpenAI-compatible server?", ""),
+        ([_whole(b'{"data": []}')], "{url}/v1 serves no model", ""),
+        ([MODELS[:-5]], "{url}/v1 ended the answer early: IncompleteRead(18 bytes read, 5 more expected)", ""),
+        (
+            [_whole(b"gone", b"HTTP/1.1 502 Bad Gateway")[:-4]],
+            "{url}/v1/models answered 502: Bad Gateway",
+            "",
+        ),
+        (
+            [MODELS, STREAM + b"%x\r\n%s\r\n" % (len(EVENT), EVENT) + b"ff\r\ndata: {"],
+            "{url}/v1 ended the answer early",
+            "so",
+        ),
+        ([MODELS, _whole(b"data: {oops\n\n")], "{url}/v1 sent an event that is not a JSON object: b'{{oops'", ""),
+        ([MODELS, _whole(b"data: 5\n\n")], "{url}/v1 sent an event that is not a JSON object: b'5'", ""),
+    ],
+    ids=["no http", "closed", "html", "list", "no model", "models cut", "refusal cut", "stream cut", "no json", "number"],
+)  # fmt: skip
+def test_a_broken_answer_is_one_line(
+    answers: list[bytes], message: str, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, thread = _answering(answers)
+    assert cli.main(["complete", "x", "--url", url]) == 1
+    out, err = capsys.readouterr()
+    assert err.strip().startswith(f"octavo: error: {message.format(url=url)}") and err.count("\n") == 1
+    assert out == printed
+    thread.join(10)
 
 
 # ── Ctrl-C ──────────────────────────────────────────────────────────────────────────────────────────
