@@ -30,10 +30,12 @@ class Subject:
         seed = options.get("seed", 0)
         self.prompts = id_prompts(num_prompts, arguments.input_len, shared_len, report.vocab_size, seed)
         self._params = _exactly(arguments.output_len)
+        # Never longer than what is measured: only that was checked against the context.
+        self._warmup_params = _exactly(min(WARMUP_TOKENS, arguments.output_len))
 
     def warm_up(self) -> None:
         """Pays what only the first request pays: allocations, lazy initialisation."""
-        self.llm.generate([self.prompts[0]], _exactly(WARMUP_TOKENS), use_tqdm=False)
+        self.llm.generate([self.prompts[0]], self._warmup_params, use_tqdm=False)
 
     def time_together(self, use_tqdm: bool = False) -> float:
         """Seconds from handing all prompts over at once to the last token."""

@@ -74,6 +74,11 @@ def test_latency(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 requests, 8 tokens in, 4 out, 5 times" in capsys.readouterr().out
 
 
+def test_the_warm_up_fits_where_the_measured_requests_fit(model: Path) -> None:
+    result = bench(model, "throughput", "--num-prompts", "1", "--input-len", "126", "--output-len", "2")
+    assert result["figures"]["seconds"] > 0  # 128 tokens, the whole context
+
+
 def test_lengths_that_cannot_fit_are_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
         "bench",
