@@ -97,8 +97,18 @@ def _processor() -> str:
 
 def check_writable(path: str | None) -> None:
     """Before anything is measured: an hour's figures must not be lost to a mistyped folder."""
-    if path and not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--result {path}: the folder {Path(path).absolute().parent} does not exist")
+    if not path:
+        return
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise ConfigError(f"--result {path}: the folder {folder} does not exist")
+    is_new = not os.path.lexists(path)
+    try:
+        with open(path, "a"):  # to append, so that earlier results stay until there are new ones
+            pass
+        if is_new:
+            os.unlink(path)  # a run that fails leaves no empty file
+    except OSError as error:
+        raise ConfigError(f"--result {path} cannot be written: {error.strerror}") from None
 
 
 def write(path: str | None, results: dict[str, Any]) -> None:

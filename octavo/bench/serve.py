@@ -51,7 +51,7 @@ class Record:
 
     started: float
     first: float = 0.0  # first text
-    ended: float = 0.0  # last choice
+    ended: float = 0.0  # last choice, or the failure
     gaps: list[float] = field(default_factory=list)  # between one text and the next
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -59,12 +59,14 @@ class Record:
     error: str = ""
 
     @property
-    def ttft(self) -> float:
-        return self.first - self.started
+    def ttft(self) -> float | None:
+        """None where no text came."""
+        return self.first - self.started if self.first else None
 
     @property
-    def latency(self) -> float:
-        return self.ended - self.started
+    def latency(self) -> float | None:
+        """None for a failed request: the time until it failed is not how long an answer takes."""
+        return None if self.error else self.ended - self.started
 
     @property
     def tpot(self) -> float | None:
@@ -100,11 +102,13 @@ class Sender:
             async with asyncio.timeout(self._timeout):
                 await self._receive(body, record)
         except HTTPFailure as failure:
-            record.error = f"HTTP {failure.status}: {_message(str(failure))}" if failure.status else str(failure)
+            record.error = _describe(failure)
         except TimeoutError:
             record.error = f"no end within {self._timeout:g} s"
         except (OSError, msgspec.MsgspecError) as error:
             record.error = f"{type(error).__name__}: {error}"
+        if record.error:
+            record.ended = time.perf_counter()
         return record
 
     async def _receive(self, body: bytes, record: Record) -> None:
@@ -134,11 +138,16 @@ class Sender:
                     record.ended = now
         if not record.ended:
             record.error = "the stream ended without an answer"
-        elif not done:
+            return
+        if not done:
             record.error = "the stream ended without [DONE]"
         record.first = record.first or record.ended  # an answer without text: its end is all there is
         if not record.has_usage:
             record.output_tokens = num_texts
+
+
+def _describe(failure: HTTPFailure) -> str:
+    return f"HTTP {failure.status}: {_message(str(failure))}" if failure.status else str(failure)
 
 
 def _message(text: str) -> str:
@@ -175,14 +184,15 @@ async def drive(sender: Sender, load: Workload, max_concurrency: int | None, pro
 
 def is_good(record: Record, levels: dict[str, float]) -> bool:
     """Whether a request met every service level, given in milliseconds."""
-    took = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
-    return not record.error and all(took[name] * 1000 <= limit for name, limit in levels.items())
+    took = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
+    return not record.error and all((took[name] or 0.0) * 1000 <= limit for name, limit in levels.items())
 
 
 def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
-    """The figures of a run. Rates are over the time from the first request to the last answer."""
+    """The figures of a run. Rates are over the time from the first request to the last end, be it an answer's
+    or a failure's: a server that lets requests time out must not look faster for it."""
     good = [r for r in records if not r.error]
-    seconds = max((r.ended for r in good), default=0.0) - min(r.started for r in records) if good else 0.0
+    seconds = max(r.ended for r in records) - min(r.started for r in records)
     rate = (lambda amount: round(amount / seconds, 3)) if seconds > 0 else (lambda amount: 0.0)
     output = sum(r.output_tokens for r in good)
     prompt = sum(r.prompt_tokens for r in good)
@@ -199,10 +209,10 @@ def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
         "total_tokens_per_second": rate(prompt + output),
         "goodput_requests_per_second": rate(sum(is_good(r, levels) for r in records)) if levels else None,
         "goodput_levels_ms": levels,
-        "ttft_ms": report.spread([r.ttft for r in good]),
+        "ttft_ms": report.spread([r.ttft for r in good if r.ttft is not None]),
         "tpot_ms": report.spread([r.tpot for r in good if r.tpot is not None]),
         "itl_ms": report.spread([gap for r in good for gap in r.gaps]),
-        "e2el_ms": report.spread([r.latency for r in good]),
+        "e2el_ms": report.spread([r.latency for r in good if r.latency is not None]),
     }
 
 
@@ -289,7 +299,7 @@ async def _first_model(client: Client, url: str) -> str:
     except OSError as error:
         raise EngineUnavailable(f"cannot reach {url}: {error}; is the server running?") from None
     except HTTPFailure as failure:
-        raise RequestFailed(f"{url}/v1/models answered {failure.status}: {_message(str(failure))}") from None
+        raise RequestFailed(f"{url}/v1/models: {_describe(failure)}") from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise RequestFailed(f"{url}/v1/models lists no model: name one with --model") from None
 

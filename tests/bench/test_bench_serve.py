@@ -15,10 +15,10 @@ import pytest
 
 from octavo import cli
 from octavo.bench import report, serve
-from octavo.bench.http_stream import Client, HTTPFailure, Target
+from octavo.bench.http_stream import Client, Target
 from octavo.bench.serve import Record, Sender, drive, is_good, judge
 from octavo.bench.workload import WORDS, Workload, id_prompts, poisson_arrivals, word_prompts
-from octavo.errors import ConfigError, EngineUnavailable, RequestFailed
+from octavo.errors import ConfigError
 
 FIRST, GAP = 0.06, 0.02  # seconds the scripted server waits before the first and before each later token
 
@@ -264,6 +264,25 @@ def test_figures_of_a_known_run() -> None:
     assert figures["tpot_ms"]["p50"] == 100.0
 
 
+def test_failures_are_part_of_the_time() -> None:
+    timed_out = Record(100.5, ended=110.0, error="no end within 9.5 s")
+    figures = judge([record(100.0, 0.2, 1.0, 20), timed_out], {"ttft": 300.0})
+    assert figures["seconds"] == 10.0
+    assert figures["requests_per_second"] == figures["goodput_requests_per_second"] == 0.1
+    assert figures["output_tokens_per_second"] == 2.0
+    assert figures["e2el_ms"]["p99"] == 1000.0
+
+
+async def test_a_failure_ends_when_it_fails() -> None:
+    async with running() as (url, _):
+        hung, broken = await send_all(url, ["HANG", "BREAK"], "--timeout", "0.5")
+    assert 0.5 <= hung.ended - hung.started < 1.5
+    assert (hung.ttft, hung.latency) == (None, None)
+    assert broken.ttft is not None and FIRST <= broken.ttft <= broken.ended - broken.started
+    assert broken.latency is None
+    assert judge([hung, broken], {})["seconds"] >= 0.5
+
+
 def test_goodput_needs_every_level() -> None:
     answer = record(0.0, 0.2, 1.2, 11)
     assert is_good(answer, {"ttft": 200.001, "tpot": 100.001, "e2el": 1200.001})
@@ -328,13 +347,19 @@ async def test_ids_are_sent_as_ids() -> None:
     assert all(len(body["prompt"]) == 7 and max(body["prompt"]) < 100 for body in scripted.bodies)
 
 
-async def test_a_run_with_errors_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_run_with_errors_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
     monkeypatch.setattr(
         serve, "word_prompts", lambda num, *_: ["fine"] * (num - 1) + ["fine" if num == 1 else "REFUSE"]
     )
     async with running() as (url, _):
-        assert await command(url, "--num-prompts", "3") == 1
+        assert await command(url, "--num-prompts", "3", "--result", str(file)) == 1
     assert "1 × HTTP 429: the queue is full" in capsys.readouterr().out
+    *answered, refused = json.loads(file.read_text())["requests"]
+    assert all(request["latency"] >= request["ttft"] > 0 for request in answered)
+    assert (refused["ttft"], refused["latency"]) == (None, None)
 
 
 async def test_the_first_request_must_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -353,28 +378,12 @@ def test_mistakes_before_anything_is_measured(tmp_path: Path, capsys: pytest.Cap
     assert "cannot reach http://127.0.0.1:9" in unreachable and unreachable.endswith("is the server running?")
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://host:port"])
-def test_bad_urls(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not a URL"):
-        Target.parse(url)
-
-
-def test_urls() -> None:
-    assert Target.parse("https://host/api/v1/") == Target("host", 443, True, "/api")
-    assert Target.parse("localhost:81") == Target("localhost", 81, False, "")
-
-
-async def test_a_server_that_does_not_speak_http() -> None:
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0\r\n")
-        writer.close()
-
-    server = await asyncio.start_server(babble, "127.0.0.1", 0)
-    client = Client(Target("127.0.0.1", server.sockets[0].getsockname()[1], False, ""))
-    with pytest.raises(HTTPFailure, match="does not speak HTTP"):
-        await client.get("/v1/models")
-    with pytest.raises(RequestFailed):
-        await serve._first_model(client, "url")
-    server.close()
-    with pytest.raises(EngineUnavailable):
-        await serve._first_model(Client(Target("127.0.0.1", 9, False, "")), "url")
+def test_a_result_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
+        report.check_writable(str(tmp_path))
+    file = tmp_path / "result.json"
+    report.check_writable(str(file))
+    assert not file.exists()  # the check itself leaves nothing behind
+    file.write_text("earlier")
+    report.check_writable(str(file))
+    assert file.read_text() == "earlier"
