@@ -132,21 +132,28 @@ class _Connection:
         """Send, and read the head of the answer: its status. Interim 1xx answers are skipped."""
         self._writer.write(request)
         status = 100
-        while 100 <= status < 200:
-            parts = (await self._reader.readline()).split(b" ", 2)
-            if len(parts) < 2 or not parts[0].startswith(b"HTTP/1."):
-                raise HTTPFailure(0, "the server closed the connection or does not speak HTTP/1.1")
-            status, keep = int(parts[1]), parts[0] == b"HTTP/1.1"
-            self._length, self._chunked = None, False
-            while (line := await self._reader.readline()) not in (b"\r\n", b"\n", b""):
-                name, _, value = line.partition(b":")
-                match name.lower():
-                    case b"content-length":
-                        self._length = int(value)
-                    case b"transfer-encoding":
-                        self._chunked = b"chunked" in value.lower()
-                    case b"connection":
-                        keep = b"close" not in value.lower()
+        try:
+            while 100 <= status < 200:
+                status = await self._head()
+        except ValueError as error:  # a number that is none, or a line over the limit
+            raise HTTPFailure(0, f"the head of the answer is malformed: {error}") from None
+        return status
+
+    async def _head(self) -> int:
+        parts = (await self._reader.readline()).split(None, 2)
+        if len(parts) < 2 or not parts[0].startswith(b"HTTP/1."):
+            raise HTTPFailure(0, "the server closed the connection or does not speak HTTP/1.1")
+        status, keep = int(parts[1]), parts[0] == b"HTTP/1.1"
+        self._length, self._chunked = None, False
+        while (line := await self._reader.readline()) not in (b"\r\n", b"\n", b""):
+            name, _, value = line.partition(b":")
+            match name.lower():
+                case b"content-length":
+                    self._length = int(value)
+                case b"transfer-encoding":
+                    self._chunked = b"chunked" in value.lower()
+                case b"connection":
+                    keep = b"close" not in value.lower()
         self.reusable = keep and (self._chunked or self._length is not None)
         return status
 
