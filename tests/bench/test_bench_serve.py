@@ -140,6 +140,7 @@ async def test_times_and_counts(framing: str, endpoint: str) -> None:
         [record] = await send_all(url, ["one two three"], "--endpoint", endpoint, "--ignore-eos")
     assert record.error == ""
     assert (record.prompt_tokens, record.output_tokens, record.has_usage) == (3, 6, True)
+    assert record.ttft is not None and record.latency is not None
     assert FIRST <= record.ttft < FIRST + 0.5
     assert FIRST + 5 * GAP <= record.latency < FIRST + 5 * GAP + 0.5
     assert len(record.gaps) == 3  # chunks after tokens 1, 3, 5 and 6
