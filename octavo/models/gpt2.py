@@ -17,6 +17,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slot, Slots, check_shares, whole
+from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.spec import ModelSpec
 
 
@@ -26,24 +27,30 @@ def spec(config: dict[str, Any]) -> ModelSpec:
             raise ConfigError(f"this GPT-2 has {key} set, which is not supported")
     if config.get("scale_attn_weights", True) is False:
         raise ConfigError("this GPT-2 has scale_attn_weights switched off, which is not supported")
-    num_heads, hidden_size = int(config["n_head"]), int(config["n_embd"])
+    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    num_heads, hidden_size = positive(config, "n_head"), positive(config, "n_embd")
+    is_old = config.get("n_positions") is None and config.get("n_ctx") is not None
     return ModelSpec(
         family="gpt2",
-        num_layers=int(config["n_layer"]),
+        num_layers=positive(config, "n_layer"),
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_size=hidden_size // num_heads,
-        intermediate_size=int(config.get("n_inner") or 4 * hidden_size),
-        vocab_size=int(config["vocab_size"]),
-        context_len=int(config.get("n_positions") or config["n_ctx"]),
+        head_size=share(config, "n_embd", "n_head"),
+        intermediate_size=positive(config, "n_inner", 4 * hidden_size),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=positive(config, "n_ctx" if is_old else "n_positions"),
     )
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    return number(config, "layer_norm_epsilon", 1e-5)
 
 
 class Layer(nn.Module):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        epsilon = float(config.get("layer_norm_epsilon", 1e-5))
+        epsilon = _epsilon(config)
         self.attention_norm = LayerNorm(spec.hidden_size, epsilon, context)
         self.attention = SelfAttention(index, spec, context, qkv_bias=True, output_bias=True)
         self.mlp_norm = LayerNorm(spec.hidden_size, epsilon, context)
@@ -102,7 +109,7 @@ class Model(DecoderModel):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.positions = context.empty(spec.context_len, spec.hidden_size)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = LayerNorm(spec.hidden_size, float(config.get("layer_norm_epsilon", 1e-5)), context)
+        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", True))
         self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
@@ -164,18 +171,16 @@ _GGUF_LAYER_NAMES = {
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
     """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
-    for key in ("embedding_length", "block_count", "attention.head_count", "context_length"):
-        if not isinstance(metadata.get(f"gpt2.{key}"), int):
-            raise ConfigError(f"the GGUF file's gpt2.{key} is missing")
+    hidden_size = positive(metadata, "gpt2.embedding_length")
     return {
         "model_type": "gpt2",
-        "n_embd": metadata["gpt2.embedding_length"],
-        "n_layer": metadata["gpt2.block_count"],
-        "n_head": metadata["gpt2.attention.head_count"],
-        "n_inner": metadata.get("gpt2.feed_forward_length"),
-        "n_positions": metadata["gpt2.context_length"],
-        "layer_norm_epsilon": metadata.get("gpt2.attention.layer_norm_epsilon", 1e-5),
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or metadata.get("gpt2.vocab_size"),
+        "n_embd": hidden_size,
+        "n_layer": positive(metadata, "gpt2.block_count"),
+        "n_head": positive(metadata, "gpt2.attention.head_count"),
+        "n_inner": positive(metadata, "gpt2.feed_forward_length", 4 * hidden_size),
+        "n_positions": positive(metadata, "gpt2.context_length"),
+        "layer_norm_epsilon": number(metadata, "gpt2.attention.layer_norm_epsilon", 1e-5),
+        "vocab_size": gguf_vocab_size(metadata, "gpt2.vocab_size"),
         "activation_function": "gelu_new",
         "tie_word_embeddings": "output.weight" not in tensors,
     }

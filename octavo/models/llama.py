@@ -18,30 +18,62 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.spec import ModelSpec
 
 _ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+)
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    num_heads = int(config["num_attention_heads"])
+    _epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
+    _check_rope(config)
+    num_heads = positive(config, "num_attention_heads")
+    if config.get("num_key_value_heads") is not None:
+        share(config, "num_attention_heads", "num_key_value_heads")
+    head_size = _head_size(config, "head_dim", "hidden_size", "num_attention_heads")
     return ModelSpec(
         family="llama",
-        num_layers=int(config["num_hidden_layers"]),
-        hidden_size=int(config["hidden_size"]),
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=positive(config, "hidden_size"),
         num_heads=num_heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_size=int(config.get("head_dim") or int(config["hidden_size"]) // num_heads),
-        intermediate_size=int(config["intermediate_size"]),
-        vocab_size=int(config["vocab_size"]),
-        context_len=int(config.get("max_position_embeddings", 2048)),
+        num_kv_heads=positive(config, "num_key_value_heads", num_heads),
+        head_size=head_size,
+        intermediate_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=positive(config, "max_position_embeddings", 2048),
     )
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    return number(config, "rms_norm_eps", 1e-6)
+
+
+def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: str) -> int:
+    """Said under `key`, else the hidden size is shared among the heads."""
+    size = share(table, hidden_size, num_heads) if table.get(key) is None else positive(table, key)
+    if size % 2:
+        raise ConfigError(f"the size of a head ({key}) is {size}: it must be even, rotary positions turn pairs")
+    return size
+
+
+def _check_rope(config: dict[str, Any]) -> None:
+    number(config, "rope_theta", 0.0)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{key} is {str(rope)[:40]!r}: it must be an object with rope_type and what that needs")
+        for name in _ROPE_NUMBERS:
+            number(rope, name, 0.0)
 
 
 class Layer(nn.Module):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        epsilon = float(config.get("rms_norm_eps", 1e-6))
+        epsilon = _epsilon(config)
         attention_bias = bool(config.get("attention_bias", False))
         self.head_size = spec.head_size
         self.attention_norm = RMSNorm(spec.hidden_size, epsilon, context)
@@ -89,7 +121,7 @@ class Model(DecoderModel):
         self.rope = Rope(rope_settings(config), spec.head_size, context.device)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, float(config.get("rms_norm_eps", 1e-6)), context)
+        self.norm = RMSNorm(spec.hidden_size, _epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
@@ -146,40 +178,38 @@ _GGUF_LAYER_NAMES = {
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
     """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
-    for key in ("embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
-        if not isinstance(metadata.get(f"llama.{key}"), int):
-            raise ConfigError(f"the GGUF file's llama.{key} is missing or differs between layers: not a plain Llama")
-    num_heads = metadata["llama.attention.head_count"]
-    hidden_size = metadata["llama.embedding_length"]
-    config = {
+    num_heads = positive(metadata, "llama.attention.head_count")
+    head_size = _head_size(
+        metadata, "llama.attention.key_length", "llama.embedding_length", "llama.attention.head_count"
+    )
+    return {
         "model_type": "llama",
-        "hidden_size": hidden_size,
-        "num_hidden_layers": metadata["llama.block_count"],
-        "intermediate_size": metadata["llama.feed_forward_length"],
+        "hidden_size": positive(metadata, "llama.embedding_length"),
+        "num_hidden_layers": positive(metadata, "llama.block_count"),
+        "intermediate_size": positive(metadata, "llama.feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
-        "head_dim": metadata.get("llama.attention.key_length") or hidden_size // num_heads,
-        "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": metadata.get("llama.context_length", 2048),
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or metadata.get("llama.vocab_size"),
+        "num_key_value_heads": positive(metadata, "llama.attention.head_count_kv", num_heads),
+        "head_dim": head_size,
+        "rms_norm_eps": number(metadata, "llama.attention.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": positive(metadata, "llama.context_length", 2048),
+        "vocab_size": gguf_vocab_size(metadata, "llama.vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "rope_parameters": _gguf_rope(metadata),
     }
-    return config
 
 
 def _gguf_rope(metadata: dict[str, Any]) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.get("llama.rope.freq_base", 10000.0)}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number(metadata, "llama.rope.freq_base", 10000.0)}
     kind = metadata.get("llama.rope.scaling.type", "none")
-    factor = metadata.get("llama.rope.scaling.factor") or metadata.get("llama.rope.scale_linear")
+    factor = number(metadata, "llama.rope.scaling.factor", 0.0) or number(metadata, "llama.rope.scale_linear", 0.0)
     if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"the GGUF file's rope scaling {kind!r} is not supported; none, linear and yarn are")
     if factor and factor != 1.0:
         rope["rope_type"] = "linear" if kind == "none" else kind
         rope["factor"] = factor
-        rope["original_max_position_embeddings"] = metadata.get("llama.rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = number(metadata, "llama.rope.scaling.original_context_length", 0.0)
     return rope
 
 

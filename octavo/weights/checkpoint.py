@@ -4,6 +4,7 @@ Knows nothing of layers or ranks; opening a folder does not load torch, opening 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,7 @@ class Weights(Protocol):
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     config: dict[str, Any]  # in the shape of a config.json, "model_type" included
+    config_path: Path  # the file it was read from
     stored_dtype: str  # "float32", "float16" or "bfloat16": the arithmetic type nearest to what is stored
     num_bytes: int  # of the weights as stored; 0 where there are none
     weights: Weights | None  # None: only a configuration, opened to be filled with random weights
@@ -37,6 +39,15 @@ class Checkpoint:
         """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep."""
         assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
         return self.weights.tensors(device, dtype)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Families read a configuration without knowing its file: what they refuse inside is raised with the file's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
 
 
 def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool = False) -> Checkpoint:
@@ -51,16 +62,16 @@ def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool =
 def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
     from octavo.weights.safetensors_files import SafetensorsFiles
 
-    config = folder.read_config(path)
+    config, config_path = folder.read_config(path), path / folder.CONFIG
     if allow_missing_weights:
-        return Checkpoint(config, _configured_dtype(config), 0, None)
+        return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
         raise ConfigError(
             f"{path} is quantised ({method}), which cannot be read yet: pass the model's unquantised checkpoint, or a GGUF file"
         )
     weights = SafetensorsFiles(path)
-    return Checkpoint(config, weights.stored_dtype, weights.num_bytes, weights)
+    return Checkpoint(config, config_path, weights.stored_dtype, weights.num_bytes, weights)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -68,7 +79,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     family_name = file.metadata.get("general.architecture")
     if not isinstance(family_name, str):
         raise ConfigError(f"{path} names no general.architecture: it is not a model")
-    if file.metadata.get("split.count", 1) > 1:
+    if file.metadata.get("split.count", 1) not in (0, 1):
         raise ConfigError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
     if not file.tensors:
         raise ConfigError(f"{path} holds a vocabulary and no weights: pass the whole model")
@@ -80,12 +91,13 @@ def _open_gguf(path: Path) -> Checkpoint:
         raise ConfigError(
             f"{path}: {family_name} models cannot be read from GGUF files: pass a folder with safetensors"
         )
-    config = family.gguf_config(file.metadata, file.tensors)
+    with naming(path):
+        config = family.gguf_config(file.metadata, file.tensors)
 
     from octavo.weights.gguf_tensors import GGUFTensors
 
     weights = GGUFTensors(file, family, config)
-    return Checkpoint(config, weights.stored_dtype, weights.num_bytes, weights)
+    return Checkpoint(config, path, weights.stored_dtype, weights.num_bytes, weights)
 
 
 def _configured_dtype(config: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.sampler import sample
 from octavo.spec import ModelSpec
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import assemble
@@ -52,7 +52,8 @@ class Runner:
         is_dummy = config.model.load_format == "dummy"
         checkpoint = open_checkpoint(self.source, allow_missing_weights=is_dummy)
         family = load_family(checkpoint.config["model_type"])
-        self.spec = family.spec(checkpoint.config)
+        with naming(checkpoint.config_path):
+            self.spec = family.spec(checkpoint.config)
         self.limits = settings.resolve(
             config,
             device=self.device.kind,

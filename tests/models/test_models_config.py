@@ -1,0 +1,153 @@
+"""What a family reads of a configuration: every size it needs is missing, or nonsense, once; one line says which.
+Through the runner too, where the line gets the file's name."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.config import Config
+from octavo.errors import ConfigError
+from octavo.models import load_family
+from octavo.weights.source import resolve
+from octavo.worker.runner import Runner
+from tests.models import checkpoints
+from tests.models.test_models_loading import llama_metadata
+from tests.weights.gguf_writer import Packed, write_gguf
+
+LLAMA_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+GPT2_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
+CONFIGS = {"llama": checkpoints.LLAMA, "gpt2": checkpoints.GPT2}
+NONSENSE = [0, -1, "48", "many", 2.5, True, [4, 4], {"a": 1}, float("nan"), "x\ny" * 500]
+
+
+def refusal(family: str, config: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_family(family).spec(config)
+    assert "\n" not in caught.value.message and len(caught.value.message) < 200
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("family", "key"), [("llama", key) for key in LLAMA_SIZES] + [("gpt2", key) for key in GPT2_SIZES]
+)
+def test_a_size_is_there_and_is_one(family: str, key: str) -> None:
+    config = CONFIGS[family]
+    load_family(family).spec(config)
+    without = {name: value for name, value in config.items() if name != key}
+    assert refusal(family, without).startswith(f"{key} is missing")
+    assert refusal(family, config | {key: None}).startswith(f"{key} is missing")
+    for value in NONSENSE:
+        assert refusal(family, config | {key: value}).startswith(f"{key} is ")
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "num_key_value_heads"),
+        ("llama", "head_dim"),
+        ("llama", "max_position_embeddings"),
+        ("gpt2", "n_inner"),
+    ],
+)
+def test_a_size_with_a_default_may_be_missing_or_null_and_nothing_else(family: str, key: str) -> None:
+    config = CONFIGS[family]
+    without = {name: value for name, value in config.items() if name != key}
+    assert load_family(family).spec(without) == load_family(family).spec(config | {key: None})
+    for value in NONSENSE:
+        assert refusal(family, config | {key: value}).startswith(f"{key} is ")
+
+
+def test_the_first_gpt2_files_call_their_context_otherwise() -> None:
+    config = {("n_ctx" if key == "n_positions" else key): value for key, value in checkpoints.GPT2.items()}
+    assert load_family("gpt2").spec(config).context_len == 128
+    assert refusal("gpt2", config | {"n_ctx": "x"}).startswith("n_ctx is 'x'")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("llama", {"hidden_size": 50}, "hidden_size is 50, which is no multiple of num_attention_heads, 4"),
+        ("llama", {"hidden_size": 2}, "hidden_size is 2"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads is 4, which is no multiple of num_key_value_heads"),
+        ("llama", {"head_dim": 7}, "(head_dim) is 7: it must be even"),
+        ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ("llama", {"rope_theta": "big"}, "rope_theta is 'big'"),
+        ("llama", {"rope_theta": 10**400}, "rope_theta is 1000"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
+        ("llama", {"rope_parameters": {"rope_theta": [1]}}, "rope_theta is a list"),
+        ("gpt2", {"n_embd": 50}, "n_embd is 50, which is no multiple of n_head, 4"),
+        ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon is -1.0"),
+    ],
+)
+def test_sizes_that_do_not_fit_and_numbers_that_are_none(family: str, changes: dict[str, Any], told: str) -> None:
+    assert told in refusal(family, CONFIGS[family] | changes)
+
+
+# ── with the file's name ────────────────────────────────────────────────────────────────────────────
+
+
+def load_refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Runner(Config(), resolve(str(path))).load()
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "llama"}, "num_attention_heads is missing"),
+        ({"model_type": "gpt2"}, "n_head is missing"),
+        ({"model_type": "llama", **checkpoints.LLAMA, "vocab_size": "160"}, "vocab_size is '160'"),
+    ],
+)
+def test_a_folder_with_half_a_configuration(tmp_path: Path, config: dict[str, Any], told: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert load_refusal(tmp_path).startswith(f"{tmp_path / 'config.json'}: {told}")
+
+
+def gpt2_metadata() -> dict[str, Any]:
+    names = ("embedding_length", "block_count", "attention.head_count", "context_length")
+    return dict(zip((f"gpt2.{name}" for name in names), (48, 3, 4, 128), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("llama", {"llama.attention.head_count_kv": [2, 2, 2]}, "llama.attention.head_count_kv is a list"),
+        ("llama", {"llama.attention.head_count": 0}, "llama.attention.head_count is 0"),
+        ("llama", {"llama.attention.key_length": [12]}, "llama.attention.key_length is a list"),
+        ("llama", {"llama.embedding_length": "48"}, "llama.embedding_length is '48'"),
+        ("llama", {"llama.embedding_length": 50}, "llama.embedding_length is 50, which is no multiple"),
+        ("llama", {"llama.block_count": -3}, "llama.block_count is -3"),
+        ("llama", {"llama.context_length": 0}, "llama.context_length is 0"),
+        ("llama", {"llama.feed_forward_length": None}, "llama.feed_forward_length is missing"),
+        ("llama", {"llama.rope.freq_base": "x"}, "llama.rope.freq_base is 'x'"),
+        ("llama", {"llama.attention.layer_norm_rms_epsilon": "x"}, "llama.attention.layer_norm_rms_epsilon is 'x'"),
+        ("llama", {"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens and llama.vocab_size are missing"),
+        ("llama", {"tokenizer.ggml.tokens": 7, "llama.vocab_size": "x"}, "llama.vocab_size is 'x'"),
+        ("gpt2", {}, "tokenizer.ggml.tokens and gpt2.vocab_size are missing"),
+        ("gpt2", {"gpt2.feed_forward_length": [192]}, "gpt2.feed_forward_length is a list"),
+        ("gpt2", {"gpt2.context_length": None}, "gpt2.context_length is missing"),
+        ("gpt2", {"gpt2.attention.head_count": 5, "gpt2.vocab_size": 9}, "n_embd is 48, which is no multiple"),
+    ],
+)
+def test_a_gguf_file_with_nonsense_in_it(tmp_path: Path, family: str, changes: dict[str, Any], told: str) -> None:
+    metadata = (llama_metadata() if family == "llama" else gpt2_metadata()) | {"general.architecture": family} | changes
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    tensor = Packed("output_norm.weight", (2,), "F32", struct.pack("<2f", 1, 2))
+    path = write_gguf(tmp_path / "odd.gguf", metadata, [tensor])
+    assert load_refusal(path).startswith(f"{path}: {told}")
+
+
+def test_a_gguf_file_that_counts_its_parts_in_words(tmp_path: Path) -> None:
+    tensor = Packed("output_norm.weight", (2,), "F32", struct.pack("<2f", 1, 2))
+    metadata = {"general.architecture": "llama", "split.count": "two"}
+    assert "--merge" in load_refusal(write_gguf(tmp_path / "odd.gguf", metadata, [tensor]))
