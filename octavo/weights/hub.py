@@ -11,8 +11,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _WEIGHTS = ["*.safetensors"]
-# Subfolders and consolidated files hold the same weights again, in other layouts.
-_NOT_WANTED = ["*/*", "consolidated*", "adapter_model*"]
+# Subfolders and consolidated files hold the same weights again, in other layouts. Templates alone are wanted from a
+# subfolder, additional_chat_templates; a pattern cannot except one folder, so that subfolders are refused by kind of file.
+_NOT_WANTED = ["*/*.json", "*/*.model", "*/*.txt", "*/*.safetensors", "consolidated*", "adapter_model*"]
 
 
 def looks_like_hub_id(name: str) -> bool:

@@ -24,12 +24,17 @@ FILES = {
     "tokenizer.model": b"spm",
     "generation_config.json": b'{"eos_token_id": 2}',
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "model.safetensors": b"weights" * 100,
     "README.md": b"# no",
     "pytorch_model.bin": b"pickle",
     "model.onnx": b"onnx",
     "consolidated.safetensors": b"again",
     "original/model.safetensors": b"and again",
+    "original/params.json": b"{}",
+    "original/tokenizer.model": b"spm",
+    "onnx/merges.txt": b"a b",
+    "onnx/model.onnx": b"onnx",
 }
 REPOSITORIES = {
     "org/tiny": FILES,
@@ -159,8 +164,8 @@ def test_what_serves_a_model_is_fetched_and_nothing_else(hub: Hub, tmp_path: Pat
     answer = run_resolve(tmp_path, hub.url, "org/tiny")
     assert answer.split()[1] == "org/tiny"
     folder = folder_of(answer)
-    wanted = set(list(FILES)[:6])
-    assert {path.name for path in folder.rglob("*") if path.is_file()} == wanted
+    wanted = set(list(FILES)[:7])
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == wanted
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert sorted(hub.downloads) == sorted(wanted)
     assert folder_of(run_resolve(tmp_path, hub.url, "org/tiny")) == folder
