@@ -3,6 +3,7 @@ Knows nothing of weights, of the hub or of torch."""
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
 
 log = logging.getLogger("octavo.text")
 
+_SETTINGS = "tokenizer_config.json"
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -52,7 +54,7 @@ def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = ""
         stop_ids |= set(gguf_eos_ids(vocabulary))
     else:
         folder = words_path if words_path.is_dir() else words_path.parent
-        settings = _read_json(folder / "tokenizer_config.json")
+        settings = _read_json(folder / _SETTINGS)
         words = _folder_tokenizer(words_path, folder, settings)
         sources = _folder_templates(folder, settings)
         variables = _folder_variables(folder, settings)
@@ -84,12 +86,10 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
     model = path.read_bytes()
     id_of = control_tokens(model)
     special_ids = set(id_of.values())
-    for token, token_id in _read_json(folder / "added_tokens.json").items():
-        id_of[token] = int(token_id)
-    for number, entry in settings.get("added_tokens_decoder", {}).items():
-        id_of[entry["content"]] = int(number)
-        if entry.get("special"):
-            special_ids.add(int(number))
+    for token, token_id, is_special in _added_tokens(folder, settings):
+        id_of[token] = token_id
+        if is_special:
+            special_ids.add(token_id)
     named = _folder_variables(folder, settings).values()
     special_ids |= {id_of[token] for token in named if token in id_of}
     bos, eos = (
@@ -104,19 +104,61 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
     )
 
 
+def _added_tokens(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str, int, bool]]:
+    """(content, id, whether it is special) of every token that was added to the SentencePiece model's own."""
+    path = folder / "added_tokens.json"
+    for token, token_id in _read_json(path).items():
+        if not isinstance(token_id, int):
+            raise ConfigError(f"{path} is corrupt: the id of {token!r} is {token_id!r}; fetch it again")
+        yield token, token_id, False
+    decoder = settings.get("added_tokens_decoder", {})
+    if not isinstance(decoder, dict):
+        raise ConfigError(f"{folder / _SETTINGS} is corrupt: added_tokens_decoder is no object; fetch it again")
+    for number, entry in decoder.items():
+        match entry:
+            case {"content": str(content)} if number.isdecimal():
+                yield content, int(number), bool(entry.get("special"))
+            case _:
+                raise ConfigError(
+                    f"{folder / _SETTINGS} is corrupt: entry {number!r} of added_tokens_decoder is no id with the "
+                    '"content" of a token; fetch it again'
+                )
+
+
 def _folder_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Newer folders keep templates in files of their own; older ones inside tokenizer_config.json."""
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    sources = {path.stem: path.read_text(encoding="utf-8") for path in more}
+    sources = {path.stem: _read_template(path) for path in more}
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return {**sources, "default": own.read_text(encoding="utf-8")}
-    match settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template"):
+        return {**sources, "default": _read_template(own)}
+    path, found = folder / _SETTINGS, settings.get("chat_template")
+    if not found:
+        path = folder / "chat_template.json"
+        found = _read_json(path).get("chat_template")
+    match found:
         case str(source):
             sources["default"] = source
         case [*named]:
-            sources |= {entry["name"]: entry["template"] for entry in named}
+            sources |= dict(_named_template(path, entry) for entry in named)
     return sources
+
+
+def _named_template(path: Path, entry: Any) -> tuple[str, str]:
+    match entry:
+        case {"name": str(name), "template": str(source)}:
+            return name, source
+        case _:
+            raise ConfigError(
+                f'{path} is corrupt: an entry of chat_template lacks its "name" or "template"; fetch it again'
+            )
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a Jinja template ({error}): fetch it again") from error
 
 
 def _folder_variables(folder: Path, settings: dict[str, Any]) -> dict[str, str]:

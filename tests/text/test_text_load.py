@@ -261,6 +261,36 @@ def test_a_broken_file_is_named(name: str, content: str, folder: Path) -> None:
     one_line(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": None}),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<|im|>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"480": {"special": True}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"480": {"content": None}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"480": "<|im|>"}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"last": {"content": "<|im|>"}}}),
+        ("added_tokens.json", {"<|im|>": None}),
+        ("added_tokens.json", {"<|im|>": "last"}),
+        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", {"chat_template": [None]}),
+        ("chat_template.json", {"chat_template": [{"template": "x"}]}),
+        ("chat_template.jinja", b"\xff{{ messages }}"),
+        ("additional_chat_templates/tool_use.jinja", b"caf\xe9"),
+    ],
+)
+def test_a_file_with_the_wrong_things_in_it_is_named(name: str, content: Any, tmp_path: Path) -> None:
+    sentencepiece_model("bpe", tmp_path)
+    load_text(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ConfigError) as raised:
+        load_text(tmp_path)
+    assert one_line(raised.value).startswith(str(path))
+
+
 def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         load_text(tmp_path)
