@@ -39,7 +39,8 @@ CORRIDORS = {
 GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what everybody stands on, level 0 too
 TORCH_ROOMS = {name for name, level in LEVELS.items() if 2 <= level <= 5}
 NEVER_TORCH = {name for name, level in LEVELS.items() if level in (0, 1, 6, 7)}
-# Files of torch rooms that engine, server and cli may use: they load torch only when tensors are asked for.
+# Files of torch rooms that engine, server and cli may import without loading torch. Using them is another matter: source
+# never loads it; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or gives tensors.
 LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
@@ -149,12 +150,16 @@ def cuda_at_home(module: str, tree: ast.Module) -> Iterator[str]:
     if module in GPU_FILES or room == "kernels" or (room == "attention" and name not in PLAIN_ATTENTION):
         return
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr == "cuda"
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "torch"
-        ):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
+                used = ["torch.cuda"]
+            case ast.Import(names=aliases):
+                used = [alias.name for alias in aliases]
+            case ast.ImportFrom(module=str(base), names=aliases):
+                used = [f"{base}.{alias.name}" for alias in aliases]
+            case _:
+                continue
+        if any(f"{name}.".startswith("torch.cuda.") for name in used):
             yield f"line {node.lineno} uses torch.cuda"
 
 
@@ -263,6 +268,10 @@ PLANTED = [
     (says_page, "octavo.schedule.request", "self.block_table = 1"),
     (cuda_at_home, "octavo.worker.runner", "import torch\ntorch.cuda.synchronize()"),
     (cuda_at_home, "octavo.attention.reference", "import torch\ntorch.cuda.is_available()"),
+    (cuda_at_home, "octavo.worker.runner", "from torch import cuda"),
+    (cuda_at_home, "octavo.worker.runner", "def f():\n    from torch import nn, cuda as gpu"),
+    (cuda_at_home, "octavo.worker.runner", "from torch.cuda import Stream"),
+    (cuda_at_home, "octavo.worker.runner", "import torch.cuda"),
     (families_at_home, "octavo.worker.runner", "if model_type == 'llama': pass"),
     (families_at_home, "octavo.layers.rope", "class GPT2: pass\ngpt2 = 1"),
     (endpoints_at_home, "octavo.server.app", "path = '/v1/completions'"),
@@ -301,6 +310,8 @@ ALLOWED = [
     (stdout_is_for_answers, "octavo.weights.source", "import sys\nprint('fetching', file=sys.stderr)"),
     (families_at_home, "octavo.weights.checkpoint", "hint = 'use llama-gguf-split'"),
     (cuda_at_home, "octavo.attention.flash", "import torch\ntorch.cuda.synchronize()"),
+    (cuda_at_home, "octavo.device", "from torch import cuda"),
+    (cuda_at_home, "octavo.worker.runner", "import torch\nfrom torch import nn"),
 ]
 
 
