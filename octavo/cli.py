@@ -142,7 +142,9 @@ def _open_model(arguments: argparse.Namespace, otherwise: dict[str, Any]) -> Any
 def _chat(arguments: argparse.Namespace) -> int:
     from octavo.talk import converse
 
-    return converse(_open_model(arguments, {}), arguments.system)
+    model = _open_model(arguments, {})
+    model.check_chat()
+    return converse(model, arguments.system)
 
 
 def _complete(arguments: argparse.Namespace) -> int:

@@ -196,15 +196,25 @@ def sections() -> list[tuple[str, type[Any]]]:
     return [(f.name, f.default_factory) for f in dataclasses.fields(Config)]  # type: ignore[misc]
 
 
+def field_names(section: str) -> dict[str, str]:
+    """Every name that a section's fields go by in Python, flags' own names included (block_size) → the field."""
+    names: dict[str, str] = {}
+    for f in dataclasses.fields(dict(sections())[section]):
+        for flag in (f.metadata["flag"] or f.name).split(","):
+            names[flag.replace("-", "_")] = f.name
+        names[f.name] = f.name
+    return names
+
+
 def replace(config: Config, **values: Any) -> Config:
     """A copy with fields changed by name, whichever section they live in. An unknown name is a ConfigError."""
     changed: dict[str, Any] = {}
-    for section, cls in sections():
-        names = {f.name for f in dataclasses.fields(cls)}
-        mine = {name: values.pop(name) for name in list(values) if name in names}
+    for section, _ in sections():
+        names = field_names(section)
+        mine = {names[name]: values.pop(name) for name in list(values) if name in names}
         if mine:
             changed[section] = dataclasses.replace(getattr(config, section), **mine)
     if values:
-        known = sorted(f.name for _, cls in sections() for f in dataclasses.fields(cls))
-        raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(known)}")
+        known = sorted(name for section, _ in sections() for name in field_names(section).values())
+        raise ConfigError(f"unknown option {sorted(values)[0]!r}; the options are {', '.join(dict.fromkeys(known))}")
     return dataclasses.replace(config, **changed)

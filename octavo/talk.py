@@ -20,6 +20,9 @@ Message = dict[str, str]
 
 
 class TalkModel(Protocol):
+    def check_chat(self) -> None:
+        """Raises ConfigError where it is known already that there can be no chat."""
+
     def chat(self, messages: list[Message]) -> Iterator[str]:
         """The answer, in pieces as they come."""
 
@@ -40,8 +43,17 @@ class LocalModel:
             SamplingParams(**sampling)
         except InvalidRequest as error:
             raise ConfigError(f"--{error.message.replace('_', '-')}") from None
+        if sys.stderr.isatty():
+            print(f"octavo: loading {options.get('model') or 'the embedded model'} …", file=sys.stderr)
         self._llm = LLM(**options)
         self._params = msgspec.structs.replace(self._llm.default_params(), **sampling)
+
+    def check_chat(self) -> None:
+        """Raises ConfigError for a model that can only complete: better now than after the first question."""
+        if not self._llm.text.has_chat_template:
+            raise ConfigError(
+                f"{self._llm.model_name} has no chat template: use octavo complete, or give one with --chat-template FILE"
+            )
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
         return self._pieces(self._llm.stream_chat(messages, self._params))
@@ -69,6 +81,9 @@ class RemoteModel:
         self._opener = urllib.request.build_opener(*proxies)
         self._sampling = dict(sampling)
         self._model = model or self._first_model()
+
+    def check_chat(self) -> None:
+        """The server will say."""
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
         for chunk in self._events("/chat/completions", {"messages": messages}):

@@ -37,8 +37,10 @@ make_venv() {
 install() {
     local log=$venv/install.log show='1 == 0'
     [ -t 2 ] && show='/^ *(Collecting|Downloading|Building|Installing)/'
+    # A plain path entry (compat): the default finder loses against a folder named octavo beside the caller's script.
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
-    "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} --editable "$what" 2>&1 \
+    "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} \
+        --config-settings editable_mode=compat --editable "$what" 2>&1 \
         | tee "$log" | awk "$show"' { gsub(/^ +/, ""); printf "\r\033[K  %s", substr($0, 1, 76) > "/dev/stderr"; fflush() }'
     local code=${PIPESTATUS[0]}
     [ -t 2 ] && printf '\r\033[K' >&2
@@ -51,5 +53,9 @@ install() {
 if ! is_supported "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     make_venv
 fi
-say "installing Octavo and what it needs into $venv (the first time takes minutes: torch is large)"
+if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
+    say "installing what changed into $venv"
+else
+    say "installing Octavo and what it needs into $venv (this takes minutes: torch is large)"
+fi
 install

@@ -19,6 +19,6 @@ def budget_lines(report: EngineReport) -> list[str]:
             f"swap space {report.num_host_pages * report.page_bytes:,} bytes: {report.num_host_pages:,} host pages"
         )
     lines.append(
-        f"up to {report.max_num_seqs} requests run at once, {report.max_num_batched_tokens:,} tokens in a step"
+        f"at most {report.max_num_seqs:,} at a time run, a step computes at most {report.max_num_batched_tokens:,} tokens"
     )
     return lines + list(report.notes)

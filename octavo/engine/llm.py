@@ -15,7 +15,7 @@ import msgspec
 from octavo import config as configuration
 from octavo.engine.build import start_engine
 from octavo.engine.door import admit
-from octavo.errors import EngineDead, InvalidRequest, RequestFailed
+from octavo.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
 from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
 from octavo.schedule.request import choice_seed
 from octavo.text import Text, TextDelta, TextStream, load_text
@@ -51,13 +51,16 @@ class LLM:
     """`LLM()` runs the embedded model; `LLM("folder", max_model_len=2048, …)` takes any option of the configuration."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
+        for name in options:
+            if name in configuration.field_names("server"):
+                raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
         self.config = configuration.replace(configuration.Config(), model=model, **options)
         source = resolve(
             model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
         )
         self.model_name = self.config.model.served_model_name or source.name
         self._loop, self.report = start_engine(self.config, source, self.model_name)
-        self._source_path = source.path
+        self._source = source
         self._text: Text | None = None
         self._num_requests = 0
         self._boxes: dict[str, list[TokenDelta]] = {}  # open request → where its deltas go
@@ -70,7 +73,12 @@ class LLM:
         """Tokenizer and chat template. Loaded when first needed: prompts of token ids can do without any."""
         if self._text is None:
             model = self.config.model
-            self._text = load_text(self._source_path, tokenizer=model.tokenizer, chat_template=model.chat_template)
+            self._text = load_text(
+                self._source.path,
+                tokenizer=model.tokenizer,
+                chat_template=model.chat_template,
+                default_sampling=self._source.default_sampling,
+            )
         return self._text
 
     def generate(

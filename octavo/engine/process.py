@@ -5,6 +5,7 @@ Standard input stays open for as long as the supervisor lives: its end is the or
 On standard output goes one JSON line, the EngineReport, once the engine is ready. Logs go to standard error."""
 
 import gc
+import logging
 import os
 import queue
 import signal
@@ -73,6 +74,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOrder)
     report_pipe = _claim_stdout()
+    logging.basicConfig(level=logging.WARNING, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
     threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping), daemon=True).start()

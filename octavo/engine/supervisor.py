@@ -34,6 +34,7 @@ class ServerOrder(msgspec.Struct, frozen=True):
     reply_address: str
     model_path: str
     model_name: str
+    default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
 
 
 class _Stop(Exception):
@@ -69,6 +70,7 @@ class _Processes:
         self._served_name = config.model.served_model_name or source.name
         self._engine: subprocess.Popen[bytes] | None = None
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._is_serving = False
 
     def __enter__(self) -> "_Processes":
         return self
@@ -101,6 +103,7 @@ class _Processes:
                 self._reply_address(origin),
                 str(self._source.path),
                 self._served_name,
+                dict(self._source.default_sampling),
             )
             self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(fd,)))
 
@@ -121,6 +124,7 @@ class _Processes:
                     if process is self._engine:
                         self._engine_is_ready(line)
                     if len(is_ready) == len(self._all()):
+                        self._is_serving = True
                         self._say(f"ready after {time.monotonic() - started:.1f} s: {self._url()}")
 
     def _engine_is_ready(self, line: bytes) -> None:
@@ -140,7 +144,8 @@ class _Processes:
     def stop_in_order(self) -> int:
         """API processes first: they refuse what is new and finish what runs; then the engine."""
         timeout = self._config.server.shutdown_timeout
-        self._say(f"stopping: running requests get up to {timeout:g} s")
+        if self._is_serving:
+            self._say(f"stopping: running requests get up to {timeout:g} s; once more (Ctrl-C, SIGTERM) stops at once")
         for server in self._servers:
             server.terminate()
         deadline = time.monotonic() + timeout + 3
@@ -242,6 +247,7 @@ def _ignore_more_signals() -> None:
     """A second signal while stopping means: now."""
 
     def stop_now(number: int, frame: object) -> None:
+        print("octavo: stopped at once; running requests were cut off", file=sys.stderr)
         raise SystemExit(130)
 
     signal.signal(signal.SIGTERM, stop_now)

@@ -17,8 +17,8 @@ def families() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def load_family(model_type: str) -> ModuleType:
-    """The family's module: spec, Model, and the gguf_* functions. An unknown name is a ConfigError."""
+def check_family(model_type: str) -> None:
+    """An unknown name is a ConfigError. Loads nothing."""
     known = families()
     if model_type not in known:
         near = difflib.get_close_matches(model_type, known, n=1)
@@ -26,6 +26,11 @@ def load_family(model_type: str) -> ModuleType:
         raise ConfigError(
             f"model_type {model_type!r} is not supported; the supported ones are {', '.join(known)}{hint}"
         )
+
+
+def load_family(model_type: str) -> ModuleType:
+    """The family's module: spec, Model, and the gguf_* functions. An unknown name is a ConfigError."""
+    check_family(model_type)
     return importlib.import_module(f"{__name__}.{model_type}")
 
 

@@ -96,7 +96,11 @@ async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:
     """The text room and the engine, made at the same time."""
     model = order.config.model
     loading = asyncio.to_thread(
-        load_text, Path(order.model_path), tokenizer=model.tokenizer, chat_template=model.chat_template
+        load_text,
+        Path(order.model_path),
+        tokenizer=model.tokenizer,
+        chat_template=model.chat_template,
+        default_sampling=order.default_sampling,
     )
     text, _ = await asyncio.gather(loading, client.ready())
     return text

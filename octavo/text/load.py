@@ -3,7 +3,7 @@ Knows nothing of weights, of the hub or of torch."""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,16 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
-def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = "") -> Text:
+def load_text(
+    source_path: Path,
+    *,
+    tokenizer: str = "",
+    chat_template: str = "",
+    default_sampling: Mapping[str, float] | None = None,
+) -> Text:
     """`source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the model's own vocabulary
-    and template. `chat_template`: a file that replaces either's template."""
+    and template. `chat_template`: a file that replaces either's template. `default_sampling`: for what the model's own
+    generation_config.json leaves open."""
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
@@ -61,7 +68,8 @@ def load_text(source_path: Path, *, tokenizer: str = "", chat_template: str = ""
         eos_id = words.token_id(variables["eos_token"]) if "eos_token" in variables else None
         stop_ids |= _ids(eos_id)
     template = ChatTemplate(override or sources, variables)
-    return Text(words, template, sorted(stop_ids), _sampling(generation, model_path))
+    sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
+    return Text(words, template, sorted(stop_ids), sampling)
 
 
 def _folder_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:

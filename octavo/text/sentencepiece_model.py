@@ -1,6 +1,7 @@
 """SentencePiece vocabularies, unigram or BPE, through the `sentencepiece` package.
 Knows nothing of GGUF or of folders; a caller brings the model's bytes and the tokens that were added to it."""
 
+import functools
 import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,11 @@ class SentencePieceTokenizer:
         self._names = {token_id: token for token, token_id in added.id_of.items()}
         self.vocab_size = max(self._processor.vocab_size(), 1 + max(self._names, default=-1))
         self._pieces = BytePieces(self.vocab_size, self._spell, added.special_ids, strips_first_space=prefixes)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        names = (self._processor.id_to_piece(token_id) for token_id in range(self._processor.vocab_size()))
+        return max(map(len, (*names, *self._added.id_of)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids = list(self._before) if add_special_tokens else []

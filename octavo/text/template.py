@@ -74,6 +74,10 @@ class ChatTemplate:
                     "give another one with --chat-template FILE"
                 ) from error
 
+    @property
+    def is_there(self) -> bool:
+        return "default" in self._templates
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -86,8 +90,8 @@ class ChatTemplate:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it cannot take messages: use /v1/completions with a prompt, "
-                "or start the server with --chat-template FILE",
+                "this model has no chat template, so it cannot take messages: have it complete a prompt instead, "
+                "or give it a template with --chat-template FILE",
                 param="messages",
             )
         values = {

@@ -4,11 +4,14 @@ Knows nothing of files, requests or HTTP; load.py builds it."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.errors import ContextTooLong, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text.stream import TextStream
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
+
+_MAX_SHRINKING = 4
+"""Normalizing may shorten a text before it is cut into tokens: composing characters does, by less than this."""
 
 
 class Text:
@@ -25,8 +28,18 @@ class Text:
         self._tokenizer = tokenizer
         self._template = template
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, param: str = "prompt") -> list[int]:
-        """`param`: the request's field that the text came in, for the error that names it."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
+    ) -> list[int]:
+        """`param`: the request's field that the text came in, for the error that names it. A text that cannot come to
+        `max_tokens` or fewer, however well it is compressed, is refused without being read."""
+        if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
+            limit = max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING
+            if len(text) > limit:
+                raise ContextTooLong(
+                    f"{param} has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens",
+                    param=param,
+                )
         if not text.isascii():
             try:
                 text.encode("utf-8")
@@ -39,6 +52,10 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template.is_there
 
     def render_chat(
         self,
@@ -56,11 +73,12 @@ class Text:
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
         """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
-        return self.encode(text, add_special_tokens=False, param="messages")
+        return self.encode(text, add_special_tokens=False, param="messages", max_tokens=max_tokens)
 
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> TextStream:
         """For one choice. The text continues the prompt's: see detokenizer.py."""

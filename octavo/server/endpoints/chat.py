@@ -2,6 +2,7 @@
 Knows nothing of the engine beyond Generation, and of templates only that the text room has one."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -122,7 +123,7 @@ async def parse(service: Service, fields: ChatRequest) -> Prompt:
     messages = [parse_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)]
     if not messages:
         raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
-    encode = service.text.encode_chat
+    encode = functools.partial(service.text.encode_chat, max_tokens=service.report.max_model_len)
     size = sum(len(str(message["content"])) for message in messages)
     ids = await asyncio.to_thread(encode, messages) if size > LONG_TEXT else encode(messages)
     return Prompt(ids, "messages")

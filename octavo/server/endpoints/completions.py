@@ -91,9 +91,9 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
             raise _wrong_prompt(param)
 
     def encode() -> list[Prompt]:
-        words = service.text.encode
+        words, limit = service.text.encode, service.report.max_model_len
         return [
-            Prompt(words(item, param=param) if isinstance(item, str) else item, param)
+            Prompt(words(item, param=param, max_tokens=limit) if isinstance(item, str) else item, param)
             for param, item in prompts.items()
         ]
 
