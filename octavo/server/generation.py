@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from octavo.errors import RequestFailed
-from octavo.messages import Finish, GenerateRequest, TokenDelta
+from octavo.messages import Finish, FinishReason, GenerateRequest, TokenDelta
 from octavo.server.service import Service
 from octavo.text.stream import TextDelta, TextStream
 
@@ -32,6 +32,16 @@ class Piece:
 
     index: int
     delta: TextDelta
+
+
+@dataclass(slots=True)
+class Whole:
+    """All of one choice."""
+
+    index: int
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +72,18 @@ class Generation:
         known = [num for num in self._num_cached if num is not None]
         details = PromptTokensDetails(sum(known)) if len(known) == len(self._num_cached) else None
         return Usage(num_prompt, num_output, num_prompt + num_output, details)
+
+    async def whole(self) -> list[Whole]:
+        """Every choice, once all have finished."""
+        choices = [Whole(index) for index in range(self.num_choices)]
+        async with aclosing(self.pieces()) as steps:
+            async for pieces in steps:
+                for piece in pieces:
+                    choice, delta = choices[piece.index], piece.delta
+                    choice.text += delta.text
+                    if delta.finish_reason is not None:
+                        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        return choices
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""

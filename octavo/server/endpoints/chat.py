@@ -184,17 +184,12 @@ class _Response:
         yield (self._event([], generation.usage()) if fields.wants_usage else b"") + DONE
 
     async def collect(self) -> ChatCompletion:
-        texts = [""] * self._generation.num_choices
-        choices: dict[int, Choice] = {}
-        async with aclosing(self._generation.pieces()) as steps:
-            async for pieces in steps:
-                for piece in pieces:
-                    index, delta = piece.index, piece.delta
-                    texts[index] += delta.text
-                    if delta.finish_reason is not None:
-                        message = Message("assistant", texts[index])
-                        choices[index] = Choice(index, message, delta.finish_reason, delta.stop_reason)
-        return ChatCompletion(*self._head, [choices[index] for index in sorted(choices)], self._generation.usage())
+        wholes = await self._generation.whole()
+        choices = [
+            Choice(whole.index, Message("assistant", whole.text), whole.finish_reason, whole.stop_reason)
+            for whole in wholes
+        ]
+        return ChatCompletion(*self._head, choices, self._generation.usage())
 
     def _event(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(ChatChunk(*self._head, choices, usage))

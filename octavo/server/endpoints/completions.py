@@ -141,16 +141,9 @@ class _Response:
         yield last + DONE
 
     async def collect(self) -> Completion:
-        texts = [""] * self._generation.num_choices
-        choices: dict[int, Choice] = {}
-        async with aclosing(self._generation.pieces()) as steps:
-            async for pieces in steps:
-                for piece in pieces:
-                    index, delta = piece.index, piece.delta
-                    texts[index] += delta.text
-                    if delta.finish_reason is not None:
-                        choices[index] = Choice(index, texts[index], delta.finish_reason, delta.stop_reason)
-        return Completion(*self._head, [choices[index] for index in sorted(choices)], self._generation.usage())
+        wholes = await self._generation.whole()
+        choices = [Choice(whole.index, whole.text, whole.finish_reason, whole.stop_reason) for whole in wholes]
+        return Completion(*self._head, choices, self._generation.usage())
 
 
 def _choice(piece: Piece) -> Choice:
