@@ -4,6 +4,10 @@ Knows nothing of how the sizes were found."""
 from octavo.messages import EngineReport
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def budget_lines(report: EngineReport) -> list[str]:
     kv_bytes = report.num_pages * report.page_bytes
     num_tokens = report.num_pages * report.page_size
@@ -11,14 +15,14 @@ def budget_lines(report: EngineReport) -> list[str]:
     lines = [
         f"device {report.device}, {report.dtype}",
         f"weights {report.weights_bytes:,} bytes",
-        f"KV pages {kv_bytes:,} bytes: {report.num_pages:,} pages of {report.page_size} tokens = {num_tokens:,} tokens, "
-        f"or {full_length:,} requests of the full {report.max_model_len:,} tokens",
+        f"KV pages {kv_bytes:,} bytes: {_count(report.num_pages, 'page')} of {_count(report.page_size, 'token')} "
+        f"= {_count(num_tokens, 'token')}, or {_count(full_length, 'request')} of the full {report.max_model_len:,} tokens",
     ]
     if report.num_host_pages:
         lines.append(
             f"swap space {report.num_host_pages * report.page_bytes:,} bytes: {report.num_host_pages:,} host pages"
         )
     lines.append(
-        f"at most {report.max_num_seqs:,} at a time run, a step computes at most {report.max_num_batched_tokens:,} tokens"
+        f"at once: up to {_count(report.max_num_seqs, 'request')}; in a step: up to {_count(report.max_num_batched_tokens, 'token')}"
     )
     return lines + list(report.notes)

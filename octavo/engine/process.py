@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -77,7 +78,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
-    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping), daemon=True).start()
+    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, order.address), daemon=True).start()
     threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
@@ -122,9 +123,11 @@ def _receive(address: str, inbox: Inbox) -> None:
             os._exit(1)
 
 
-def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event) -> None:
+def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event, address: str) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    # The sockets' folder is the supervisor's to remove; if it was killed, nobody else would.
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     if not is_stepping.is_set():  # still loading: nothing to put in order
         os._exit(0)
     inbox.put(None)

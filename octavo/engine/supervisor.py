@@ -23,6 +23,8 @@ from octavo.errors import ConfigError
 from octavo.messages import Dying, EngineReport
 from octavo.weights.source import ModelSource, resolve
 
+MAX_FOLDER_LEN = 90
+
 
 class ServerOrder(msgspec.Struct, frozen=True):
     """What the supervisor tells an API process to be."""
@@ -48,7 +50,7 @@ def serve(config: Config) -> int:
     source = resolve(
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
     )
-    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+    folder = _socket_folder()
     try:
         with _Processes(config, source, listener, folder) as processes:
             signal.signal(signal.SIGTERM, _raise_stop)
@@ -191,6 +193,15 @@ class _Processes:
 
     def _say(self, line: str) -> None:
         print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+def _socket_folder() -> Path:
+    """A folder that only this user can enter. A socket's path has room for about a hundred characters."""
+    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+    if len(str(folder)) > MAX_FOLDER_LEN:
+        folder.rmdir()
+        folder = Path(tempfile.mkdtemp(prefix="octavo-", dir="/tmp"))
+    return folder
 
 
 def _listen(host: str, port: int) -> socket.socket:

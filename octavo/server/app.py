@@ -43,4 +43,4 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = InvalidRequest("the request's path or query is malformed")
-    return error_response(error, request.scope["octavo.request_id"])
+    return error_response(error, request.scope["octavo.request_id"], f"{request.method} {request.url.path}")

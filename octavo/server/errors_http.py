@@ -36,7 +36,7 @@ class ClientGone(Exception):
     """The client closed its connection: there is nobody to answer."""
 
 
-def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody]:
+def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, ErrorBody]:
     """Status and body. What we did not foresee says nothing but the id under which the log explains it."""
     match error:
         case errors.ConfigError():
@@ -45,9 +45,9 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody]:
             code = CODES.get(type(error))
             return error.status, ErrorBody(ErrorDetail(error.message, error.type, error.param, code))
         case HTTPException(status_code=404):
-            return 404, ErrorBody(ErrorDetail("no such route", "not_found_error", None, "not_found"))
+            return 404, ErrorBody(ErrorDetail(f"no such route: {route[:200]}", "not_found_error", None, "not_found"))
         case HTTPException(status_code=405):
-            message = "this route does not take that method"
+            message = f"this route does not take that method: {route[:200]}"
             return 405, ErrorBody(ErrorDetail(message, "invalid_request_error", None, "method_not_allowed"))
         case HTTPException(status_code=status, detail=detail) if status < 500:
             return status, ErrorBody(ErrorDetail(str(detail), "invalid_request_error", None, None))
@@ -55,8 +55,9 @@ def describe(error: Exception, request_id: str) -> tuple[int, ErrorBody]:
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
 
-def error_response(error: Exception, request_id: str) -> Response:
-    status, body = describe(error, request_id)
+def error_response(error: Exception, request_id: str, route: str = "") -> Response:
+    """`route`: method and path, for the errors that are about them."""
+    status, body = describe(error, request_id, route)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

@@ -61,8 +61,10 @@ def test_a_killed_engine_ends_streams_with_an_error_and_the_server_with_code_1()
     assert any("killed by SIGKILL" in line for line in server.lines)
 
 
-def test_no_process_outlives_a_killed_supervisor():
-    with Server("--kv-cache-memory-bytes", "256M") as server:
+def test_nothing_outlives_a_killed_supervisor(tmp_path):
+    """No process, and no folder of sockets."""
+    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(tmp_path)}) as server:
+        assert list(tmp_path.glob("octavo-*"))
         children = server.children()
         assert len(children) == 2
         server.process.kill()
@@ -71,6 +73,7 @@ def test_no_process_outlives_a_killed_supervisor():
         while any(map(is_alive, children)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_alive, children))
+        assert not list(tmp_path.glob("octavo-*"))
 
 
 def test_the_api_key_covers_every_route_but_health():
@@ -80,6 +83,13 @@ def test_the_api_key_covers_every_route_but_health():
             status, text = server.get(path)
             assert status == 401 and "API key" in json.loads(text)["error"]["message"], path
         assert server.get("/v1/models", Authorization="Bearer sesame")[0] == 200
+
+
+def test_a_long_path_for_temporary_files_is_no_obstacle(tmp_path):
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(deep)}) as server:
+        assert server.get("/health")[0] == 200
 
 
 def test_three_ranks_serve():
