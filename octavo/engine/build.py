@@ -37,9 +37,9 @@ def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:
-    # Compute threads that spin while they wait starve each other as soon as anything else wants a core: with one busy
-    # neighbour a step took fifteen times as long. Threads that sleep at once cost a quiet machine a third; a short spin,
-    # of about ten microseconds, costs neither. Read when torch is first imported.
+    # Compute threads that spin without end while they wait starve each other when another program's threads do the same.
+    # A bounded spin keeps a quiet machine fast and a crowded one alive; benchmarks/cpu.md has what each bound costs.
+    # Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     name = "local" if config.parallel.tensor_parallel_size == 1 else "processes"
     module, _, attribute = EXECUTORS[name].partition(":")

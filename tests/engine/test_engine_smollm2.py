@@ -60,7 +60,9 @@ def test_alone_among_31_others_and_with_prefix_hits(references):
         alone = check(llm, references, "alone", together=False)
         crowd = references + references[:12]
         among = check(llm, crowd, "among 31 others, with prefix hits")
-        assert llm.engine_stats()["prefix_hit_tokens"] > 300
+        # Every prompt ran before: all of its full pages are found again, but for the page of its last token.
+        hits = sum((len(reference.prompt) - 1) // 16 * 16 for reference in crowd)
+        assert hits > 0 and llm.engine_stats()["prefix_hit_tokens"] >= hits
         llm.reset_prefix_cache()
         check(llm, crowd, "among 31 others")
     print(f"equal to the last token: {alone} of {len(references)} alone, {among} of {len(crowd)} in a crowd")
