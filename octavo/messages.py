@@ -180,6 +180,23 @@ class Reply(msgspec.Struct, frozen=True, tag=True, gc=False):
     body: str
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, gc=False):
+    """A GPU's memory in bytes, measured with the weights in and no pages yet. What is in none of these is free for pages."""
+
+    total: int
+    other: int  # held by other processes
+    own: int  # held by this one: weights, tables, the context, what libraries keep
+    working: int  # what the largest step takes beyond that, and gives back
+    working_rows: int  # the same for a step of one token for each row
+    working_least: int  # the same for a step of one token
+    reserve: int  # left free on purpose: CUDA graphs, staging, rounding, what other processes may still take
+
+    @property
+    def for_pages(self) -> int:
+        """What is free for pages, whatever share of the GPU was meant for them. Negative: not even a step fits."""
+        return self.total - self.other - self.own - self.working - self.reserve
+
+
 class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     """What a client may count on, sent when the engine is ready. All sizes are per engine, summed over ranks."""
 
@@ -195,6 +212,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     weights_bytes: int
     page_bytes: int
     notes: list[str] = []  # what `auto` decided, in words, for the start-up print
+    memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -236,6 +254,9 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     available_bytes: int  # for pages, where the device's memory is concerned
     host_available_bytes: int  # for the swap space; on a CPU the same memory as the pages'
     notes: list[str] = []
+    memory: DeviceMemory | None = None  # None: there is no GPU
+    fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
+    fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
