@@ -11,16 +11,17 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import torch
 
 from octavo.bench.report import facts, percentile
 from octavo.cache import KVCache
+from octavo.device import pick
 from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepDeltas, StepPlan, StepResult
 from octavo.observe.metrics import EngineMetrics
 from octavo.schedule import Scheduler
-from octavo.worker.assemble import assemble
+from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import Rows
+from octavo.worker.staging import Staging
 
 PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
 
@@ -31,7 +32,9 @@ class NoModel:
     def __init__(self, report: EngineReport, overlap: bool, clock: Callable[[], float]) -> None:
         self.overlap, self._clock = overlap, clock
         self._report = report
-        self._rows = Rows(report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, torch.device("cpu"))
+        device = pick("cpu")
+        self._staging = Staging(device)
+        self._rows = Rows(report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, device, self._staging)
         self._results: deque[StepResult] = deque()
         self.seconds = 0.0  # spent assembling in the step just done
 
@@ -41,7 +44,7 @@ class NoModel:
     def submit(self, plan: StepPlan) -> None:
         started = self._clock()
         self._rows.update(plan)
-        num_samples = len(assemble(plan, self._rows).sample_rows)
+        num_samples = len(assemble(Columns.of(plan), self._rows, self._staging).sample_rows)
         self.seconds = self._clock() - started
         self._results.append(StepResult(plan.step, [plan.step % 1000 + 1000] * num_samples))
 

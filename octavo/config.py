@@ -32,6 +32,13 @@ class ModelConfig:
     load_format: str = knob(
         AUTO, "auto: weights from the model; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
     )
+    quantization: str = knob(
+        "none", "fp8: products hold 8-bit weights and round their inputs to 8 bits (GPU)", choices=("none", "fp8")
+    )
+    attention_backend: str = knob(
+        AUTO, "what computes attention", choices=(AUTO, "triton", "flashinfer", "torch_cpu", "reference")
+    )
+    enforce_eager: bool = knob(False, "launch every kernel by itself: no CUDA graphs")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
     device: str = knob(AUTO, "where to compute", choices=(AUTO, "cpu", "cuda"))
 
@@ -41,6 +48,9 @@ class CacheConfig:
     page_size: int = knob(16, "tokens in a KV page", flag="block-size")
     kv_cache_memory_bytes: int | str = knob(
         AUTO, "size of the KV store (2G, 512M, bytes); auto: measured", kind="bytes"
+    )
+    kv_cache_dtype: str = knob(
+        AUTO, "what KV pages hold; auto: the model's type, fp8: half of its bytes", choices=(AUTO, "fp8")
     )
     gpu_memory_utilization: float = knob(
         0.92, "share of the GPU's memory for weights, KV pages and working space when the KV size is auto"
@@ -171,7 +181,7 @@ def resolve(config: Config, *, device: str, stored_dtype: str, context_len: int,
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > context_len:
         raise ConfigError(f"--max-model-len {wanted} is beyond the model's context of {context_len}; lower it")
-    rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 256)
+    rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
     return Limits(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),

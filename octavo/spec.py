@@ -15,6 +15,8 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     context_len: int  # positions the model was trained for
+    has_window: bool = False  # some layer sees only the latest positions
+    has_softcap: bool = False  # some layer bounds its scores
 
     def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
         """Bytes one token's keys and values take on one rank, over all layers."""

@@ -1,24 +1,40 @@
 """AttentionBackend: the seam between a model's layers and whatever writes and reads the KV pages.
 Knows nothing of models or of how a backend lays out a page."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """How one layer attends, on one rank."""
+
+    index: int  # which of the bound stores is its own
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float  # scores are multiplied by it
+    window: int = 0  # a token sees itself and the window − 1 before it; 0: everything before it
+    softcap: float = 0.0  # scores become softcap · tanh(score / softcap); 0: they stay
+    norms: HeadNorms | None = None
 
 
 class AttentionBackend(Protocol):
     """One instance serves all layers of one rank: bind once, then per step plan once and run once for each layer.
 
-    Scores are scaled by head_size ** -0.5, the softmax is computed in float32, attention is causal."""
+    The softmax is computed in float32, attention is causal."""
 
     name: str
     page_dim: int
     """The dimension of a store that counts pages, so that others can copy whole pages without knowing the layout."""
 
-    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """None where it can run, else why not, in words."""
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
@@ -30,11 +46,21 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch) -> None:
         """Once a step, before the first layer: what all layers share (indices, masks)."""
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Write k and v [T, Hkv, D], made finite, at batch.slots, then attend with q [T, H, D] over each row's pages
-        → [T, H * D]. No row's output depends on cells that are not its own, whatever finite numbers they hold."""
+    def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        """heads [T, H + 2 Hkv, D] come from the product and may be changed. Turn q and k (turn.py), write k and v, made
+        finite, at batch.slots, then attend with q over each row's pages → [T, H * D]. No row's output depends on cells
+        that are not its own, whatever finite numbers they hold."""
+
+    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
+        """What of a decode step is baked into its launches: steps with equal keys and as many rows may share a CUDA
+        graph. `is_shared`: the batch brings a prefix_len. None: its steps cannot be captured."""
 
 
-def finite(kv: torch.Tensor) -> torch.Tensor:
-    """A copy with 0 for NaN and infinities: what one request's numbers broke must not reach the next owner of its page."""
-    return torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+def storable(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in the store's type, with 0 for NaN and infinities: what one request's numbers broke must not reach the
+    next owner of its page. What an 8-bit store cannot hold becomes its largest number."""
+    kv = torch.nan_to_num(kv, nan=0.0, posinf=0.0, neginf=0.0)
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        kv = kv.clamp(-largest, largest)
+    return kv.to(dtype)

@@ -1,30 +1,51 @@
-"""Which attention backend runs here.
+"""Which attention backend runs here, and why.
 Knows nothing of how any of them works: it asks."""
+
+import importlib
+import importlib.util
 
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.attention.reference import ReferenceAttention
-from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 
+# name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there.
 # In order of preference; the last one runs everywhere.
-_BACKENDS: tuple[type[AttentionBackend], ...] = (TorchCpuAttention, ReferenceAttention)
+_BACKENDS = {
+    "triton": ("octavo.attention.triton:TritonAttention", "triton", "cuda"),
+    "flashinfer": ("octavo.attention.flashinfer:FlashInferAttention", "flashinfer", "cuda"),
+    "torch_cpu": ("octavo.attention.torch_cpu:TorchCpuAttention", "torch", "cpu"),
+    "reference": ("octavo.attention.reference:ReferenceAttention", "torch", ""),
+}
+NAMES = tuple(_BACKENDS)
 
 
-def choose(spec: ModelSpec, device: torch.device, dtype: torch.dtype, name: str = "auto") -> AttentionBackend:
-    """A fresh backend: the one called `name`, or the first that supports model, device and dtype."""
-    backends = [backend() for backend in _BACKENDS]
-    if name != "auto":
-        backends = [backend for backend in backends if backend.name == name]
-        if not backends:
-            known = ", ".join(backend.name for backend in _BACKENDS)
-            raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {known}")
+def choose(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, name: str = "auto"
+) -> tuple[AttentionBackend, str]:
+    """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types."""
+    if name not in ("auto", *_BACKENDS):
+        raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
     refusals = []
-    for backend in backends:
-        reason = backend.supports(spec, device, dtype)
-        if reason is None:
-            return backend
-        refusals.append(f"{backend.name}: {reason}")
+    for candidate in _BACKENDS if name == "auto" else (name,):
+        backend, reason = _try(candidate, spec, device, dtype, kv_dtype)
+        if backend is not None:
+            why = "as asked" if name != "auto" else "; ".join(refusals) or "the first choice here"
+            return backend, f"attention by {candidate} ({why})"
+        refusals.append(f"{candidate}: {reason}")
     raise ConfigError(f"no attention backend can run this model here ({'; '.join(refusals)})")
+
+
+def _try(
+    name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> tuple[AttentionBackend | None, str]:
+    place, package, kind = _BACKENDS[name]
+    if kind not in ("", device.type):
+        return None, f"it runs on {kind}, not on {device.type}"
+    if importlib.util.find_spec(package) is None:
+        return None, f"the package {package} is not installed"
+    module, _, attribute = place.partition(":")
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    reason = backend.supports(spec, device, dtype, kv_dtype)
+    return (backend, "") if reason is None else (None, reason)

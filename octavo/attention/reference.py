@@ -3,7 +3,8 @@ Knows nothing of speed."""
 
 import torch
 
-from octavo.attention.base import finite
+from octavo.attention.base import LayerHeads, storable
+from octavo.attention.turn import turn
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -15,7 +16,7 @@ class ReferenceAttention:
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
 
-    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
@@ -27,28 +28,37 @@ class ReferenceAttention:
     def plan(self, batch: Batch) -> None:
         pass
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        kv = self._kv[layer]
+    def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        kv = self._kv[layer.index]
         page_size = kv.shape[1]
-        kv[batch.slots // page_size, batch.slots % page_size] = finite(torch.stack((k, v), dim=1).to(kv.dtype))
+        kv[batch.slots // page_size, batch.slots % page_size] = storable(torch.stack((k, v), dim=1), kv.dtype)
         output = torch.empty_like(q)
         for row in range(batch.num_rows):
             first, last = int(batch.query_start[row]), int(batch.query_start[row + 1])
             length = int(batch.seq_lens[row])
             pages = batch.page_table[row, : -(-length // page_size)].long()
             keys, values = kv[pages].flatten(0, 1)[:length].float().unbind(dim=1)  # [L, Hkv, D] each
-            output[first:last] = _attend(q[first:last].float(), keys, values).to(q.dtype)
+            output[first:last] = _attend(layer, q[first:last].float(), keys, values).to(q.dtype)
         return output.flatten(1)
 
+    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
+        return None  # it reads lengths on the host
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+
+def _attend(layer: LayerHeads, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """q [N, H, D] are the last N of the L positions whose keys and values [L, Hkv, D] are given → [N, H, D]."""
-    num, heads, size = q.shape
+    num, heads, _ = q.shape
     length = keys.shape[0]
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
     values = values.repeat_interleave(heads // values.shape[1], dim=1)
-    scores = torch.einsum("nhd,lhd->hnl", q, keys) * size**-0.5
-    positions = torch.arange(length - num, length, device=q.device)
-    hidden = torch.arange(length, device=q.device)[None, :] > positions[:, None]  # [N, L]
+    scores = torch.einsum("nhd,lhd->hnl", q, keys) * layer.scale
+    if layer.softcap:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    positions = torch.arange(length - num, length, device=q.device)[:, None]
+    others = torch.arange(length, device=q.device)[None, :]
+    hidden = others > positions  # [N, L]
+    if layer.window:
+        hidden |= others <= positions - layer.window
     weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
     return torch.einsum("hnl,lhd->nhd", weights, values)

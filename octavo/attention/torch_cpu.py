@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from octavo.attention.base import finite
+from octavo.attention.base import LayerHeads, storable
+from octavo.attention.turn import turn
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -53,9 +54,11 @@ class TorchCpuAttention:
         self._decodes: list[_DecodeGroup] = []
         self._long_rows: list[_LongRow] = []
 
-    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu":
-            return f"it runs on CPUs, not on {device.type}"
+    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        if kv_dtype != dtype:
+            return f"its pages hold {dtype}, not {kv_dtype}"
+        if spec.has_window or spec.has_softcap:
+            return "it has no sliding window and no soft cap"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
@@ -128,9 +131,10 @@ class TorchCpuAttention:
 
     # ── once a layer ────────────────────────────────────────────────────────────────────────────────
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        kv = finite(_joined(k, v))
-        self._cells[layer].index_put_(self._written, kv)
+    def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        kv = storable(_joined(k, v), self._dtype)
+        self._cells[layer.index].index_put_(self._written, kv)
         if not self._long_rows and len(self._decodes) == 1:
             return self._decode(layer, self._decodes[0], q)
         output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
@@ -144,26 +148,29 @@ class TorchCpuAttention:
             output[part] = self._attend_long(layer, row, q[part], kv[part])
         return output
 
-    def _decode(self, layer: int, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
+    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
+        return None  # there is nothing to capture on a CPU
+
+    def _decode(self, layer: LayerHeads, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
         """q [B, H, D] → [B, H * D]. Query heads that share a KV head are the rows of one small product."""
         num_rows, num_heads, head_size = q.shape
         num_groups = num_rows * self._num_kv_heads
-        gathered = self._runs[layer].index_select(0, group.runs)
+        gathered = self._runs[layer.index].index_select(0, group.runs)
         keys, values = gathered.view(2, num_groups, -1, head_size)
         queries = q.reshape(num_groups, -1, head_size)
-        scores = torch.bmm(queries * head_size**-0.5, keys.transpose(1, 2))
+        scores = torch.bmm(queries * layer.scale, keys.transpose(1, 2))
         # Set, not added to: these cells hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
         # By index: they are few, and masked_fill_, which goes through all, takes two to twenty times as long.
         scores.view(num_rows, num_heads, -1)[group.empty] = float("-inf")
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         return torch.bmm(weights, values).view(num_rows, num_heads * head_size)
 
-    def _attend_long(self, layer: int, row: _LongRow, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    def _attend_long(self, layer: LayerHeads, row: _LongRow, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """q [N, H, D], kv [N, 2 Hkv, D] of this step → [N, H * D]."""
         if row.runs is None:
             keys, values = kv.transpose(0, 1).chunk(2)  # [Hkv, N, D]
         else:
-            gathered = self._runs[layer].index_select(0, row.runs)
+            gathered = self._runs[layer.index].index_select(0, row.runs)
             keys, values = gathered.view(2, self._num_kv_heads, -1, q.shape[-1])[:, :, : row.length]
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
@@ -171,6 +178,7 @@ class TorchCpuAttention:
             values[None],
             attn_mask=row.bias,
             is_causal=row.runs is None,
+            scale=layer.scale,
             enable_gqa=q.shape[1] != self._num_kv_heads,
         )
         return attended[0].transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""LocalExecutor: the one rank lives in this process; a step is computed when it is submitted.
+"""LocalExecutor: the one rank lives in this process. A CPU computes a step when it is submitted, a GPU beside us.
 Knows nothing of requests or of how a step is computed."""
 
 from collections import deque
@@ -7,16 +7,16 @@ from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.source import ModelSource
 from octavo.worker.memory import settle
-from octavo.worker.runner import Runner
+from octavo.worker.runner import Runner, Step
 
 
 class LocalExecutor:
-    overlap = False
-
     def __init__(self, config: Config, source: ModelSource) -> None:
         self._config = config
-        self._runner: Runner | None = Runner(config, source)
-        self._results: deque[StepResult] = deque()
+        runner = Runner(config, source)
+        self._runner: Runner | None = runner
+        self.overlap = runner.device.is_cuda
+        self._steps: deque[Step] = deque()
 
     def start(self) -> EngineReport:
         assert self._runner is not None, "closed"
@@ -26,10 +26,10 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         assert self._runner is not None, "closed"
-        self._results.append(self._runner.run(plan))
+        self._steps.append(self._runner.launch(plan))
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
+        return self._steps.popleft().result()
 
     def close(self) -> None:
         self._runner = None

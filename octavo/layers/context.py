@@ -2,6 +2,7 @@
 Knows nothing of checkpoints or batches."""
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -16,6 +17,8 @@ class BuildContext:
     device: torch.device
     attention: AttentionBackend
     page_size: int
+    kernels: ModuleType | None = None  # octavo.kernels.gpu where it can run; None: layers use torch alone
+    quantization: str = ""  # how products hold their weights: "" as they come, "fp8"
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for a parameter of this rank."""

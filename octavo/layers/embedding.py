@@ -7,6 +7,7 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear
+from octavo.layers.norm import Norm
 from octavo.layers.packing import PackedRows
 from octavo.layers.sharding import Slot, Slots, fill_share, share_size
 
@@ -57,13 +58,13 @@ class Head(nn.Module):
         self.vocab_size = vocab_size
         self.product = ColumnLinear(hidden_size, [vocab_size], context)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] → [S, vocabulary] float32, the same on every rank."""
-        logits: torch.Tensor = self.product(hidden)
+    def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """[S, hidden] → [S, vocabulary] of norm(hidden), the same on every rank."""
+        logits: torch.Tensor = self.product(hidden, norm)
         if self.group.size > 1:
             # Shares are equal in size: the padding of the last ones is cut off.
             logits = self.group.all_gather_last(logits)[:, : self.vocab_size].contiguous()
-        return logits.float()
+        return logits
 
     def slots(self, name: str) -> Slots:
         return {} if self.is_tied else self.product.slots(name)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.layers.context import BuildContext
+from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.packing import can_pack, pack, packed_linear, packed_linear_add
 from octavo.layers.sharding import Slot, Slots, fill_share, share, share_size
 
@@ -21,6 +22,7 @@ class Linear(nn.Module):
         self.weight = context.empty(out_features, in_features)
         self.bias = context.empty(out_features) if bias else None
         self.is_packed = False
+        self._kernels = context.kernels
         self._parts_to_fill = num_parts
 
     def adopt(self, weight: torch.Tensor) -> None:
@@ -52,12 +54,31 @@ class ColumnLinear(Linear):
         self.part_sizes = tuple(part_sizes)
         self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
 
-    def forward(self, x: torch.Tensor, activation: str = "none") -> torch.Tensor:
-        """[T, in] → [T, out / ranks]. `activation`: none or gelu_tanh."""
+    def forward(self, x: torch.Tensor, norm: Norm | None = None, activation: str = "none") -> torch.Tensor:
+        """[T, in] → [T, out / ranks] of norm(x). `activation`: none or gelu_tanh."""
+        if activation == "none" and self.has_few(x):
+            return self.few(x, norm)
+        if norm is not None:
+            x = norm(x)
         if self.is_packed:
             return packed_linear(x, self.weight, self.bias, activation)
         y = F.linear(x, self.weight, self.bias)
         return F.gelu(y, approximate="tanh") if activation == "gelu_tanh" else y
+
+    def has_few(self, x: torch.Tensor) -> bool:
+        """Whether x has so few rows that few() is the faster product."""
+        return self._kernels is not None and self._kernels.pays(x.shape[0], *self.weight.shape)
+
+    def few(self, x: torch.Tensor, norm: Norm | None, gated: str = "") -> torch.Tensor:
+        """The same for few rows, with an RMSNorm before it and the gate after it in the same launch."""
+        assert self._kernels is not None
+        if norm is not None and not isinstance(norm, RMSNorm):
+            x, norm = norm(x), None
+        before = None if norm is None else (norm.weight, norm.epsilon)
+        y: torch.Tensor = self._kernels.few_rows_linear(
+            x, self.weight, bias=self.bias, norm=before, gated=gated or None
+        )
+        return y
 
     def fill_weight(self, part: int, tensor: torch.Tensor) -> None:
         """`tensor` is the whole part, [out of the part, in]."""
@@ -90,17 +111,23 @@ class RowLinear(Linear):
         self.has_bias = bias
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """[T, in / ranks] → residual + the product, [T, out], the same on every rank."""
-        if self.is_packed:
-            if self.is_first:
-                y = packed_linear_add(x, self.weight, self.bias, residual)
-            else:
-                y = packed_linear(x, self.weight, None)
-        else:
-            y = F.linear(x, self.weight, self.bias)
-            if self.is_first:
-                y += residual
+        """[T, in / ranks] → residual + the product, [T, out], the same on every rank. The residual may be changed."""
+        y = self._share(x, residual)
         return y if self.group.size == 1 else self.group.all_reduce(y)
+
+    def _share(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if not self.is_first:
+            return packed_linear(x, self.weight, None) if self.is_packed else F.linear(x, self.weight)
+        if self.is_packed:
+            return packed_linear_add(x, self.weight, self.bias, residual)
+        if self._kernels is None:
+            return F.linear(x, self.weight, self.bias).add_(residual)
+        if self._kernels.pays(x.shape[0], *self.weight.shape):
+            y: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual)
+            return y
+        if self.bias is not None:
+            residual.add_(self.bias)
+        return residual.addmm_(x, self.weight.t())  # in place: the sum costs no pass of its own
 
     def fill_weight(self, tensor: torch.Tensor) -> None:
         self.weight.copy_(share(tensor, 1, self.group))

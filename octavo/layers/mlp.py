@@ -10,6 +10,7 @@ from torch import nn
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear
+from octavo.layers.norm import Norm
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,8 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
+# The names under which kernels know them.
+_FUSED = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -37,30 +40,53 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """residual + down(act(gate(x)) * up(x)), gate and up in one product."""
+    """x + down(act(gate(norm(x))) * up(norm(x))), gate and up in one product."""
 
-    def __init__(self, hidden_size: int, inner_size: int, act: str, context: BuildContext, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, inner_size: int, act: str, norm: Norm, context: BuildContext, bias: bool = False
+    ) -> None:
         super().__init__()
+        self.norm = norm
         self.gate_up = ColumnLinear(hidden_size, (inner_size, inner_size), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
         self._activation = activation(act)
+        self._fused = _FUSED.get(act, "")
+        self._kernels = context.kernels
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.down(self._activation(gate) * up, residual)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], which may be changed."""
+        out: torch.Tensor = self.down(self._inner(x), x)
         return out
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor
+        if self._kernels is None or not self._fused:
+            gate, up = self.gate_up(x, self.norm).chunk(2, dim=-1)
+            inner = self._activation(gate) * up
+        elif self._fused == "silu" and self.gate_up.has_few(x):
+            inner = self.gate_up.few(x, self.norm, gated=self._fused)
+        else:
+            inner = self._kernels.gated(self.gate_up(x, self.norm), self._fused)
+        return inner
 
 
 class MLP(nn.Module):
-    """residual + down(act(up(x)))."""
+    """x + down(act(up(norm(x))))."""
 
-    def __init__(self, hidden_size: int, inner_size: int, act: str, context: BuildContext, bias: bool = True) -> None:
+    def __init__(
+        self, hidden_size: int, inner_size: int, act: str, norm: Norm, context: BuildContext, bias: bool = True
+    ) -> None:
         super().__init__()
+        self.norm = norm
         self.up = ColumnLinear(hidden_size, (inner_size,), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
         self._activation = activation(act)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        inner = self.up(x, "gelu_tanh") if self._activation is _gelu_tanh else self._activation(self.up(x))
-        out: torch.Tensor = self.down(inner, residual)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], which may be changed."""
+        if self._activation is _gelu_tanh:
+            inner = self.up(x, self.norm, "gelu_tanh")
+        else:
+            inner = self._activation(self.up(x, self.norm))
+        out: torch.Tensor = self.down(inner, x)
         return out

@@ -20,7 +20,7 @@ class DecoderModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, D] → [S, V] float32, the whole vocabulary on every rank."""
+        """[S, D] → [S, V] in the model's type, the whole vocabulary on every rank."""
         raise NotImplementedError
 
     def slots(self) -> Slots:

@@ -11,7 +11,11 @@ from octavo.layers.context import BuildContext
 from octavo.layers.sharding import Slot, Slots, whole
 
 
-class RMSNorm(nn.Module):
+class Norm(nn.Module):
+    """[T, D] → [T, D], a new tensor."""
+
+
+class RMSNorm(Norm):
     """x / sqrt(mean(x²) + epsilon) * weight.
 
     In float32 on a CPU as x / hypot(‖x‖, sqrt(n · epsilon)) * (sqrt(n) · weight): the same number in fewer operations
@@ -25,8 +29,12 @@ class RMSNorm(nn.Module):
         self.is_short = context.dtype == torch.float32 and context.device.type == "cpu"
         self._floor = torch.tensor(math.sqrt(size * epsilon), dtype=context.dtype)
         self._factor = math.sqrt(size) if self.is_short else 1.0
+        self._kernels = context.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None:
+            y: torch.Tensor = self._kernels.rms_norm(x, self.weight, self.epsilon)
+            return y
         if not self.is_short:
             return F.rms_norm(x, self.shape, self.weight, self.epsilon)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
@@ -39,7 +47,7 @@ class RMSNorm(nn.Module):
         return {f"{name}.weight": Slot(self.shape, store)}
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Norm):
     def __init__(self, size: int, epsilon: float, context: BuildContext) -> None:
         super().__init__()
         self.shape = (size,)

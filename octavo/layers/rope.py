@@ -50,15 +50,6 @@ class Rope:
         self.frequencies.div_(factors.to(self.frequencies))
 
 
-def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Turn interleaved heads [T, n, D] in place."""
-    pairs = heads.view(*heads.shape[:-1], -1, 2)
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
-    else:
-        heads.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotation).flatten(-2))
-
-
 def interleave(weight: torch.Tensor, head_size: int) -> torch.Tensor:
     """Rows of a q or k projection (or its bias), reordered within each head from (i, i + D/2) to (2i, 2i + 1)."""
     pairs = weight.reshape(-1, 2, head_size // 2, *weight.shape[1:])

@@ -51,15 +51,14 @@ class Layer(nn.Module):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         epsilon = _epsilon(config)
-        self.attention_norm = LayerNorm(spec.hidden_size, epsilon, context)
-        self.attention = SelfAttention(index, spec, context, qkv_bias=True, output_bias=True)
-        self.mlp_norm = LayerNorm(spec.hidden_size, epsilon, context)
+        norm, mlp_norm = (LayerNorm(spec.hidden_size, epsilon, context) for _ in range(2))
+        self.attention = SelfAttention(index, spec, norm, context, qkv_bias=True, output_bias=True)
         act = config.get("activation_function", "gelu_new")
-        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, context)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention(self.attention_norm(x), x, batch)
-        x = self.mlp(self.mlp_norm(x), x)
+        x = self.attention(x, batch)
+        x = self.mlp(x)
         return x
 
     def slots(self, name: str) -> Slots:
@@ -71,7 +70,7 @@ class Layer(nn.Module):
         for key, slot in slots.items():
             if key.endswith(".weight"):
                 slots[key] = _transposed(slot)
-        norms = self.attention_norm.slots(f"{name}.ln_1") | self.mlp_norm.slots(f"{name}.ln_2")
+        norms = self.attention.norm.slots(f"{name}.ln_1") | self.mlp.norm.slots(f"{name}.ln_2")
         return slots | norms | self._qkv_slots(f"{name}.attn.c_attn")
 
     def _qkv_slots(self, name: str) -> Slots:
@@ -122,7 +121,7 @@ class Model(DecoderModel):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(hidden, self.norm)
         return logits
 
     def slots(self) -> Slots:

@@ -76,20 +76,20 @@ class Layer(nn.Module):
         epsilon = _epsilon(config)
         attention_bias = bool(config.get("attention_bias", False))
         self.head_size = spec.head_size
-        self.attention_norm = RMSNorm(spec.hidden_size, epsilon, context)
-        self.attention = SelfAttention(index, spec, context, qkv_bias=attention_bias, output_bias=attention_bias)
-        self.mlp_norm = RMSNorm(spec.hidden_size, epsilon, context)
+        norm, mlp_norm = (RMSNorm(spec.hidden_size, epsilon, context) for _ in range(2))
+        self.attention = SelfAttention(index, spec, norm, context, qkv_bias=attention_bias, output_bias=attention_bias)
         self.mlp = GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
             config.get("hidden_act", "silu"),
+            mlp_norm,
             context,
             bias=bool(config.get("mlp_bias", False)),
         )
 
     def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
-        x = self.attention(self.attention_norm(x), x, batch, rotation)
-        x = self.mlp(self.mlp_norm(x), x)
+        x = self.attention(x, batch, rotation)
+        x = self.mlp(x)
         return x
 
     def slots(self, name: str) -> Slots:
@@ -103,8 +103,8 @@ class Layer(nn.Module):
             | self.attention.output.slots(f"{attention}.o_proj")
             | self.mlp.gate_up.slots(f"{mlp}.gate_proj", f"{mlp}.up_proj")
             | self.mlp.down.slots(f"{mlp}.down_proj")
-            | self.attention_norm.slots(f"{name}.input_layernorm")
-            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+            | self.attention.norm.slots(f"{name}.input_layernorm")
+            | self.mlp.norm.slots(f"{name}.post_attention_layernorm")
         )
 
 
@@ -135,7 +135,7 @@ class Model(DecoderModel):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(hidden, self.norm)
         return logits
 
     def slots(self) -> Slots:

@@ -10,6 +10,11 @@ from octavo.batch import Batch
 from octavo.messages import StepPlan
 from octavo.sampling.state import Ints
 from octavo.worker.rows import Rows
+from octavo.worker.staging import Staging
+
+# Below these, reading a shared prefix once for all rows saves less than its extra launches cost.
+_MIN_SHARING_ROWS = 8
+_MIN_SHARED_TOKENS = 256
 
 
 @dataclass(slots=True)
@@ -19,26 +24,61 @@ class Assembled:
     batch: Batch
     sample_rows: Ints  # [S]
     sample_lens: Ints  # [S] tokens the row holds once the step is done = position of the token to sample
+    sample_cells: torch.Tensor  # [S] int64: where in the flattened token table the samples go
 
 
-def assemble(plan: StepPlan, rows: Rows) -> Assembled:
+@dataclass(slots=True)
+class Columns:
+    """A plan's rows as arrays [B], in the plan's order."""
+
+    rows: Ints
+    counts: Ints
+    lens: Ints  # tokens each holds once the step is done
+    samples: "np.ndarray[tuple[int], np.dtype[np.bool_]]"
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Columns":
+        counts = np.array(plan.counts, dtype=np.int64)
+        return cls(
+            np.array(plan.rows, dtype=np.int64),
+            counts,
+            np.array(plan.starts, dtype=np.int64) + counts,
+            np.array(plan.samples, dtype=np.bool_),
+        )
+
+    @property
+    def is_steady(self) -> bool:
+        """Every row computes one token and samples the next."""
+        return bool(self.samples.all()) and int(self.counts.max()) == 1
+
+
+def shared_len(
+    page_table: "np.ndarray[tuple[int, int], np.dtype[np.int32]]", rows: Ints, lens: Ints, page_size: int
+) -> int:
+    """Leading tokens that all the rows hold in the very same pages, where there are enough of both to use it; else 0."""
+    if len(rows) < _MIN_SHARING_ROWS:
+        return 0
+    most = (int(lens.min()) - 1) // page_size
+    if most * page_size < _MIN_SHARED_TOKENS or (page_table[rows, 0] != page_table[rows[0], 0]).any():
+        return 0
+    is_same = (page_table[rows, :most] == page_table[rows[0], :most]).all(axis=0)
+    num_pages = most if is_same.all() else int(np.argmin(is_same))
+    return num_pages * page_size if num_pages * page_size >= _MIN_SHARED_TOKENS else 0
+
+
+def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
     """The plan must advance at least one row, and `rows` must have been updated with it."""
-    plan_rows = np.array(plan.rows, dtype=np.int64)
-    plan_counts = np.array(plan.counts, dtype=np.int64)
-    plan_lens = np.array(plan.starts, dtype=np.int64) + plan_counts
-    samples = np.array(plan.samples, dtype=np.bool_)
-
-    max_query_len = int(plan_counts.max())
-    num_rows = len(plan_rows)
+    max_query_len = int(columns.counts.max())
+    num_rows = len(columns.rows)
     if max_query_len == 1:  # steady decode: nothing to sort, nothing to repeat
-        batch_rows, lens, counts = plan_rows, plan_lens, plan_counts
+        batch_rows, lens, counts = columns.rows, columns.lens, columns.counts
         query_start = np.arange(num_rows + 1)
         token_rows, positions = batch_rows, lens - 1
         last = query_start[:-1]
         num_decodes = num_rows
     else:
-        order = np.argsort(plan_counts != 1, kind="stable")  # one-token rows first, otherwise as planned
-        batch_rows, lens, counts = plan_rows[order], plan_lens[order], plan_counts[order]
+        order = np.argsort(columns.counts != 1, kind="stable")  # one-token rows first, otherwise as planned
+        batch_rows, lens, counts = columns.rows[order], columns.lens[order], columns.counts[order]
         query_start = np.zeros(num_rows + 1, dtype=np.int64)
         np.cumsum(counts, out=query_start[1:])
         token_rows = np.repeat(batch_rows, counts)
@@ -49,24 +89,36 @@ def assemble(plan: StepPlan, rows: Rows) -> Assembled:
 
     max_seq_len = int(lens.max())
     pages = rows.page_table[token_rows, positions // rows.page_size].astype(np.int64)
+    sample_rows, sample_lens = columns.rows[columns.samples], columns.lens[columns.samples]
+    shared = shared_len(rows.page_table, batch_rows[:num_decodes], lens[:num_decodes], rows.page_size)
+    sent = staging.send(
+        [
+            rows.cells(token_rows, positions),
+            positions,
+            pages * rows.page_size + positions % rows.page_size,
+            query_start.astype(np.int32),
+            lens.astype(np.int32),
+            batch_rows,
+            last[columns.samples],
+            rows.cells(sample_rows, sample_lens),
+            np.array([shared], dtype=np.int32),
+        ]
+    )
+    cells, positions_there, slots, query_start_there, lens_there, rows_there, sample_at, sample_cells, prefix_len = sent
     max_pages = -(-max_seq_len // rows.page_size)
-    device = rows.tokens.device
-
-    def put(column: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> torch.Tensor:
-        return torch.from_numpy(column).to(device, non_blocking=True)
-
     batch = Batch(
-        input_ids=rows.read(token_rows, positions),
-        positions=put(positions),
-        slots=put(pages * rows.page_size + positions % rows.page_size),
-        query_start=put(query_start.astype(np.int32)),
-        seq_lens=put(lens.astype(np.int32)),
-        page_table=put(rows.page_table[batch_rows, :max_pages]),
-        sample_at=put(last[samples]),
+        input_ids=rows.tokens.view(-1).index_select(0, cells).long(),
+        positions=positions_there,
+        slots=slots,
+        query_start=query_start_there,
+        seq_lens=lens_there,
+        page_table=rows.device_page_table[:, :max_pages].index_select(0, rows_there),
+        sample_at=sample_at,
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
         query_lens_host=counts.tolist(),
         seq_lens_host=lens.tolist(),
+        prefix_len=prefix_len if shared else None,
     )
-    return Assembled(batch, plan_rows[samples], plan_lens[samples])
+    return Assembled(batch, sample_rows, sample_lens, sample_cells)

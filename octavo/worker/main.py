@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def _serve(connection: Connection) -> None:
     # Imported here, so that a failing import is reported to the parent like everything else.
     from octavo.device import pick
     from octavo.parallel import init_group
-    from octavo.worker.runner import Runner
+    from octavo.worker.runner import Runner, Step
 
     device = pick(start.config.model.device, start.rank).torch_device
     group = init_group(start.rank, start.num_ranks, start.rendezvous, device)
@@ -64,10 +65,15 @@ def _serve(connection: Connection) -> None:
     runner.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK)
     plans = msgspec.msgpack.Decoder(StepPlan)
+    steps: deque[Step] = deque()
     while True:
-        result = runner.run(plans.decode(connection.recv_bytes()))
-        if start.rank == 0:
-            connection.send_bytes(OK + encoder.encode(result))
+        # What is done goes home first; then a plan that is already here starts before an earlier one is waited for.
+        if not steps or (not steps[0].is_done() and connection.poll()):
+            steps.append(runner.launch(plans.decode(connection.recv_bytes())))
+        else:
+            result = steps.popleft().result()
+            if start.rank == 0:
+                connection.send_bytes(OK + encoder.encode(result))
 
 
 def _last_words(connection: Connection, failed: RankFailed) -> int:

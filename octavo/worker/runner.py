@@ -1,9 +1,12 @@
 """Runner: one rank. A StepPlan becomes a Batch, hidden states, logits and tokens, and nothing else happens here.
 Knows nothing of requests, of other ranks' processes, or of why the plan is what it is."""
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
@@ -11,7 +14,7 @@ from octavo import config as settings
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.config import Config, Limits
-from octavo.device import Device, pick
+from octavo.device import Device, Event, pick
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
@@ -23,15 +26,37 @@ from octavo.spec import ModelSpec
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
-from octavo.worker.assemble import assemble
+from octavo.worker.assemble import Columns, assemble, shared_len
 from octavo.worker.cores import usable_cores
+from octavo.worker.graphs import Graphs, is_plain_greedy
 from octavo.worker.memory import in_words
 from octavo.worker.pages import PageStore
 from octavo.worker.rows import Rows
+from octavo.worker.staging import Staging
+
+_MAX_UNCOLLECTED = 2  # as executor.base says
+
+
+class Step:
+    """A step on its way. On a CPU it is done; on a GPU its tokens are copied to the host behind it."""
+
+    def __init__(self, number: int, tokens: torch.Tensor | None, done: Event | None) -> None:
+        self._number, self._tokens, self._done = number, tokens, done
+
+    def is_done(self) -> bool:
+        return self._done is None or self._done.is_done()
+
+    def result(self) -> StepResult:
+        """Waits until the step is done."""
+        if self._tokens is None:
+            return StepResult(self._number, [])
+        if self._done is not None:
+            self._done.wait()
+        return StepResult(self._number, self._tokens.tolist())
 
 
 class Runner:
-    """load(), then allocate(), then run() once per step."""
+    """load(), then allocate(), then launch() once per step."""
 
     spec: ModelSpec
     limits: Limits
@@ -39,12 +64,15 @@ class Runner:
     attention: AttentionBackend
     rows: Rows
     pages: PageStore
+    staging: Staging
 
     def __init__(self, config: Config, source: ModelSource, rank: int = 0, group: Group | None = None) -> None:
         self.config = config
         self.source = source
         self.group = group or Group.single()
         self.device: Device = pick(config.model.device, rank)
+        self.graphs: Graphs | None = None
+        self._notes: list[str] = []
 
     def load(self) -> LoadReport:
         """Read the weights. Says what is left for pages, once every rank has read its own."""
@@ -64,8 +92,18 @@ class Runner:
         torch.set_num_threads(self.limits.cpu_threads)
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         place = self.device.torch_device
-        self.attention = choose(self.spec, place, dtype)
-        context = BuildContext(self.group, dtype, place, self.attention, config.cache.page_size)
+        self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
+        self.attention, why = choose(self.spec, place, dtype, self.kv_dtype, config.model.attention_backend)
+        self._notes.append(why)
+        context = BuildContext(
+            self.group,
+            dtype,
+            place,
+            self.attention,
+            config.cache.page_size,
+            _kernels(self.device, dtype),
+            "" if config.model.quantization == "none" else config.model.quantization,
+        )
         available = self.device.memory_available()
         with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
             self.model = family.Model(checkpoint.config, self.spec, context)
@@ -76,36 +114,81 @@ class Runner:
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Take the memory that the executor settled on; from now on steps can run."""
         limits, page_size = self.limits, self.config.cache.page_size
-        dtype: torch.dtype = getattr(torch, limits.dtype)
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
-            layers = [self.device.zeros(self._store_shape(num_pages), dtype) for _ in range(self.spec.num_layers)]
+            layers = [
+                self.device.zeros(self._store_shape(num_pages), self.kv_dtype) for _ in range(self.spec.num_layers)
+            ]
             host_layers = [
-                self.device.pinned(self._store_shape(num_host_pages), dtype)
+                self.device.pinned(self._store_shape(num_host_pages), self.kv_dtype)
                 for _ in range(self.spec.num_layers if num_host_pages else 0)
             ]
             self.pages = PageStore(layers, host_layers, self.attention.page_dim)
             self.attention.bind(layers)
-            max_model_len = min(limits.max_model_len, num_pages * page_size)
-            self.rows = Rows(
-                limits.max_num_seqs, max_model_len, page_size, self.spec.vocab_size, self.device.torch_device
-            )
+            self._seat(min(limits.max_model_len, num_pages * page_size))
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Carry out one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
+    def _seat(self, max_model_len: int) -> None:
+        limits = self.limits
+        self.staging = Staging(self.device)
+        self.rows = Rows(
+            limits.max_num_seqs,
+            max_model_len,
+            self.config.cache.page_size,
+            self.spec.vocab_size,
+            self.device,
+            self.staging,
+        )
+        can_capture = self.device.is_cuda and self.attention.graph_key(1, 1, False) is not None
+        # Ranks talk to each other in the middle of a step; that is not captured yet.
+        if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
+            self.graphs = Graphs(self.device, self.rows, self.staging, self.model, self.attention, limits.max_num_seqs)
+        self._answers = [self.device.pinned((limits.max_num_seqs,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
+
+    def launch(self, plan: StepPlan) -> Step:
+        """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
         with torch.inference_mode():
             self.pages.move(plan.moves)
             self.rows.update(plan)
             if not plan.rows:
-                return StepResult(plan.step, [])
-            assembled = assemble(plan, self.rows)
-            hidden = self.model.forward(assembled.batch)
-            if not len(assembled.sample_rows):
-                return StepResult(plan.step, [])
-            logits = self.model.logits(hidden.index_select(0, assembled.batch.sample_at))
-            tokens = sample(logits, self.rows.tokens, self.rows.sampling, assembled.sample_rows, assembled.sample_lens)
-            self.rows.write(assembled.sample_rows, assembled.sample_lens, tokens)
-            return StepResult(plan.step, tokens.tolist())
+                return Step(plan.step, None, None)
+            columns = Columns.of(plan)
+            if self.graphs is not None and columns.is_steady and self.graphs.can_run(len(columns.rows)):
+                tokens = self._repeat(self.graphs, columns)
+            else:
+                tokens = self._compute(columns)
+            return self._send_home(plan.step, tokens)
+
+    def _compute(self, columns: Columns) -> torch.Tensor | None:
+        """A step of any shape, kernel by kernel → the tokens [S] it sampled."""
+        assembled = assemble(columns, self.rows, self.staging)
+        hidden = self.model.forward(assembled.batch)
+        if not len(assembled.sample_rows):
+            return None
+        logits = self.model.logits(hidden.index_select(0, assembled.batch.sample_at))
+        tokens = sample(logits, self.rows.tokens, self.rows.sampling, assembled.sample_rows, assembled.sample_lens)
+        self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
+        return tokens
+
+    def _repeat(self, graphs: Graphs, columns: Columns) -> torch.Tensor:
+        """A step in which every row adds one token: a graph's replay."""
+        rows, lens = columns.rows, columns.lens
+        shared = shared_len(self.rows.page_table, rows, lens, self.rows.page_size)
+        is_greedy = is_plain_greedy(self.rows.sampling, rows, lens)
+        logits = graphs.run(rows, lens, shared, is_greedy)
+        if logits is None:
+            return graphs.tokens[: len(rows)]
+        tokens = sample(logits, self.rows.tokens, self.rows.sampling, rows, lens)
+        graphs.store(len(rows), tokens)
+        return tokens
+
+    def _send_home(self, number: int, tokens: torch.Tensor | None) -> Step:
+        if tokens is None or not self.device.is_cuda:
+            return Step(number, tokens, None)
+        home = self._answers[number % len(self._answers)][: len(tokens)]
+        home.copy_(tokens, non_blocking=True)
+        done = self.device.event()
+        done.record()
+        return Step(number, home, done)
 
     def _fill(self, checkpoint: Checkpoint, dtype: torch.dtype, available: int) -> None:
         shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
@@ -120,7 +203,7 @@ class Runner:
 
     def _report(self, dtype: torch.dtype) -> LoadReport:
         limits = self.limits
-        page_bytes = math.prod(self._store_shape(1)) * dtype.itemsize * self.spec.num_layers
+        page_bytes = math.prod(self._store_shape(1)) * self.kv_dtype.itemsize * self.spec.num_layers
         host_available = pick("cpu").memory_available() // self.group.size
         return LoadReport(
             device=self.device.describe(),
@@ -134,7 +217,7 @@ class Runner:
             page_bytes=page_bytes,
             available_bytes=self._left_on_gpu(dtype) if self.device.is_cuda else host_available,
             host_available_bytes=host_available,
-            notes=[f"attention by {self.attention.name}"],
+            notes=self._notes,
         )
 
     def _left_on_gpu(self, dtype: torch.dtype) -> int:
@@ -149,6 +232,13 @@ class Runner:
 
     def _store_shape(self, num_pages: int) -> tuple[int, ...]:
         return self.attention.kv_shape(self.spec, num_pages, self.config.cache.page_size, self.group.size)
+
+
+def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:
+    """The fused kernels where they can run: they need Triton, and tensor cores for 16-bit types."""
+    if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("octavo.kernels.gpu")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from octavo.attention.base import AttentionBackend
+from octavo.attention.base import AttentionBackend, LayerHeads
 from octavo.attention.choose import choose
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
@@ -35,6 +35,14 @@ def make_spec(heads: tuple[int, int, int], num_layers: int = 2) -> ModelSpec:
     return ModelSpec("test", num_layers, num_heads * size, num_heads, num_kv_heads, size, 8, 8, 1024)
 
 
+def layer_of(spec: ModelSpec, index: int = 0) -> LayerHeads:
+    return LayerHeads(index, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5)
+
+
+def chosen(spec: ModelSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
+    return choose(spec, CPU, dtype, dtype, name)[0]
+
+
 def attend(
     backend: AttentionBackend,
     spec: ModelSpec,
@@ -53,24 +61,26 @@ def attend(
     assert shape[backend.page_dim] == num_pages
     backend.bind([torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)])
 
-    def random_heads(num_tokens: int) -> list[torch.Tensor]:
-        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        heads = torch.randn(num_tokens, sum(counts), spec.head_size, generator=generator).to(dtype)
-        q, k, v = heads.split(counts, dim=1)
+    def random_heads(num_tokens: int) -> torch.Tensor:
+        num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        heads = torch.randn(num_tokens, num_heads, spec.head_size, generator=generator).to(dtype)
         if broken_share:
-            for part, value in itertools.product((k, v), (torch.nan, torch.inf, -torch.inf)):
-                part.masked_fill_(torch.rand(part.shape, generator=generator) < broken_share, value)
-        return [q, k, v]
+            kv = heads[:, spec.num_heads :]
+            for value in (torch.nan, torch.inf, -torch.inf):
+                kv.masked_fill_(torch.rand(kv.shape, generator=generator) < broken_share, value)
+        return heads
+
+    layers = [layer_of(spec, index) for index in range(spec.num_layers)]
 
     for row, (before, _) in zip(rows, mix, strict=True):
         if before:
             step = make_batch([(row, before)], page_size)
             backend.plan(step)
-            for layer in range(spec.num_layers):
-                backend.run(layer, *random_heads(before), step)
+            for layer in layers:
+                backend.run(layer, random_heads(before), None, step)
     batch = make_batch([(row, count) for row, (_, count) in zip(rows, mix, strict=True)], page_size)
     backend.plan(batch)
-    outputs = [backend.run(layer, *random_heads(batch.num_tokens), batch) for layer in range(spec.num_layers)]
+    outputs = [backend.run(layer, random_heads(batch.num_tokens), None, batch) for layer in layers]
     return torch.stack(outputs)
 
 
@@ -79,7 +89,7 @@ def attend(
 @pytest.mark.parametrize(("heads", "page_size"), list(itertools.product(HEADS, (1, 16))))
 def test_backend_equals_the_reference(backend: str, mix: str, heads: tuple[int, int, int], page_size: int) -> None:
     spec = make_spec(heads)
-    tested = choose(spec, CPU, torch.float32, backend)
+    tested = chosen(spec, torch.float32, backend)
     found = attend(tested, spec, MIXES[mix], page_size, torch.float32, seed=11)
     expected = attend(ReferenceAttention(), spec, MIXES[mix], page_size, torch.float32, seed=11)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -89,7 +99,7 @@ def test_backend_equals_the_reference(backend: str, mix: str, heads: tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_stores(backend: str, dtype: torch.dtype) -> None:
     spec = make_spec((6, 2, 32))
-    tested = choose(spec, CPU, dtype, backend)
+    tested = chosen(spec, dtype, backend)
     found = attend(tested, spec, MIXES["everything"], 4, dtype, seed=12)
     expected = attend(ReferenceAttention(), spec, MIXES["everything"], 4, dtype, seed=12)
     assert found.dtype == dtype
@@ -104,7 +114,7 @@ def test_the_reference_is_plain_causal_attention() -> None:
     q, k, v = torch.randn(21, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
     batch = make_batch([(Row([0] * 21, [3, 1, 7, 2, 8, 5]), 21)], 4)
     backend.plan(batch)
-    found = backend.run(0, q, k, v, batch)
+    found = backend.run(layer_of(spec), torch.cat((q, k, v), dim=1), None, batch)
     expected = torch.nn.functional.scaled_dot_product_attention(
         *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, enable_gqa=True
     )
@@ -112,14 +122,23 @@ def test_the_reference_is_plain_causal_attention() -> None:
 
 
 def test_choice_by_name_and_by_device() -> None:
-    spec = make_spec((4, 2, 8))
-    assert choose(spec, CPU, torch.float32).name == "torch_cpu"
-    assert choose(spec, CPU, torch.float32, "reference").name == "reference"
-    assert choose(spec, torch.device("meta"), torch.float32).name == "reference"
-    with pytest.raises(ConfigError, match=r"no attention backend 'flash'; use auto or one of torch_cpu, reference"):
-        choose(spec, CPU, torch.float32, "flash")
-    with pytest.raises(ConfigError, match=r"torch_cpu: it runs on CPUs, not on meta"):
-        choose(spec, torch.device("meta"), torch.float32, "torch_cpu")
+    spec, float32, meta = make_spec((4, 2, 8)), torch.float32, torch.device("meta")
+
+    def choice(device: torch.device, name: str = "auto", kv_dtype: torch.dtype = float32) -> tuple[str, str]:
+        backend, why = choose(spec, device, float32, kv_dtype, name)
+        return backend.name, why
+
+    assert choice(CPU)[0] == "torch_cpu"
+    assert choice(CPU, "reference") == ("reference", "attention by reference (as asked)")
+    assert choice(CPU, kv_dtype=torch.float8_e4m3fn)[0] == "reference"
+    name, why = choice(meta)
+    assert name == "reference" and "torch_cpu: it runs on cpu, not on meta" in why
+    with pytest.raises(
+        ConfigError, match=r"no attention backend 'flash'; use auto or one of triton, flashinfer, torch"
+    ):
+        choice(CPU, "flash")
+    with pytest.raises(ConfigError, match=r"torch_cpu: it runs on cpu, not on meta"):
+        choice(meta, "torch_cpu")
 
 
 def run_step(
@@ -127,7 +146,7 @@ def run_step(
 ) -> torch.Tensor:
     batch = make_batch(steps, page_size)
     backend.plan(batch)
-    return backend.run(0, *heads.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1), batch)
+    return backend.run(layer_of(spec), heads.clone(), None, batch)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
@@ -142,7 +161,7 @@ def test_a_rows_broken_numbers_stay_its_own(backend: str, value: float, dtype: t
     ]  # tokens of each step
 
     def outputs(is_broken: bool) -> list[torch.Tensor]:
-        tested = choose(spec, CPU, dtype, backend)
+        tested = chosen(spec, dtype, backend)
         tested.bind([torch.zeros(tested.kv_shape(spec, 12, page_size, 1), dtype=dtype)])
         broken, short, long = Row([0] * 16, [0, 9]), Row([0] * 16, [5]), Row([0] * 16, [3, 7, 2])
         heads = [part.clone() for part in numbers]
@@ -170,7 +189,7 @@ def test_a_rows_broken_numbers_stay_its_own(backend: str, value: float, dtype: t
 def test_non_finite_keys_and_values_count_as_zero_in_every_backend(backend: str, mix: str) -> None:
     spec = make_spec((4, 2, 8))
     found, expected = (
-        attend(choose(spec, CPU, torch.float32, name), spec, MIXES[mix], 4, torch.float32, seed=11, broken_share=0.1)
+        attend(chosen(spec, torch.float32, name), spec, MIXES[mix], 4, torch.float32, seed=11, broken_share=0.1)
         for name in (backend, "reference")
     )
     assert found.isfinite().all()

@@ -6,11 +6,12 @@ import torch
 from octavo import device as devices
 from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
+from octavo.attention.turn import rotate
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.linear import ColumnLinear, RowLinear
 from octavo.layers.norm import LayerNorm, RMSNorm
-from octavo.layers.rope import Rope, interleave, rope_settings, rotate, split_halves
+from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import check_shares, share
 from octavo.parallel import Group, init_group
 

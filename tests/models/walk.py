@@ -44,7 +44,7 @@ def build_from(
     family = load_family(config["model_type"])
     spec = family.spec(config)
     group = group or Group.single()
-    attention = choose(spec, CPU, dtype, backend)
+    attention, _ = choose(spec, CPU, dtype, dtype, backend)
     ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4))
     ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)

@@ -8,16 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.messages import Entering, SamplingParams, StepPlan
-from octavo.worker.assemble import assemble
+from octavo.device import pick
+from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import Rows
+from octavo.worker.staging import Staging
 
 MAX_ROWS, MAX_LEN, VOCAB = 9, 60, 1000
 PARAMS = SamplingParams()
+CPU = pick("cpu")
 
 
 def random_rows(rng: random.Random, page_size: int) -> tuple[Rows, list[list[int]], list[list[int]]]:
     """Full rows: (rows, tokens of each, pages of each)."""
-    rows = Rows(MAX_ROWS, MAX_LEN, page_size, VOCAB, torch.device("cpu"))
+    rows = Rows(MAX_ROWS, MAX_LEN, page_size, VOCAB, CPU, Staging(CPU))
     num_pages = -(-MAX_LEN // page_size)
     free = rng.sample(range(1, 5 * MAX_ROWS * num_pages), MAX_ROWS * num_pages)
     tokens = [[rng.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(MAX_ROWS)]
@@ -37,7 +40,8 @@ def test_batch_is_what_the_plan_says(seed: int, only_decodes: bool) -> None:
     counts = [1 if only_decodes else rng.choice([1, 1, 2, rng.randint(1, 20)]) for _ in plan_rows]
     starts = [rng.randint(0, MAX_LEN - count) for count in counts]
     samples = [rng.random() < 0.7 for _ in plan_rows]
-    assembled = assemble(StepPlan(1, [], [], [], plan_rows, starts, counts, samples, [], [], []), rows)
+    plan = StepPlan(1, [], [], [], plan_rows, starts, counts, samples, [], [], [])
+    assembled = assemble(Columns.of(plan), rows, Staging(CPU))
     batch = assembled.batch
 
     order = sorted(range(len(plan_rows)), key=lambda i: counts[i] != 1)
@@ -70,11 +74,12 @@ def test_batch_is_what_the_plan_says(seed: int, only_decodes: bool) -> None:
 
 def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() -> None:
     rows, tokens, pages = random_rows(random.Random(5), 16)
-    rows.write(np.array([3, 0]), np.array([7, MAX_LEN]), torch.tensor([901, 902]))
-    assert rows.read(np.array([3, 3, 0]), np.array([7, 8, MAX_LEN])).tolist() == [901, tokens[3][8], 902]
+    cells = torch.from_numpy(rows.cells(np.array([3, 0]), np.array([7, MAX_LEN])))
+    rows.tokens.view(-1).index_copy_(0, cells, torch.tensor([901, 902], dtype=torch.int32))
+    assert [rows.tokens[3, 7], rows.tokens[3, 8], rows.tokens[0, MAX_LEN]] == [901, tokens[3][8], 902]
 
     entering = Entering(3, [4, 5], 2, PARAMS, 0, [], [11])
     rows.update(StepPlan(1, [3], [entering], [], [], [], [], [], [3, 0], [1, 0], [12, 13]))
     assert rows.page_table[3].tolist() == [11, 12, 0, 0]
     assert rows.page_table[0].tolist() == [13, *pages[0][1:]]
-    assert rows.read(np.array([3, 3]), np.array([0, 1])).tolist() == [4, 5]
+    assert rows.tokens[3, :2].tolist() == [4, 5]
