@@ -3,8 +3,9 @@ Knows nothing of models, batches or steps."""
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,22 @@ class Event:
         if self._event is not None:
             self._event.synchronize()
 
+    def hold(self) -> None:
+        """What is queued on the current stream from now on runs once everything before the mark is done. The host goes on."""
+        if self._event is not None:
+            self._event.wait()
+
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """A GPU's memory at one moment, in bytes."""
+
+    total: int
+    free: int  # nobody holds it
+    reserved: int  # this process's tensors, and what its allocator keeps for the next ones
 
 
 class Device:
@@ -63,6 +78,23 @@ class Device:
             return torch.cuda.mem_get_info(self.torch_device)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    def memory_use(self) -> MemoryUse:
+        """What is held now, once all queued work is done and the allocator has given back what no tensor needs."""
+        assert self.is_cuda, "a host's memory is nobody's in particular"
+        self.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemoryUse(total, free, torch.cuda.memory_reserved(self.torch_device))
+
+    def start_peak(self) -> None:
+        """Forget the peak of what was reserved: peak_reserved() counts from here."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def peak_reserved(self) -> int:
+        """The most bytes that were reserved at any moment since start_peak()."""
+        self.synchronize()
+        return torch.cuda.max_memory_reserved(self.torch_device)
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
@@ -88,8 +120,23 @@ class Device:
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can copy from and to without waiting."""
+        """Host memory that the device can copy from and to without waiting. Up to twice as much is taken: torch's
+        allocator rounds the size up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
+
+    def release_pinned(self) -> None:
+        """Give back pinned memory that no tensor uses any more: its allocator would keep it for the next of that size."""
+        if not self.is_cuda:
+            return
+        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than the oldest torch we take
+            torch.accelerator.empty_host_cache()
+        else:
+            torch._C._host_emptyCache()
+
+    def indices(self, values: Sequence[int]) -> torch.Tensor:
+        """[N] int64, copied without waiting for what is queued."""
+        numbers = torch.tensor(values, dtype=torch.int64, pin_memory=self.is_cuda)
+        return numbers.to(self.torch_device, non_blocking=True)
 
 
 def pick(name: str = "auto", index: int = 0) -> Device:
@@ -109,6 +156,12 @@ def pick(name: str = "auto", index: int = 0) -> Device:
     elif name != "cpu":
         raise ConfigError(f"--device must be auto, cpu or cuda, got {name}")
     return Device(name, index)
+
+
+def device_of(place: torch.device | str) -> Device:
+    """The device behind torch's name for it."""
+    place = torch.device(place)
+    return Device(place.type, place.index or 0)
 
 
 def _host_available() -> int:

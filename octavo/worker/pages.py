@@ -1,11 +1,19 @@
-"""PageStore: the memory behind the page numbers, on the device and in the swap space, and the moves between them.
+"""Pages: the memory behind the page numbers, on the device and in the swap space, and the moves between them.
 Knows nothing of which page belongs to whom, nor of a page's inner layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
+from octavo.device import Device, Event
 from octavo.messages import PageMove
+
+STAGING_BYTES = 64 * 2**20
+"""What one of the two staging buffers on the device may take, where there is a swap space (one page, if that is larger)."""
+
+_SLAB_BYTES = 2**30  # pinned memory comes in powers of two: in pieces of this size little of it is wasted
 
 
 class PageStore:
@@ -24,6 +32,129 @@ class PageStore:
                 pages = source.index_select(self._page_dim, torch.tensor(sources, device=source.device))
                 index = torch.tensor(targets, device=target.device)
                 target.index_copy_(self._page_dim, index, pages.to(target.device))
+
+
+class Pages:
+    """Swapping runs beside the steps. What a step may still write to is first gathered into a staging buffer, in the
+    step's own stream; the slow copy to the host then runs in the side stream, and the other way round. The side stream
+    is one queue, so that a host page is never read before it was written, nor written before it was read; no host page
+    is looked at by the host itself, so that the host never waits."""
+
+    def __init__(
+        self,
+        layers: list[torch.Tensor],
+        page_dim: int,
+        device: Device,
+        num_host_pages: int = 0,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """One zero-filled store per layer; `page_dim` is the dimension that counts pages."""
+        self.layers = layers
+        self._device = device
+        self._page_dim = page_dim
+        assert page_dim < layers[0].dim() - 1, "a page is more than a scatter of single numbers"
+        # Moving needs no arithmetic: as wide integers pages of any type are moved, and in fewer accesses.
+        self._stores = [store.view(_widest(store)) for store in layers]
+        self._host: _HostPages | None = None
+        self._staging: list[_Staging] = []
+        self._next = 0
+        if num_host_pages:
+            shape, dtype = _page_shape(self._stores, page_dim), self._stores[0].dtype
+            self._host = _HostPages(device, num_host_pages, shape, dtype)
+            num_staged = max(1, min(num_host_pages, staging_bytes // self._host.page_bytes))
+            self._staging = [_Staging.of(device, num_staged, shape, dtype) for _ in range(2)]
+
+    def move(self, moves: list[PageMove]) -> None:
+        """Queue the moves, before what is queued on the current stream next, with the effect of one after the other."""
+        for kind, sources, targets in runs(moves):
+            if kind == "copy":
+                self._copy(sources, targets)
+                continue
+            assert self._staging, "a plan swaps and there is no swap space"
+            # By host page, which a stretch's order is free for: neighbours on the host are one copy.
+            at_host = targets if kind == "out" else sources
+            order = sorted(range(len(at_host)), key=at_host.__getitem__)
+            carry, num_staged = self._out if kind == "out" else self._in, len(self._staging[0].pages)
+            for start in range(0, len(order), num_staged):
+                together = order[start : start + num_staged]
+                carry([sources[i] for i in together], [targets[i] for i in together])
+
+    def _copy(self, sources: list[int], targets: list[int]) -> None:
+        there, here = self._device.indices(targets), self._device.indices(sources)
+        for store in self._stores:
+            store.index_copy_(self._page_dim, there, store.index_select(self._page_dim, here))
+
+    def _out(self, sources: list[int], targets: list[int]) -> None:
+        assert self._host is not None
+        staging, count = self._next_staging(), len(sources)
+        here = self._device.indices(sources)
+        staging.is_free.hold()
+        for layer, store in enumerate(self._stores):
+            torch.index_select(store, self._page_dim, here, out=self._staged(staging, layer, count))
+        staging.is_full.record()
+        with self._device.side_stream():
+            staging.is_full.hold()
+            for first, host in self._host.stretches(targets):
+                host.copy_(staging.pages[first : first + len(host)], non_blocking=True)
+            staging.is_free.record()
+
+    def _in(self, sources: list[int], targets: list[int]) -> None:
+        assert self._host is not None
+        staging, count = self._next_staging(), len(sources)
+        there = self._device.indices(targets)
+        with self._device.side_stream():
+            staging.is_free.hold()
+            for first, host in self._host.stretches(sources):
+                staging.pages[first : first + len(host)].copy_(host, non_blocking=True)
+            staging.is_full.record()
+        staging.is_full.hold()
+        for layer, store in enumerate(self._stores):
+            store.index_copy_(self._page_dim, there, self._staged(staging, layer, count))
+        staging.is_free.record()
+
+    def _next_staging(self) -> "_Staging":
+        self._next = (self._next + 1) % len(self._staging)
+        return self._staging[self._next]
+
+    def _staged(self, staging: "_Staging", layer: int, count: int) -> torch.Tensor:
+        """The first `count` staged pages of a layer, shaped as in its store."""
+        return staging.pages[:count, layer].movedim(0, self._page_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """A stop on the way, on the device."""
+
+    pages: torch.Tensor  # [N, layers, *page]
+    is_full: Event  # what was put here last is all there
+    is_free: Event  # what was put here last has been taken
+
+    @classmethod
+    def of(cls, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> "_Staging":
+        pages = torch.empty(num_pages, *shape, dtype=dtype, device=device.torch_device)
+        return cls(pages, device.event(), device.event())
+
+
+class _HostPages:
+    """The swap space: a page's layers lie side by side, so that a page is one copy, and neighbours are one too."""
+
+    def __init__(self, device: Device, num_pages: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.page_bytes = torch.Size(shape).numel() * dtype.itemsize
+        self._per_slab = max(1, _SLAB_BYTES // self.page_bytes)
+        self._slabs = [
+            device.pinned((min(self._per_slab, num_pages - first), *shape), dtype)  # [pages, layers, *page]
+            for first in range(0, num_pages, self._per_slab)
+        ]
+
+    def stretches(self, pages: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of its first page in `pages`, their memory) of stretches that lie side by side in that order."""
+        ends = [i for i in range(1, len(pages)) if not self._are_neighbours(pages[i - 1], pages[i])]
+        for start, end in pairwise([0, *ends, len(pages)]):
+            slab, first = divmod(pages[start], self._per_slab)
+            yield start, self._slabs[slab][first : first + end - start]
+
+    def _are_neighbours(self, page: int, following: int) -> bool:
+        return following == page + 1 and following % self._per_slab != 0
 
 
 def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -45,3 +176,18 @@ def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
         written.add(move.target)
     if sources:
         yield kind, sources, targets
+
+
+def _page_shape(stores: list[torch.Tensor], page_dim: int) -> tuple[int, ...]:
+    """Of one page of all layers together."""
+    extents = list(stores[0].shape)
+    del extents[page_dim]
+    return (len(stores), *extents)
+
+
+def _widest(store: torch.Tensor) -> torch.dtype:
+    """The widest integer that a store's innermost rows are whole numbers of."""
+    row_bytes = store.shape[-1] * store.itemsize
+    return next(
+        dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % dtype.itemsize == 0
+    )

@@ -1,14 +1,20 @@
-"""Page moves carried out in batches have the effect of one after the other."""
+"""Page moves carried out in batches, in chunks and beside the steps have the effect of one after the other."""
+
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.device import Device
 from octavo.messages import PageMove
-from octavo.worker.pages import PageStore, runs
+from octavo.worker import pages as pages_module
+from octavo.worker.pages import Pages, PageStore, runs
+from tests.worker.streams import LateDevice
 
-DEVICE_PAGES, HOST_PAGES = 6, 4
+DEVICE_PAGES, HOST_PAGES, LAYERS = 6, 4, 2
+PAGE_BYTES = 2 * 3 * 4 * LAYERS
 
 
 @st.composite
@@ -24,9 +30,102 @@ def moves(draw: st.DrawFn) -> PageMove:
 @given(st.lists(moves(), max_size=20))
 def test_moves_keep_their_order(page_dim: int, sequence: list[PageMove]) -> None:
     pages, host = list(range(DEVICE_PAGES)), list(range(100, 100 + HOST_PAGES))
-    layers = [_filled(pages, page_dim, layer) for layer in range(2)]
-    host_layers = [_filled(host, page_dim, layer) for layer in range(2)]
+    layers = [filled(pages, page_dim, layer) for layer in range(LAYERS)]
+    host_layers = [filled(host, page_dim, layer) for layer in range(LAYERS)]
     PageStore(layers, host_layers, page_dim).move(sequence)
+    follow(sequence, pages, host)
+    for layer in range(LAYERS):
+        assert torch.equal(layers[layer], filled(pages, page_dim, layer))
+        assert torch.equal(host_layers[layer], filled(host, page_dim, layer))
+
+
+@pytest.mark.parametrize("page_dim", [0, 1])
+@pytest.mark.parametrize("staged_pages", [1, 2, 100])
+@settings(max_examples=60, deadline=None)
+@given(sequence=st.lists(moves(), max_size=20), slab_pages=st.integers(1, 3))
+def test_chunks_and_slabs_change_nothing(
+    page_dim: int, staged_pages: int, sequence: list[PageMove], slab_pages: int
+) -> None:
+    pages, host = list(range(DEVICE_PAGES)), [0] * HOST_PAGES
+    layers = [filled(pages, page_dim, layer) for layer in range(LAYERS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages_module, "_SLAB_BYTES", slab_pages * PAGE_BYTES)
+        store = Pages(layers, page_dim, Device("cpu"), HOST_PAGES, staged_pages * PAGE_BYTES)
+    # What the swap space holds at first is nobody's: it is written before it is read.
+    sequence = [PageMove("out", 0, page) for page in range(HOST_PAGES)] + sequence
+    sequence += [PageMove("in", page, page) for page in range(HOST_PAGES)]
+    store.move(sequence)
+    follow(sequence, pages, host)
+    for layer in range(LAYERS):
+        assert torch.equal(layers[layer], filled(pages, page_dim, layer))
+
+
+def plan_of(rng: random.Random) -> list[PageMove]:
+    """As a scheduler's: copies, or pages out, then pages in."""
+    plan = [
+        PageMove("copy", rng.randrange(DEVICE_PAGES), rng.randrange(DEVICE_PAGES)) for _ in range(rng.randint(0, 2))
+    ]
+    host = rng.sample(range(HOST_PAGES), rng.randint(0, HOST_PAGES))
+    plan += [PageMove("out", rng.randrange(DEVICE_PAGES), page) for page in host]
+    back = rng.sample(range(HOST_PAGES), rng.randint(0, HOST_PAGES))
+    targets = rng.sample(range(DEVICE_PAGES), len(back))
+    return plan + [PageMove("in", page, target) for page, target in zip(back, targets, strict=True)]
+
+
+def steps_beside_swaps(seed: int, deaf: tuple[int, ...] = ()) -> bool:
+    """Plans whose steps write to pages right after their moves, on streams that run late: whether it came out right."""
+    rng, device = random.Random(seed), LateDevice(seed, deaf)
+    pages, host = list(range(DEVICE_PAGES)), [0] * HOST_PAGES
+    layers = [filled(pages, 0, layer) for layer in range(LAYERS)]
+    store = Pages(layers, 0, device, HOST_PAGES, rng.choice([1, 2, 3]) * PAGE_BYTES)
+    first = [PageMove("out", page, page) for page in range(HOST_PAGES)]
+    last = [PageMove("in", page, page) for page in range(HOST_PAGES)]
+    with device:
+        for plan in [first, *(plan_of(rng) for _ in range(6)), last]:
+            store.move(plan)
+            follow(plan, pages, host)
+            for page in rng.sample(range(DEVICE_PAGES), 3):  # the step
+                pages[page] += 10
+                for layer in layers:
+                    layer[page].add_(10)
+    device.run()
+    return all(torch.equal(layers[layer], filled(pages, 0, layer)) for layer in range(LAYERS))
+
+
+def test_steps_beside_swaps_are_right_whatever_runs_first() -> None:
+    wrong = [seed for seed in range(200) if not steps_beside_swaps(seed)]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("deaf", [(0, 2), (1, 3)], ids=["full", "free"])
+def test_a_missing_wait_is_noticed(deaf: tuple[int, ...]) -> None:
+    """The two buffers' events are made in turn: full, free, full, free."""
+    assert not all(steps_beside_swaps(seed, deaf) for seed in range(200))
+
+
+def test_host_neighbours_are_one_copy_in_whatever_order_they_were_given() -> None:
+    layers = [filled(list(range(8)), 0, layer) for layer in range(LAYERS)]
+    store = Pages(layers, 0, Device("cpu"), 8)
+    assert store._host is not None
+    assert [(first, len(host)) for first, host in store._host.stretches([2, 3, 4, 7, 0, 1])] == [(0, 3), (3, 1), (4, 2)]
+    seen: list[list[int]] = []
+    original = store._host.stretches
+    store._host.stretches = lambda pages: seen.append(list(pages)) or original(pages)  # type: ignore[method-assign, func-returns-value]
+    store.move([PageMove("out", page, 7 - page) for page in range(8)])
+    assert seen == [list(range(8))]
+
+
+def test_pages_of_any_type_are_moved_bit_by_bit() -> None:
+    for dtype, width in ((torch.bfloat16, 64), (torch.float8_e4m3fn, 64), (torch.float8_e4m3fn, 3), (torch.float32, 1)):
+        bits = torch.randint(0, 256, (4, 2, width * dtype.itemsize), dtype=torch.uint8)  # NaNs among them
+        layers = [bits.clone().view(dtype)]
+        store = Pages(layers, 0, Device("cpu"), 2)
+        store.move([PageMove("out", 0, 1), PageMove("in", 1, 3), PageMove("copy", 1, 2)])
+        assert torch.equal(layers[0].view(torch.uint8), bits[[0, 1, 1, 0]])
+
+
+def follow(sequence: list[PageMove], pages: list[int], host: list[int]) -> None:
+    """The moves, one after the other, on plain numbers."""
     for move in sequence:
         match move.kind:
             case "copy":
@@ -35,12 +134,9 @@ def test_moves_keep_their_order(page_dim: int, sequence: list[PageMove]) -> None
                 host[move.target] = pages[move.source]
             case "in":
                 pages[move.target] = host[move.source]
-    for layer in range(2):
-        assert torch.equal(layers[layer], _filled(pages, page_dim, layer))
-        assert torch.equal(host_layers[layer], _filled(host, page_dim, layer))
 
 
-def _filled(values: list[int], page_dim: int, layer: int) -> torch.Tensor:
+def filled(values: list[int], page_dim: int, layer: int) -> torch.Tensor:
     """A store whose page i holds values[i], told apart by layer."""
     store = torch.tensor(values, dtype=torch.float32)[:, None, None].repeat(1, 2, 3) + layer * 1000
     return store.movedim(0, page_dim).contiguous()
