@@ -27,7 +27,7 @@ def choose(
     """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types."""
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
-    refusals = []
+    refusals: list[str] = []
     for candidate in _BACKENDS if name == "auto" else (name,):
         backend, reason = _try(candidate, spec, device, dtype, kv_dtype)
         if backend is not None:

@@ -14,6 +14,9 @@ from octavo.layers.sharding import Slot, Slots, whole
 class Norm(nn.Module):
     """[T, D] → [T, D], a new tensor."""
 
+    def slots(self, name: str) -> Slots:
+        raise NotImplementedError
+
 
 class RMSNorm(Norm):
     """x / sqrt(mean(x²) + epsilon) * weight.

@@ -153,10 +153,8 @@ class Runner:
                 return Step(plan.step, None, None)
             columns = Columns.of(plan)
             if self.graphs is not None and columns.is_steady and self.graphs.can_run(len(columns.rows)):
-                tokens = self._repeat(self.graphs, columns)
-            else:
-                tokens = self._compute(columns)
-            return self._send_home(plan.step, tokens)
+                return self._send_home(plan.step, self._repeat(self.graphs, columns))
+            return self._send_home(plan.step, self._compute(columns))
 
     def _compute(self, columns: Columns) -> torch.Tensor | None:
         """A step of any shape, kernel by kernel → the tokens [S] it sampled."""
