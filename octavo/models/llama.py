@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
@@ -29,7 +30,7 @@ _ROPE_NUMBERS = (
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    _epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
+    epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
     _check_rope(config)
     num_heads = positive(config, "num_attention_heads")
     if config.get("num_key_value_heads") is not None:
@@ -48,7 +49,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def _epsilon(config: dict[str, Any]) -> float:
+def epsilon(config: dict[str, Any]) -> float:
     return number(config, "rms_norm_eps", 1e-6)
 
 
@@ -71,13 +72,25 @@ def _check_rope(config: dict[str, Any]) -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+    """`window` and `head_norms` are for families that are a Llama but for these."""
+
+    def __init__(
+        self,
+        index: int,
+        config: dict[str, Any],
+        spec: ModelSpec,
+        context: BuildContext,
+        *,
+        window: int = 0,
+        head_norms: HeadNorms | None = None,
+    ) -> None:
         super().__init__()
-        epsilon = _epsilon(config)
-        attention_bias = bool(config.get("attention_bias", False))
+        bias = bool(config.get("attention_bias", False))
         self.head_size = spec.head_size
-        norm, mlp_norm = (RMSNorm(spec.hidden_size, epsilon, context) for _ in range(2))
-        self.attention = SelfAttention(index, spec, norm, context, qkv_bias=attention_bias, output_bias=attention_bias)
+        norm, mlp_norm = (RMSNorm(spec.hidden_size, epsilon(config), context) for _ in range(2))
+        self.attention = SelfAttention(
+            index, spec, norm, context, qkv_bias=bias, output_bias=bias, window=window, head_norms=head_norms
+        )
         self.mlp = GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
@@ -109,6 +122,8 @@ class Layer(nn.Module):
 
 
 class Model(DecoderModel):
+    layer_type: type[Layer] = Layer
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         check_shares(
@@ -120,8 +135,8 @@ class Model(DecoderModel):
         self.attention_backend = context.attention
         self.rope = Rope(rope_settings(config), spec.head_size, context.device)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, _epsilon(config), context)
+        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
@@ -176,40 +191,44 @@ _GGUF_LAYER_NAMES = {
 }
 
 
-def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
-    num_heads = positive(metadata, "llama.attention.head_count")
-    head_size = _head_size(
-        metadata, "llama.attention.key_length", "llama.embedding_length", "llama.attention.head_count"
-    )
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], architecture: str = "llama") -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
+    `architecture`: what its keys begin with."""
+    attention, width = f"{architecture}.attention", f"{architecture}.embedding_length"
+    num_heads = positive(metadata, f"{attention}.head_count")
+    head_size = _head_size(metadata, f"{attention}.key_length", width, f"{attention}.head_count")
     return {
-        "model_type": "llama",
-        "hidden_size": positive(metadata, "llama.embedding_length"),
-        "num_hidden_layers": positive(metadata, "llama.block_count"),
-        "intermediate_size": positive(metadata, "llama.feed_forward_length"),
+        "model_type": architecture,
+        "hidden_size": positive(metadata, width),
+        "num_hidden_layers": positive(metadata, f"{architecture}.block_count"),
+        "intermediate_size": positive(metadata, f"{architecture}.feed_forward_length"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": positive(metadata, "llama.attention.head_count_kv", num_heads),
+        "num_key_value_heads": positive(metadata, f"{attention}.head_count_kv", num_heads),
         "head_dim": head_size,
-        "rms_norm_eps": number(metadata, "llama.attention.layer_norm_rms_epsilon", 1e-5),
-        "max_position_embeddings": positive(metadata, "llama.context_length", 2048),
-        "vocab_size": gguf_vocab_size(metadata, "llama.vocab_size"),
+        "rms_norm_eps": number(metadata, f"{attention}.layer_norm_rms_epsilon", 1e-5),
+        "max_position_embeddings": positive(metadata, f"{architecture}.context_length", 2048),
+        "vocab_size": gguf_vocab_size(metadata, f"{architecture}.vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "rope_parameters": _gguf_rope(metadata),
+        "rope_parameters": _gguf_rope(metadata, architecture),
     }
 
 
-def _gguf_rope(metadata: dict[str, Any]) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number(metadata, "llama.rope.freq_base", 10000.0)}
-    kind = metadata.get("llama.rope.scaling.type", "none")
-    factor = number(metadata, "llama.rope.scaling.factor", 0.0) or number(metadata, "llama.rope.scale_linear", 0.0)
+def _gguf_rope(metadata: dict[str, Any], architecture: str) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": number(metadata, f"{architecture}.rope.freq_base", 10000.0),
+    }
+    scaling = f"{architecture}.rope.scaling"
+    kind = metadata.get(f"{scaling}.type", "none")
+    factor = number(metadata, f"{scaling}.factor", 0.0) or number(metadata, f"{architecture}.rope.scale_linear", 0.0)
     if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"the GGUF file's rope scaling {kind!r} is not supported; none, linear and yarn are")
     if factor and factor != 1.0:
         rope["rope_type"] = "linear" if kind == "none" else kind
         rope["factor"] = factor
-        rope["original_max_position_embeddings"] = number(metadata, "llama.rope.scaling.original_context_length", 0.0)
+        rope["original_max_position_embeddings"] = number(metadata, f"{scaling}.original_context_length", 0.0)
     return rope
 
 

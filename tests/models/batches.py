@@ -35,7 +35,7 @@ class Store:
         shape = self.backend.kv_shape(self.spec, self.num_pages, self.page_size, self.tensor_parallel)
         torch.manual_seed(self.seed)
         self.kv = [torch.randn(shape, dtype=self.dtype) for _ in range(self.spec.num_layers)]
-        self.backend.bind(self.kv)
+        self.backend.bind(self.kv, 64)
         self.free = list(range(1, self.num_pages))
         random.Random(self.seed).shuffle(self.free)
 

@@ -1,10 +1,18 @@
-"""Tiny random checkpoints of both families, made with transformers, which is also what they are compared with.
+"""Tiny random checkpoints of every family, made with transformers, which is also what they are compared with.
 Knows nothing of Octavo."""
 
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 48,
@@ -17,6 +25,8 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# 4 heads of 20 make 80, not the hidden size: the family's own sizes do not fit each other either.
+QWEN3: dict[str, Any] = LLAMA | {"head_dim": 20}
 GPT2: dict[str, Any] = {
     "n_embd": 48,
     "n_layer": 3,
@@ -30,6 +40,10 @@ GPT2: dict[str, Any] = {
 
 def llama(**changes: Any) -> PreTrainedModel:
     return _randomised(LlamaForCausalLM(LlamaConfig(**(LLAMA | changes))))
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    return _randomised(Qwen3ForCausalLM(Qwen3Config(**(QWEN3 | changes))))
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:

@@ -21,7 +21,8 @@ from tests.weights.gguf_writer import Packed, write_gguf
 
 LLAMA_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 GPT2_SIZES = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-CONFIGS = {"llama": checkpoints.LLAMA, "gpt2": checkpoints.GPT2}
+CONFIGS = {"llama": checkpoints.LLAMA, "qwen3": checkpoints.QWEN3, "gpt2": checkpoints.GPT2}
+MAX_POSITIONS = "max_position_embeddings"
 NONSENSE = [0, -1, "48", "many", 2.5, True, [4, 4], {"a": 1}, float("nan"), "x\ny" * 500]
 
 
@@ -33,7 +34,10 @@ def refusal(family: str, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "key"), [("llama", key) for key in LLAMA_SIZES] + [("gpt2", key) for key in GPT2_SIZES]
+    ("family", "key"),
+    [("llama", key) for key in LLAMA_SIZES]
+    + [("qwen3", key) for key in LLAMA_SIZES]
+    + [("gpt2", key) for key in GPT2_SIZES],
 )
 def test_a_size_is_there_and_is_one(family: str, key: str) -> None:
     config = CONFIGS[family]
@@ -51,6 +55,9 @@ def test_a_size_is_there_and_is_one(family: str, key: str) -> None:
         ("llama", "num_key_value_heads"),
         ("llama", "head_dim"),
         ("llama", "max_position_embeddings"),
+        ("qwen3", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("qwen3", "max_position_embeddings"),
         ("gpt2", "n_inner"),
     ],
 )
@@ -68,6 +75,41 @@ def test_the_first_gpt2_files_call_their_context_otherwise() -> None:
     assert refusal("gpt2", config | {"n_ctx": "x"}).startswith("n_ctx is 'x'")
 
 
+def test_qwen3_has_its_own_defaults() -> None:
+    config = {key: value for key, value in checkpoints.QWEN3.items() if key not in ("head_dim", MAX_POSITIONS)}
+    spec = load_family("qwen3").spec(config)
+    assert (spec.head_size, spec.context_len, spec.has_window) == (128, 32768, False)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_yarn_makes_a_context_longer_than_config_json_says(key: str) -> None:
+    """As Qwen's model cards tell people to switch it on."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
+    spec = load_family("qwen3").spec
+    assert spec(checkpoints.QWEN3 | {key: yarn}).context_len == 400
+    assert spec(checkpoints.QWEN3 | {key: yarn, MAX_POSITIONS: 500}).context_len == 500
+    assert spec(checkpoints.QWEN3 | {key: yarn | {"rope_type": "linear"}}).context_len == 128
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_window"),
+    [
+        (WINDOW | {"max_window_layers": 2}, True),
+        (WINDOW | {"max_window_layers": 3}, False),
+        (WINDOW, False),  # the default, 28, is beyond the last layer
+        (WINDOW | {"max_window_layers": 0, "sliding_window": None}, False),
+        (WINDOW | {"max_window_layers": 0, "use_sliding_window": False}, False),
+        (WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention"] * 3}, False),
+        (WINDOW | {"max_window_layers": 9, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, True),
+    ],
+)
+def test_qwen3_says_whether_a_layer_has_a_window(changes: dict[str, Any], has_window: bool) -> None:
+    assert load_family("qwen3").spec(checkpoints.QWEN3 | changes).has_window is has_window
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "told"),
     [
@@ -81,6 +123,17 @@ def test_the_first_gpt2_files_call_their_context_otherwise() -> None:
         ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'"),
         ("llama", {"rope_parameters": {"rope_theta": [1]}}, "rope_theta is a list"),
+        ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4, which is no multiple of num_key_value_heads"),
+        ("qwen3", {"head_dim": 7}, "(head_dim) is 7: it must be even"),
+        ("qwen3", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor is '4'"),
+        ("qwen3", {"rope_scaling": {"type": "yarn"}}, "needs a factor"),
+        ("qwen3", WINDOW | {"sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ("qwen3", WINDOW | {"sliding_window": 0}, "sliding_window is 0"),
+        ("qwen3", WINDOW | {"max_window_layers": -1}, "max_window_layers is -1"),
+        ("qwen3", WINDOW | {"layer_types": ["full_attention"]}, "layer_types must be a list of 3 names"),
+        ("qwen3", WINDOW | {"layer_types": ["chunked"] * 3}, "each full_attention or sliding_attention"),
+        ("qwen3", WINDOW | {"layer_types": 3}, "layer_types must be a list of 3 names"),
         ("gpt2", {"n_embd": 50}, "n_embd is 50, which is no multiple of n_head, 4"),
         ("gpt2", {"layer_norm_epsilon": -1.0}, "layer_norm_epsilon is -1.0"),
     ],
@@ -103,6 +156,7 @@ def load_refusal(path: Path) -> str:
     ("config", "told"),
     [
         ({"model_type": "llama"}, "num_attention_heads is missing"),
+        ({"model_type": "qwen3"}, "num_attention_heads is missing"),
         ({"model_type": "gpt2"}, "n_head is missing"),
         ({"model_type": "llama", **checkpoints.LLAMA, "vocab_size": "160"}, "vocab_size is '160'"),
     ],
@@ -133,6 +187,9 @@ def gpt2_metadata() -> dict[str, Any]:
         ("llama", {"llama.attention.layer_norm_rms_epsilon": "x"}, "llama.attention.layer_norm_rms_epsilon is 'x'"),
         ("llama", {"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens and llama.vocab_size are missing"),
         ("llama", {"tokenizer.ggml.tokens": 7, "llama.vocab_size": "x"}, "llama.vocab_size is 'x'"),
+        ("qwen3", {"qwen3.attention.head_count": 0}, "qwen3.attention.head_count is 0"),
+        ("qwen3", {"qwen3.embedding_length": 50}, "qwen3.embedding_length is 50, which is no multiple"),
+        ("qwen3", {"qwen3.rope.freq_base": "x"}, "qwen3.rope.freq_base is 'x'"),
         ("gpt2", {}, "tokenizer.ggml.tokens and gpt2.vocab_size are missing"),
         ("gpt2", {"gpt2.feed_forward_length": [192]}, "gpt2.feed_forward_length is a list"),
         ("gpt2", {"gpt2.context_length": None}, "gpt2.context_length is missing"),
@@ -140,7 +197,8 @@ def gpt2_metadata() -> dict[str, Any]:
     ],
 )
 def test_a_gguf_file_with_nonsense_in_it(tmp_path: Path, family: str, changes: dict[str, Any], told: str) -> None:
-    metadata = (llama_metadata() if family == "llama" else gpt2_metadata()) | {"general.architecture": family} | changes
+    metadata = (gpt2_metadata() if family == "gpt2" else llama_metadata(family)) | {"general.architecture": family}
+    metadata |= changes
     metadata = {key: value for key, value in metadata.items() if value is not None}
     tensor = Packed("output_norm.weight", (2,), "F32", struct.pack("<2f", 1, 2))
     path = write_gguf(tmp_path / "odd.gguf", metadata, [tensor])

@@ -1,6 +1,7 @@
 """How weights get in: what a checkpoint may leave out or bring along, what is refused, and GGUF's other conventions."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.layers.packing import PackedRows, can_pack, pack
-from octavo.models import families, gpt2, llama, load_family
+from octavo.models import families, gpt2, llama, load_family, qwen3
+from octavo.weights.checkpoint import open_checkpoint
 from tests.models import checkpoints
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
+from tests.weights.gguf_writer import Packed, write_gguf
 
 Weights = dict[str, torch.Tensor]
 
@@ -78,7 +81,7 @@ def test_a_tied_embedding_is_held_once() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_nearest() -> None:
-    assert {"llama", "gpt2"} <= set(families())
+    assert {"llama", "gpt2", "qwen3"} <= set(families())
     with pytest.raises(ConfigError, match=r"'lama' is not supported; .*gpt2.*llama.*did you mean llama\?"):
         load_family("lama")
 
@@ -109,9 +112,10 @@ def test_unsupported_gpt2_traits_are_refused() -> None:
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gguf_llama_weights(weights: Weights) -> Weights:
-    """As llama.cpp's converter writes them: its names, and q and k permuted head by head."""
+def gguf_llama_weights(weights: Weights, is_permuted: bool = True) -> Weights:
+    """As llama.cpp's converter writes them: its names, and q and k permuted head by head for Llama itself."""
     names = {ours: theirs for theirs, ours in llama._GGUF_LAYER_NAMES.items()}
+    names |= {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
     top = {ours: theirs for theirs, ours in llama._GGUF_NAMES.items()}
     found = {}
     for name, tensor in weights.items():
@@ -120,24 +124,24 @@ def gguf_llama_weights(weights: Weights) -> Weights:
             continue
         _, _, layer, rest = name.split(".", 3)
         module, kind = rest.rsplit(".", 1)
-        if module in ("self_attn.q_proj", "self_attn.k_proj"):
+        if is_permuted and module in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = tensor.shape[0] // 12
             tensor = tensor.reshape(heads, 2, 6, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         found[f"blk.{layer}.{names[module]}.{kind}"] = tensor
     return found
 
 
-def llama_metadata() -> dict[str, Any]:
-    return {
-        "llama.embedding_length": 48,
-        "llama.block_count": 3,
-        "llama.feed_forward_length": 80,
-        "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2,
-        "llama.attention.layer_norm_rms_epsilon": 1e-6,
-        "llama.context_length": 128,
-        "tokenizer.ggml.tokens": ["x"] * 160,
+def llama_metadata(architecture: str = "llama") -> dict[str, Any]:
+    sizes = {
+        "embedding_length": 48,
+        "block_count": 3,
+        "feed_forward_length": 80,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "context_length": 128,
     }
+    return {f"{architecture}.{key}": value for key, value in sizes.items()} | {"tokenizer.ggml.tokens": ["x"] * 160}
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -148,6 +152,28 @@ def test_gguf_llama_equals_the_reference(is_tied: bool) -> None:
     assert config["tie_word_embeddings"] is is_tied
     fixed = ((llama.gguf_name(name), tensor) for name, tensor in weights.items())
     ours, store = build_from(config, ((n, llama.gguf_fix(n, t, config)) for n, t in fixed if n is not None))
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    (logits,) = walk(ours, store, [tokens], seed=3)
+    torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_gguf_qwen3_equals_the_reference(is_tied: bool, tmp_path: Path) -> None:
+    """From a file, as it is opened when a model is served."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+    reference = checkpoints.qwen3(tie_word_embeddings=is_tied, rope_parameters=yarn)
+    weights = {n: t for n, t in tensors(reference) if not (is_tied and n == "lm_head.weight")}
+    packed = [
+        Packed(name, tuple(tensor.shape), "F32", tensor.numpy().tobytes())
+        for name, tensor in gguf_llama_weights(weights, is_permuted=False).items()
+    ]
+    metadata = llama_metadata("qwen3") | {"general.architecture": "qwen3", "qwen3.attention.key_length": 20}
+    metadata |= {"qwen3.rope.freq_base": 1e6, "qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0}
+    metadata |= {"qwen3.rope.scaling.original_context_length": 32}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", metadata, packed))
+    assert checkpoint.config["tie_word_embeddings"] is is_tied
+    assert qwen3.gguf_name("blk.0.attn_q_norm.bias") is None
+    ours, store = build_from(checkpoint.config, checkpoint.tensors("cpu", torch.float32))
     (tokens,) = prompts(seed=3, lengths=(40,))
     (logits,) = walk(ours, store, [tokens], seed=3)
     torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Our logits against transformers', for every trait of both families, over ragged, chunked, paged batches."""
+"""Our logits against transformers', for every trait of every family, over ragged, chunked, paged batches."""
 
 from typing import Any
 
@@ -42,15 +42,44 @@ GPT2S: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "relu": {"activation_function": "relu"},
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 6}
+QWEN3S: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+    "one kv head": {"num_key_value_heads": 1},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "yarn": {"rope_parameters": YARN | {"rope_theta": 1e6}},
+    "unused window": {"sliding_window": 6, "max_window_layers": 1},
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "window, later layers": WINDOW | {"max_window_layers": 1},
+    "window, all layers": WINDOW | {"max_window_layers": 0},
+    "window, told": WINDOW | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
 CASES = [pytest.param(checkpoints.llama, c, id=f"llama {n}") for n, c in LLAMAS.items()]
+CASES += [pytest.param(checkpoints.qwen3, c, id=f"qwen3 {n}") for n, c in QWEN3S.items()]
 CASES += [pytest.param(checkpoints.gpt2, c, id=f"gpt2 {n}") for n, c in GPT2S.items()]
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
 @pytest.mark.parametrize(("make", "changes"), CASES)
 def test_logits_equal_the_reference(make: Any, changes: dict[str, Any], backend: str) -> None:
-    reference = make(**changes)
-    ours, store = build(reference, backend)
+    check_logits(make(**changes), backend)
+
+
+@pytest.mark.parametrize("changes", WINDOWED.values(), ids=WINDOWED)
+def test_logits_with_windows_equal_the_reference(changes: dict[str, Any]) -> None:
+    reference = checkpoints.qwen3(**changes)
+    config = reference.config.to_dict()
+    check_logits(reference, "reference", config)
+    if "layer_types" not in changes:  # as config.json files have it; transformers writes the list into its copy
+        del config["layer_types"]
+        check_logits(reference, "reference", config)
+
+
+def check_logits(reference: Any, backend: str, config: dict[str, Any] | None = None) -> None:
+    ours, store = build(reference, backend, config=config)
     sequences = prompts(seed=7)
     for tokens, logits in zip(sequences, walk(ours, store, sequences, seed=3), strict=True):
         expected = reference_logits(reference, tokens)
@@ -58,7 +87,7 @@ def test_logits_equal_the_reference(make: Any, changes: dict[str, Any], backend:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.gpt2])
+@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3, checkpoints.gpt2])
 def test_greedy_steps_equal_the_reference(make: Any) -> None:
     reference = make()
     ours, store = build(reference)
@@ -69,7 +98,7 @@ def test_greedy_steps_equal_the_reference(make: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
-@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.gpt2])
+@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3, checkpoints.gpt2])
 def test_16_bit_logits_are_near(make: Any, backend: str, dtype: torch.dtype) -> None:
     reference = make()
     ours, store = build(reference, backend, dtype)

@@ -19,6 +19,7 @@ from tests.models.walk import build, build_from, greedy, prompts, tensors, walk
     [
         (checkpoints.llama, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
         (checkpoints.llama, {"tie_word_embeddings": False, "vocab_size": 161}),
+        (checkpoints.qwen3, {"attention_bias": True, "tie_word_embeddings": True}),
         (checkpoints.gpt2, {"vocab_size": 161}),
     ],
 )
@@ -38,7 +39,7 @@ def test_two_ranks_equal_one(make: Any, changes: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("make", "size", "sizes"),
-    [(checkpoints.llama, 3, "1, 2"), (checkpoints.llama, 4, "1, 2"), (checkpoints.gpt2, 3, "1, 2, 4")],
+    [(checkpoints.llama, 3, "1, 2"), (checkpoints.qwen3, 4, "1, 2"), (checkpoints.gpt2, 3, "1, 2, 4")],
 )
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do(make: Any, size: int, sizes: str) -> None:
     config = make().config.to_dict()
@@ -51,5 +52,7 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(make: Any, si
 def test_spec_of_a_family_is_plain_integers() -> None:
     spec = load_family("llama").spec(checkpoints.llama(head_dim=20).config.to_dict())
     assert (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.vocab_size) == (4, 2, 20, 160)
+    spec = load_family("qwen3").spec(checkpoints.qwen3().config.to_dict())
+    assert (spec.family, spec.num_heads, spec.num_kv_heads, spec.head_size) == ("qwen3", 4, 2, 20)
     spec = load_family("gpt2").spec(checkpoints.gpt2().config.to_dict())
     assert (spec.num_kv_heads, spec.head_size, spec.intermediate_size, spec.context_len) == (4, 12, 192, 128)
