@@ -1,11 +1,24 @@
 """The memory budget in words and bytes, as printed at start.
 Knows nothing of how the sizes were found."""
 
-from octavo.messages import EngineReport
+from octavo.messages import DeviceMemory, EngineReport
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _device_memory(memory: DeviceMemory, kv_bytes: int) -> str:
+    """Where all of it goes: the parts add up to the whole."""
+    parts = [f"{memory.other:,} of other processes"] if memory.other else []
+    parts += [
+        f"{memory.own:,} of ours (weights, tables, context)",
+        f"{memory.working:,} for a step to work with",
+        f"{memory.reserve:,} reserve (graphs, libraries)",
+        f"{kv_bytes:,} KV pages",
+        f"{memory.for_pages - kv_bytes:,} left free",
+    ]
+    return f"GPU memory {memory.total:,} bytes = {' + '.join(parts)}"
 
 
 def budget_lines(report: EngineReport) -> list[str]:
@@ -18,6 +31,8 @@ def budget_lines(report: EngineReport) -> list[str]:
         f"KV pages {kv_bytes:,} bytes: {_count(report.num_pages, 'page')} of {_count(report.page_size, 'token')} "
         f"= {_count(num_tokens, 'token')}, or {_count(full_length, 'request')} of the full {report.max_model_len:,} tokens",
     ]
+    if report.memory is not None:
+        lines.append(_device_memory(report.memory, kv_bytes))
     if report.num_host_pages:
         lines.append(
             f"swap space {report.num_host_pages * report.page_bytes:,} bytes: {report.num_host_pages:,} host pages"

@@ -1,9 +1,16 @@
-"""How many KV pages there will be, and what that allows: measured, checked, and said in words.
+"""How many KV pages there will be, and what that allows: counted, checked, and said in words.
 Knows nothing of tensors or devices: ranks report bytes, and bytes are all that is counted here."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
 
 from octavo.config import AUTO, CacheConfig
 from octavo.errors import ConfigError
-from octavo.messages import EngineReport, LoadReport
+from octavo.messages import DeviceMemory, EngineReport, LoadReport
 
 MiB = 2**20
 GiB = 2**30
@@ -12,22 +19,36 @@ _AUTO_CPU_BYTES = 4 * GiB  # a host has other work: more than this is taken only
 _AUTO_CPU_SHARE = 0.4
 
 
+_LEAST_CONTEXT = 2048  # tokens that a way out must make room for where nobody said how many
+
+
+class _TooLittle(ConfigError):
+    """What was asked for does not fit; something else may."""
+
+
 def settle(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
-    """What all ranks can hold together. ConfigError where that is not what was asked for."""
+    """What all ranks can hold together. ConfigError where that is less than was asked for, with ways out that do fit."""
+    try:
+        return _fit(config, reports)
+    except _TooLittle as shortage:
+        raise ConfigError(f"{shortage.message}: use {', or '.join(_ways_out(config, reports))}") from None
+
+
+def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
     first = reports[0]
     page_bytes = sum(report.page_bytes for report in reports)
-    available = sum(report.available_bytes for report in reports)
     num_host_pages = _host_pages(config, reports, page_bytes)
-    # On a CPU the swap space comes out of the same memory as the pages.
-    if is_cpu(first):
-        available -= num_host_pages * page_bytes
-    num_pages, note = _pages(config, reports, page_bytes, available)
+    num_pages, note = _pages(config, reports, num_host_pages)
     notes = [*first.notes, note]
     fits = num_pages * config.page_size
     max_model_len = first.max_model_len
     if fits < max_model_len:
         if not first.max_model_len_is_auto:
-            raise ConfigError(_too_long(config, first, num_pages, page_bytes, available))
+            needed = -(-max_model_len // config.page_size) * page_bytes
+            raise _TooLittle(
+                f"--max-model-len {max_model_len} needs {in_words(needed)} of KV pages and the store holds "
+                f"{in_words(num_pages * page_bytes)} ({fits} tokens)"
+            )
         notes.append(f"the context is cut from {max_model_len} to {fits} tokens, which is what the KV store holds")
         max_model_len = fits
     return EngineReport(
@@ -43,6 +64,7 @@ def settle(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         weights_bytes=sum(report.weights_bytes for report in reports),
         page_bytes=page_bytes,
         notes=notes,
+        memory=_together([report.memory for report in reports if report.memory is not None]),
     )
 
 
@@ -59,38 +81,75 @@ def in_words(num_bytes: float) -> str:
     return f"{int(num_bytes)} bytes"
 
 
-def _pages(config: CacheConfig, reports: list[LoadReport], page_bytes: int, available: int) -> tuple[int, str]:
+def _most_pages(reports: list[LoadReport], num_host_pages: int) -> int:
+    """What is there for pages, whatever share of it was meant for them. Ranks hold the same pages: the poorest decides."""
+    most = min(report.available_bytes // report.page_bytes for report in reports)
+    if not is_cpu(reports[0]):
+        return most
+    # On a CPU the swap space comes out of the same memory as the pages.
+    page_bytes = sum(report.page_bytes for report in reports)
+    return min(most, sum(report.available_bytes for report in reports) // page_bytes - num_host_pages)
+
+
+def _pages(config: CacheConfig, reports: list[LoadReport], num_host_pages: int) -> tuple[int, str]:
     """How many pages, and why so many."""
     first = reports[0]
-    # Ranks hold the same pages: the one with the least memory decides.
-    most = min(report.available_bytes // report.page_bytes for report in reports)
-    most = min(most, available // page_bytes)
-    if most < 1:
-        raise ConfigError(
-            f"a KV page of {config.page_size} tokens takes {in_words(page_bytes)} and {in_words(max(0, available))} "
-            "is left after the weights: free some memory, use a smaller model, or lower --swap-space or --block-size"
-        )
-    if isinstance(config.kv_cache_memory_bytes, int):
+    page_bytes = sum(report.page_bytes for report in reports)
+    most = _most_pages(reports, num_host_pages)
+    if isinstance(config.kv_cache_memory_bytes, int) and most >= 1:
         return _explicit_pages(config, config.kv_cache_memory_bytes, page_bytes, most)
+    shares = [_gpu_share(config, report) for report in reports]
+    most, share = _cpu_share(most, page_bytes) if is_cpu(first) else min(shares)
+    if most < 1:
+        raise _TooLittle(_no_page(config, reports, num_host_pages))
     useful = first.max_num_seqs * -(-first.max_model_len // config.page_size)
-    if not is_cpu(first):
-        share = f"{config.gpu_memory_utilization:.0%} of the GPU, less weights and working space"
-    else:
-        share = f"{_AUTO_CPU_SHARE:.0%} of the available memory"
-        if most * page_bytes * _AUTO_CPU_SHARE > _AUTO_CPU_BYTES:
-            share = "the most that auto takes on a CPU"
-        most = max(1, int(min(_AUTO_CPU_BYTES, most * page_bytes * _AUTO_CPU_SHARE)) // page_bytes)
     if useful <= most:
         most, share = useful, f"all that {first.max_num_seqs} rows of {first.max_model_len} tokens can use"
     return most, f"the KV store takes {in_words(most * page_bytes)}: {share}"
 
 
+def _cpu_share(most: int, page_bytes: int) -> tuple[int, str]:
+    share = f"{_AUTO_CPU_SHARE:.0%} of the available memory"
+    if most * page_bytes * _AUTO_CPU_SHARE > _AUTO_CPU_BYTES:
+        share = "the most that auto takes on a CPU"
+    num_pages = int(min(_AUTO_CPU_BYTES, most * page_bytes * _AUTO_CPU_SHARE)) // page_bytes
+    return max(min(1, most), num_pages), share
+
+
+def _gpu_share(config: CacheConfig, report: LoadReport) -> tuple[int, str]:
+    """The share that is meant for us, less what we hold already: another process's memory is none of ours. But never
+    more than is free."""
+    memory, meant = report.memory, f"{config.gpu_memory_utilization:.0%} of the GPU"
+    if memory is None:
+        return report.available_bytes // report.page_bytes, f"{meant}, less weights and working space"
+    share = int(memory.total * config.gpu_memory_utilization) - memory.own - memory.working - memory.reserve
+    if share <= report.available_bytes:
+        return share // report.page_bytes, f"{meant}, less weights, working space and reserve"
+    why = "all that is free beside weights, working space and reserve"
+    if memory.other:
+        why = f"all that is free: other processes hold {in_words(memory.other)}, so that {meant} cannot be reached"
+    return report.available_bytes // report.page_bytes, why
+
+
+def _no_page(config: CacheConfig, reports: list[LoadReport], num_host_pages: int) -> str:
+    page_bytes = sum(report.page_bytes for report in reports)
+    page = f"a KV page of {config.page_size} tokens takes {in_words(page_bytes)}"
+    memory = min((r.memory for r in reports if r.memory is not None), key=lambda m: m.for_pages, default=None)
+    if memory is None:
+        left = sum(report.available_bytes for report in reports) - num_host_pages * page_bytes * is_cpu(reports[0])
+        return f"{page} and {in_words(max(0, left))} is left after the weights"
+    other = f", and other processes hold {in_words(memory.other)}" if memory.other else ""
+    return (
+        f"{page} and none fits: of the GPU's {in_words(memory.total)} weights and tables take {in_words(memory.own)}, "
+        f"a step {in_words(memory.working)}, {in_words(memory.reserve)} is reserve{other}"
+    )
+
+
 def _explicit_pages(config: CacheConfig, wanted: int, page_bytes: int, most: int) -> tuple[int, str]:
     num_pages = wanted // page_bytes
     if num_pages > most:
-        raise ConfigError(
-            f"--kv-cache-memory-bytes asks for {in_words(wanted)} and {in_words(most * page_bytes)} is left after "
-            f"weights and swap space: use {_flag(most * page_bytes)} or less"
+        raise _TooLittle(
+            f"--kv-cache-memory-bytes asks for {in_words(wanted)} and {in_words(most * page_bytes)} is left for pages"
         )
     if num_pages < 1:
         raise ConfigError(
@@ -111,20 +170,160 @@ def _host_pages(config: CacheConfig, reports: list[LoadReport], page_bytes: int)
     return wanted // page_bytes
 
 
-def _too_long(config: CacheConfig, first: LoadReport, num_pages: int, page_bytes: int, available: int) -> str:
-    """One line with the ways out, the one that keeps most of what was asked for first."""
-    needed = -(-first.max_model_len // config.page_size) * page_bytes
-    fits = num_pages * config.page_size
+def _together(memories: list[DeviceMemory]) -> DeviceMemory | None:
+    if not memories:
+        return None
+    return DeviceMemory(*(sum(getattr(m, name) for m in memories) for name in DeviceMemory.__struct_fields__))
+
+
+# ── too little memory ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Other flags, and what would be found with them."""
+
+    flags: str
+    config: CacheConfig
+    reports: list[LoadReport]
+    context: int  # tokens that must fit
+
+
+def weights_too_large(needed: int, dtype: str, available: int, fp8_needed: int = 0) -> str:
+    """For a person whose weights do not fit. `fp8_needed`: what they would take in 8 bits; 0: that cannot be chosen."""
     ways = []
-    if needed <= available:
-        ways.append(f"--kv-cache-memory-bytes {_flag(needed, up=True)} ({in_words(available)} is available)")
-    if first.dtype == "float32" and needed // 2 <= num_pages * page_bytes:
-        ways.append("--dtype bfloat16")
-    ways.append(f"--max-model-len {fits}")
-    return (
-        f"--max-model-len {first.max_model_len} needs {in_words(needed)} of KV pages and the store holds "
-        f"{in_words(num_pages * page_bytes)} ({fits} tokens): use {', or '.join(ways)}"
+    if 0 < fp8_needed <= available:
+        ways.append(f"--quantization fp8 ({in_words(fp8_needed)})")
+    if dtype == "float32" and needed // 2 <= available:
+        ways.append(f"--dtype bfloat16 ({in_words(needed // 2)})")
+    ways += ["a smaller model", "more memory"]
+    return f"the weights take {in_words(needed)} as {dtype} and {in_words(available)} is available: use {', or '.join(ways)}"
+
+
+def _ways_out(config: CacheConfig, reports: list[LoadReport]) -> list[str]:
+    """What would fit, whatever keeps most of what was asked for first. Each was counted through as if it had been asked for."""
+    first = reports[0]
+    context = min(first.max_model_len, _LEAST_CONTEXT) if first.max_model_len_is_auto else first.max_model_len
+    found = [way.flags for way in _candidates(config, reports, context) if _is_enough(way)]
+    return found or ["a smaller model, or free some memory"]
+
+
+def _is_enough(way: _Way) -> bool:
+    try:
+        return _fit(way.config, way.reports).max_model_len >= way.context
+    except ConfigError:
+        return False
+
+
+def _candidates(config: CacheConfig, reports: list[LoadReport], context: int) -> Iterator[_Way]:
+    first, num_pages = reports[0], -(-context // config.page_size)
+    yield from _other_sizes(config, reports, context, num_pages)
+    yield from _smaller_steps(config, reports, context, num_pages)
+    if is_cpu(first) and config.swap_space:
+        yield _Way("--swap-space 0", dataclasses.replace(config, swap_space=0.0), reports, context)
+    if first.fp8_page_bytes:
+        smaller = [_changed(report, page_bytes=report.fp8_page_bytes) for report in reports]
+        yield _Way("--kv-cache-dtype fp8", config, smaller, context)
+    if first.dtype == "float32":
+        halves = [_changed(_freed(r, r.weights_bytes // 2), page_bytes=r.page_bytes // 2) for r in reports]
+        yield _Way("--dtype bfloat16", config, halves, context)
+    if first.fp8_weights_bytes:
+        lighter = [_freed(report, report.weights_bytes - report.fp8_weights_bytes) for report in reports]
+        yield _Way("--quantization fp8", config, lighter, context)
+    if not first.max_model_len_is_auto:
+        fits = _context_that_fits(config, reports)
+        shorter = [_changed(report, max_model_len=fits) for report in reports]
+        yield _Way(f"--max-model-len {fits}", config, shorter, fits)
+
+
+def _other_sizes(config: CacheConfig, reports: list[LoadReport], context: int, num_pages: int) -> Iterator[_Way]:
+    """A larger KV store out of what is free, or one that is not larger than that."""
+    page_bytes = sum(report.page_bytes for report in reports)
+    most = _most_pages(reports, int(config.swap_space * GiB) // page_bytes) * page_bytes
+    if isinstance(config.kv_cache_memory_bytes, int) and config.kv_cache_memory_bytes > most > 0:
+        typed = _flag(most)
+        smaller = dataclasses.replace(config, kv_cache_memory_bytes=_read(typed))
+        yield _Way(f"--kv-cache-memory-bytes {typed} or less", smaller, reports, context)
+    elif isinstance(config.kv_cache_memory_bytes, int) or is_cpu(reports[0]):
+        typed = _flag(num_pages * page_bytes, up=True)
+        larger = dataclasses.replace(config, kv_cache_memory_bytes=_read(typed))
+        flags = f"--kv-cache-memory-bytes {typed} ({in_words(most)} is available)"
+        yield _Way(flags, larger, reports, context)
+    elif memories := [(report.memory, report.page_bytes) for report in reports if report.memory is not None]:
+        needed = max((m.own + m.working + m.reserve + num_pages * size) / m.total for m, size in memories)
+        share = min(100, math.floor(needed * 100) + 1) / 100
+        wider = dataclasses.replace(config, gpu_memory_utilization=share)
+        yield _Way(f"--gpu-memory-utilization {share:.2f}", wider, reports, context)
+
+
+def _smaller_steps(config: CacheConfig, reports: list[LoadReport], context: int, num_pages: int) -> Iterator[_Way]:
+    """Less working space. A step takes the most that any of its parts takes, and each part grows in proportion to tokens
+    or rows: a curve that bends upwards, which a straight line between two measured points is never below."""
+    memories = [report.memory for report in reports if report.memory is not None]
+    if not memories:
+        return
+    tokens, rows = reports[0].max_num_batched_tokens, reports[0].max_num_seqs
+    missing = [num_pages * r.page_bytes - _gpu_share(config, r)[0] * r.page_bytes for r in reports]
+    if isinstance(config.kv_cache_memory_bytes, int):
+        missing = [num_pages * r.page_bytes - r.available_bytes for r in reports]
+    allowed = [memory.working - short for memory, short in zip(memories, missing, strict=True)]
+
+    part = _part(allowed, [memory.working_rows for memory in memories], [memory.working for memory in memories])
+    fewer = rows + int(part * (tokens - rows)) // 64 * 64
+    if rows <= fewer < tokens:
+        part = (fewer - rows) / (tokens - rows)
+        smaller = [_stepping(r, m.working_rows, part, fewer, rows) for r, m in zip(reports, memories, strict=True)]
+        yield _Way(f"--max-num-batched-tokens {fewer}", config, smaller, context)
+        return
+    part = _part(allowed, [memory.working_least for memory in memories], [memory.working for memory in memories])
+    if int(part * rows) >= 1 and int(part * tokens) < tokens:
+        fewer, rows = int(part * tokens), int(part * rows)
+        smaller = [_stepping(r, m.working_least, part, fewer, rows) for r, m in zip(reports, memories, strict=True)]
+        yield _Way(f"--max-num-batched-tokens {fewer} --max-num-seqs {rows}", config, smaller, context)
+
+
+def _part(allowed: list[int], least: list[int], most: list[int]) -> float:
+    """How far from `least` to `most` every rank can go, from 0 to 1; −1: not even to `least`."""
+    parts = [
+        1.0 if a >= m else -1.0 if a < low else (a - low) / (m - low)
+        for a, low, m in zip(allowed, least, most, strict=True)
+    ]
+    return min(parts)
+
+
+def _stepping(report: LoadReport, least: int, part: float, num_tokens: int, num_rows: int) -> LoadReport:
+    """As if steps were that much smaller."""
+    assert report.memory is not None
+    working = math.ceil(least + part * (report.memory.working - least))
+    return _changed(
+        report,
+        max_num_batched_tokens=num_tokens,
+        max_num_seqs=num_rows,
+        available_bytes=report.available_bytes + report.memory.working - working,
+        memory=msgspec.structs.replace(report.memory, working=working),
     )
+
+
+def _freed(report: LoadReport, num_bytes: int) -> LoadReport:
+    """As if the weights took that much less."""
+    memory = report.memory and msgspec.structs.replace(report.memory, own=report.memory.own - num_bytes)
+    return _changed(
+        report,
+        weights_bytes=report.weights_bytes - num_bytes,
+        available_bytes=report.available_bytes + num_bytes,
+        memory=memory,
+    )
+
+
+def _context_that_fits(config: CacheConfig, reports: list[LoadReport]) -> int:
+    try:
+        return _fit(config, [_changed(report, max_model_len_is_auto=True) for report in reports]).max_model_len
+    except ConfigError:
+        return 0
+
+
+def _changed(report: LoadReport, **values: object) -> LoadReport:
+    return msgspec.structs.replace(report, **values)
 
 
 def _flag(num_bytes: int, up: bool = False) -> str:
@@ -132,3 +331,8 @@ def _flag(num_bytes: int, up: bool = False) -> str:
     if num_bytes < 16 * MiB:
         return str(num_bytes)
     return f"{-(-num_bytes // MiB) if up else num_bytes // MiB}M"
+
+
+def _read(flag: str) -> int:
+    """The bytes behind a value that _flag made."""
+    return int(flag.removesuffix("M")) * (MiB if flag.endswith("M") else 1)
