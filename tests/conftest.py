@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # As in the engine (octavo/engine/build.py); read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # Calls to servers on this machine never go through a proxy, and those servers ask for no key.
@@ -11,5 +13,15 @@ os.environ.pop("OCTAVO_API_KEY", None)
 
 def pytest_configure(config):
     """A GPU is for the tests that ask for one: `pytest -m gpu`."""
-    if "gpu" not in config.getoption("markexpr", ""):
+    if config.getoption("markexpr", "") in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: kernels run on the CPU
+
+
+def pytest_collection_modifyitems(items):
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU here; on one: pytest -m gpu"))

@@ -40,8 +40,9 @@ class AttentionBackend(Protocol):
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
         """Shape of ONE layer's store (keys and values) on one rank."""
 
-    def bind(self, kv: list[torch.Tensor]) -> None:
-        """Hand over each layer's store, zero-filled: unwritten cells are read with weight 0, and 0 times NaN is NaN."""
+    def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
+        """Hand over each layer's store, zero-filled: unwritten cells are read with weight 0, and 0 times NaN is NaN.
+        No step will have more than `max_rows` rows."""
 
     def plan(self, batch: Batch) -> None:
         """Once a step, before the first layer: what all layers share (indices, masks)."""

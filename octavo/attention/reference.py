@@ -22,7 +22,7 @@ class ReferenceAttention:
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
         return (num_pages, page_size, 2, spec.num_kv_heads // tensor_parallel, spec.head_size)
 
-    def bind(self, kv: list[torch.Tensor]) -> None:
+    def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
         self._kv = kv
 
     def plan(self, batch: Batch) -> None:

@@ -124,7 +124,7 @@ class Runner:
                 for _ in range(self.spec.num_layers if num_host_pages else 0)
             ]
             self.pages = PageStore(layers, host_layers, self.attention.page_dim)
-            self.attention.bind(layers)
+            self.attention.bind(layers, limits.max_num_seqs)
             self._seat(min(limits.max_model_len, num_pages * page_size))
 
     def _seat(self, max_model_len: int) -> None:

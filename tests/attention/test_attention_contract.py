@@ -59,7 +59,7 @@ def attend(
     rows = [Row([0] * 2000, [pages.pop() for _ in range(-(-(before + count) // page_size))]) for before, count in mix]
     shape = backend.kv_shape(spec, num_pages, page_size, 1)
     assert shape[backend.page_dim] == num_pages
-    backend.bind([torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)])
+    backend.bind([torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)], len(mix))
 
     def random_heads(num_tokens: int) -> torch.Tensor:
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
@@ -109,7 +109,7 @@ def test_16_bit_stores(backend: str, dtype: torch.dtype) -> None:
 def test_the_reference_is_plain_causal_attention() -> None:
     spec = make_spec((4, 2, 8), num_layers=1)
     backend = ReferenceAttention()
-    backend.bind([torch.full(backend.kv_shape(spec, 9, 4, 1), 50.0)])
+    backend.bind([torch.full(backend.kv_shape(spec, 9, 4, 1), 50.0)], 1)
     torch.manual_seed(5)
     q, k, v = torch.randn(21, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
     batch = make_batch([(Row([0] * 21, [3, 1, 7, 2, 8, 5]), 21)], 4)
@@ -162,7 +162,7 @@ def test_a_rows_broken_numbers_stay_its_own(backend: str, value: float, dtype: t
 
     def outputs(is_broken: bool) -> list[torch.Tensor]:
         tested = chosen(spec, dtype, backend)
-        tested.bind([torch.zeros(tested.kv_shape(spec, 12, page_size, 1), dtype=dtype)])
+        tested.bind([torch.zeros(tested.kv_shape(spec, 12, page_size, 1), dtype=dtype)], 3)
         broken, short, long = Row([0] * 16, [0, 9]), Row([0] * 16, [5]), Row([0] * 16, [3, 7, 2])
         heads = [part.clone() for part in numbers]
         if is_broken:

@@ -1,0 +1,135 @@
+"""Attention on GPUs by our own Triton kernels: decode rows and longer rows of one step, each in one launch a layer.
+Knows nothing of models or scheduling; the kernels are in kernels/.
+
+A store is [pages, 2, Hkv, page_size, D]: keys (0) and values (1) of one head in one page are contiguous."""
+
+import numpy as np
+import torch
+
+from octavo.attention.base import LayerHeads
+from octavo.batch import Batch
+from octavo.kernels.paged_decode import DecodeAttention, DecodeWork
+from octavo.kernels.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
+from octavo.kernels.turn import turn_and_store
+from octavo.spec import ModelSpec
+
+_MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256
+
+
+class TritonAttention:
+    name = "triton"
+    page_dim = 0
+
+    def __init__(self) -> None:
+        self._kv: list[torch.Tensor] = []
+        self._max_rows = 0
+        self._decode: DecodeAttention | None = None
+        # Of the step that is planned: the decode rows' work by window, the longer rows' tiles by their shape.
+        self._works: dict[int, DecodeWork] = {}
+        self._tiles: dict[Tile, torch.Tensor] = {}
+        self._is_whole = False
+
+    def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+        if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
+            return f"it has heads of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not of {spec.head_size}"
+        if kv_dtype not in (dtype, torch.float8_e4m3fn):
+            return f"its pages hold {dtype} or 8-bit numbers, not {kv_dtype}"
+        return None
+
+    def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
+        return (num_pages, 2, spec.num_kv_heads // tensor_parallel, page_size, spec.head_size)
+
+    def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
+        self._kv, self._max_rows = kv, max_rows
+        self._decode = None
+
+    def plan(self, batch: Batch) -> None:
+        self._works = {}
+        self._tiles = {}
+        rows = slice(batch.num_decodes, None)
+        # Prompts that are whole in this step are read from the product itself, in larger pieces than pages. An 8-bit store
+        # is always read back: a prompt must give the same answer in one piece as in several.
+        self._is_whole = batch.query_lens_host[rows] == batch.seq_lens_host[rows]
+
+    def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+        kv, norms = self._kv[layer.index], layer.norms
+        has_long = batch.num_decodes < batch.num_rows
+        size = layer.head_size
+        is_whole = has_long and self._is_whole and kv.dtype == heads.dtype and size & (size - 1) == 0
+        turn_and_store(
+            heads,
+            layer.num_heads,
+            layer.num_kv_heads,
+            None if rotation is None else torch.view_as_real(rotation),
+            None if norms is None else norms.q,
+            None if norms is None else norms.k,
+            0.0 if norms is None else norms.epsilon,
+            kv,
+            batch.slots,
+            is_whole,
+            pdl=heads.is_cuda and not has_long,
+        )
+        out = heads.new_empty((heads.shape[0], layer.num_heads * layer.head_size))
+        if batch.num_decodes:
+            self._attend_decodes(layer, heads, kv, out, batch)
+        if has_long:
+            self._attend_long(layer, heads, kv, out, batch, is_whole)
+        return out
+
+    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
+        return ()  # work is cut on the device: a graph serves all lengths
+
+    def _attend_decodes(
+        self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch
+    ) -> None:
+        num_rows = batch.num_decodes
+        if self._decode is None:
+            self._decode = DecodeAttention(
+                self._max_rows, layer.num_heads, layer.num_kv_heads, layer.head_size, heads.device
+            )
+        work = self._works.get(layer.window)
+        if work is None:
+            # Under a window the shared pages are soon behind it.
+            prefix_len = None if layer.window else batch.prefix_len
+            work = self._decode.plan(batch.seq_lens[:num_rows], window=layer.window, prefix_len=prefix_len)
+            self._works[layer.window] = work
+        self._decode.run(
+            work,
+            heads[:num_rows, : layer.num_heads],
+            kv,
+            batch.page_table[:num_rows],
+            out[:num_rows],
+            scale=layer.scale,
+            softcap=layer.softcap,
+            pdl=heads.is_cuda and num_rows == batch.num_rows,
+        )
+
+    def _attend_long(
+        self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch, is_whole: bool
+    ) -> None:
+        group = layer.num_heads // layer.num_kv_heads
+        tile = choose_tile(layer.head_size, group, heads.dtype, kv.dtype, batch.max_query_len)
+        tiles = self._tiles.get(tile)
+        if tiles is None:
+            tiles = self._tiles[tile] = _on_device(
+                plan_tiles(batch.query_lens_host, batch.seq_lens_host, batch.num_decodes, tile.tokens(group)),
+                heads.device,
+            )
+        paged_prefill(
+            heads,
+            kv,
+            batch.page_table,
+            tiles,
+            out,
+            tile,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            is_whole=is_whole,
+        )
+
+
+def _on_device(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
+    """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

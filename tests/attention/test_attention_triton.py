@@ -1,0 +1,150 @@
+"""The Triton backend against reference.py: in Triton's interpreter where there is no GPU, compiled where there is one."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from octavo.attention.base import AttentionBackend, LayerHeads
+from octavo.attention.reference import ReferenceAttention
+from octavo.attention.triton import TritonAttention
+from octavo.attention.turn import HeadNorms
+from octavo.batch import Batch
+from octavo.spec import ModelSpec
+from tests.interpreter import mend
+from tests.models.batches import Row, make_batch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MIXES = {
+    "decodes": [(0, 1), (16, 1), (63, 1)],
+    "prompts": [(0, 8), (0, 33)],
+    "everything": [(5, 1), (40, 1), (0, 16), (20, 3)],
+}
+ON_GPU = DEVICE.type == "cuda"
+# The interpreter takes a thousand times as long: there, the shapes that differ most.
+HEADS = [(4, 2, 16), (3, 1, 80), (2, 2, 64), (32, 8, 128), (16, 1, 256)][: None if ON_GPU else 2]
+# A query that is padding sees nothing, which numpy mentions and a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend(monkeypatch)
+
+
+@dataclasses.dataclass
+class Case:
+    heads: tuple[int, int, int]
+    mix: list[tuple[int, int]]
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    window: int = 0
+    softcap: float = 0.0
+    has_norms: bool = False
+    shared_pages: int = 0  # leading pages that all rows have in common
+
+    @property
+    def spec(self) -> ModelSpec:
+        num_heads, num_kv_heads, size = self.heads
+        return ModelSpec("test", 1, num_heads * size, num_heads, num_kv_heads, size, 8, 8, 1024)
+
+    def layer(self) -> LayerHeads:
+        num_heads, num_kv_heads, size = self.heads
+        norms = None
+        if self.has_norms:
+            weights = torch.linspace(0.5, 1.5, 2 * size).to(DEVICE, self.dtype)
+            norms = HeadNorms(weights[:size], weights[size:], 1e-6)
+        return LayerHeads(0, num_heads, num_kv_heads, size, size**-0.5, self.window, self.softcap, norms)
+
+
+def to_device(batch: Batch) -> Batch:
+    moved = {
+        field.name: value.to(DEVICE)
+        for field in dataclasses.fields(batch)
+        if isinstance(value := getattr(batch, field.name), torch.Tensor)
+    }
+    return dataclasses.replace(batch, **moved)
+
+
+def attend(backend: AttentionBackend, case: Case, seed: int = 3) -> torch.Tensor:
+    """The outputs of the mixed step, over a store full of stale numbers."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    num_pages = 2 + sum(-(-(before + count) // case.page_size) for before, count in case.mix)
+    free = rng.sample(range(1, num_pages), num_pages - 1)
+    common = [free.pop() for _ in range(case.shared_pages)]
+    rows = []
+    for before, count in case.mix:
+        num_own = -(-(before + count) // case.page_size) - case.shared_pages
+        rows.append(Row([0] * 6000, common + [free.pop() for _ in range(num_own)]))
+    kv_dtype = case.kv_dtype or case.dtype
+    shape = backend.kv_shape(case.spec, num_pages, case.page_size, 1)
+    backend.bind([torch.full(shape, 50.0).to(DEVICE, kv_dtype)], len(case.mix))
+    layer = case.layer()
+
+    def step(batch: Batch) -> torch.Tensor:
+        num_heads, num_kv_heads, size = case.heads
+        heads = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, size, generator=generator)
+        angles = torch.outer(batch.positions.float(), torch.linspace(1.0, 0.01, size // 2))
+        rotation = torch.polar(torch.ones_like(angles), angles).unsqueeze(1).to(DEVICE)
+        batch = to_device(batch)
+        backend.plan(batch)
+        return backend.run(layer, heads.to(DEVICE, case.dtype), rotation, batch)
+
+    for row, (before, _) in zip(rows, case.mix, strict=True):
+        if before:
+            step(make_batch([(row, before)], case.page_size))
+    batch = make_batch([(row, count) for row, (_, count) in zip(rows, case.mix, strict=True)], case.page_size)
+    if case.shared_pages:
+        batch.prefix_len = torch.tensor([case.shared_pages * case.page_size], dtype=torch.int32)
+    return step(batch).float()
+
+
+def agree(case: Case, tolerance: float = 1e-4) -> None:
+    found, expected = attend(TritonAttention(), case), attend(ReferenceAttention(), case)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(("heads", "page_size"), list(itertools.product(HEADS, (4, 16))))
+def test_equals_the_reference(heads: tuple[int, int, int], page_size: int, mix: str) -> None:
+    agree(Case(heads, MIXES[mix], page_size))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_types(mix: str, dtype: torch.dtype) -> None:
+    agree(Case((4, 2, 64), MIXES[mix], dtype=dtype), tolerance=3e-2)
+
+
+@pytest.mark.parametrize("mix", ["decodes", "everything"])
+@pytest.mark.parametrize("options", [{"window": 5}, {"window": 40}, {"softcap": 2.0}, {"has_norms": True}])
+def test_window_cap_and_norms(mix: str, options: dict[str, float]) -> None:
+    agree(Case((4, 2, 64), MIXES[mix], **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu  # the interpreter rounds to 8 bits in another way
+@pytest.mark.parametrize("mix", MIXES)
+def test_8_bit_store(mix: str) -> None:
+    agree(Case((4, 2, 64), MIXES[mix], dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn), tolerance=3e-2)
+
+
+def test_a_shared_prefix_is_read_once_for_all() -> None:
+    mix = [(33, 1), (32, 1), (40, 1)]
+    for heads in HEADS:
+        agree(Case(heads, mix, shared_pages=2))
+    agree(Case(HEADS[0], [*mix, (32, 9)], shared_pages=1))
+
+
+@pytest.mark.gpu
+def test_many_long_rows() -> None:
+    rng = random.Random(1)
+    lens = [rng.choice((1, 15, 16, 17, 300, 1000, 5000)) for _ in range(60)]
+    for heads in ((16, 8, 128), (32, 8, 128)):
+        agree(Case(heads, [(length, 1) for length in lens], dtype=torch.bfloat16), tolerance=3e-2)
+        rows = [(length, rng.choice((1, 7, 130))) for length in lens]
+        agree(Case(heads, rows, dtype=torch.bfloat16), tolerance=3e-2)
