@@ -1,0 +1,144 @@
+"""`python -m benchmarks.gpu`: reads the command line and runs what it names, several parts on one engine where they can share it.
+Knows nothing of how anything is measured. Runs without the HTTP packages, but for --serve."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.gpu import workloads
+from benchmarks.gpu.show import Results
+from octavo.bench.flags import above_zero, positive
+from octavo.errors import ConfigError, OctavoError
+from octavo.flags import OFFLINE, Parser, add_config_flags, count, options_from, whole
+
+FIRST_SEED = 100
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return 1 if _run(arguments) else 0
+    except ConfigError as error:
+        sys.stderr.write(f"benchmarks.gpu: error: {error.message}\n")
+        return 2
+    except OctavoError as error:
+        sys.stderr.write(f"benchmarks.gpu: error: {error.message}\n")
+        return 1
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m benchmarks.gpu",
+        description="Measure the GPU path. Parts can be combined: --workload, --growth and --trace share one engine.",
+    )
+    parts = parser.add_argument_group("parts", "at least one; --model is qwen3-0.6b, llama-3.1-8b or a folder")
+    add = parts.add_argument
+    add("--workload", type=_names, metavar="NAME", help=f"tokens per second of these loads, separated by commas: {', '.join(workloads.NAMES)}, or all")  # fmt: skip
+    add("--limits", action="store_true", help="what the chip allows each workload, computed: needs no GPU")
+    add("--growth", action="store_true", help="decode step time for batch 1 to 1024 and context 128 to 32k (1024 rows unless --max-num-seqs says otherwise)")  # fmt: skip
+    add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
+    add("--cold-start", action="store_true", help="process start to first token, with no compiled kernels and with them")  # fmt: skip
+    add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
+    add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
+    _add_settings(parser)
+    add_config_flags(parser, OFFLINE, positional=False)
+    return parser
+
+
+def _add_settings(parser: Parser) -> None:
+    add = parser.add_argument_group("settings").add_argument
+    add("--runs", type=positive, default=3, metavar="N", help="measured runs (default: 3)")
+    add("--seeds", type=_seeds, metavar="N,N,…", help=f"a seed for each run (default: {FIRST_SEED}, {FIRST_SEED + 1}, …)")  # fmt: skip
+    add("--warmup", choices=("full", "short", "none"), default="full", help="before each workload: a whole run with another seed, one of few output tokens, or none (default: full)")  # fmt: skip
+    add("--scale", type=above_zero, default=1.0, metavar="X", help="shrink counts and lengths by this factor: a rehearsal, not a measurement")  # fmt: skip
+    add("--bandwidth", type=above_zero, metavar="X", help="the chip's bytes per second (default: 4.26e12)")
+    add("--flops", type=above_zero, metavar="X", help="the chip's FLOP per second (default: 795e12; fp8 weights: twice that)")  # fmt: skip
+    add("--max-prefill-seconds", type=above_zero, default=8.0, metavar="X", help="growth: skip points whose prefill would take longer (default: 8)")  # fmt: skip
+    add("--trace-steps", type=positive, default=100, metavar="N", help="steps in the trace (default: 100)")
+    add("--warm-starts", type=count, default=2, metavar="N", help="cold start: starts with cached kernels, after the one without (default: 2)")  # fmt: skip
+    add("--streams", type=positive, default=256, metavar="N", help="serve: concurrent streams (default: 256)")
+    add("--windows", type=positive, default=32, metavar="N", help="accuracy: windows of 258 tokens, eight next tokens each (default: 32)")  # fmt: skip
+    add("--text", default="", metavar="FILE", help="accuracy: text to take them from (default: random ids)")
+    add("--result", metavar="FILE", help="also write everything measured to this JSON file, part by part")
+
+
+def _names(text: str) -> list[str]:
+    if text == "all":
+        return list(workloads.NAMES)
+    names = text.split(",")
+    for name in names:
+        if name not in workloads.NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(workloads.NAMES)}, all")
+    return names
+
+
+def _seeds(text: str) -> list[int]:
+    return [whole(part) for part in text.split(",")]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """How many measurements failed."""
+    in_process = arguments.workload or arguments.growth or arguments.trace is not None
+    if not (in_process or arguments.limits or arguments.cold_start or arguments.serve or arguments.accuracy_fp8):
+        raise ConfigError("nothing to measure: give --workload all, --limits, --growth, --trace, --cold-start, --serve or --accuracy-fp8")  # fmt: skip
+    results = Results(arguments.result)
+    results.put("options", options_from(arguments))
+    seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
+    if arguments.limits:
+        from benchmarks.gpu import bounds
+
+        bounds.run(arguments, seeds, results)
+    # Parts with processes of their own come first: afterwards this process holds memory of the GPU.
+    num_failed = _run_processes(arguments, seeds, results)
+    if in_process:
+        num_failed += _run_here(arguments, seeds, results)
+    if arguments.accuracy_fp8:
+        from benchmarks.gpu import accuracy
+        from benchmarks.gpu.subject import engine_options
+
+        options = engine_options(arguments)
+        num_failed += accuracy.run(options, arguments.windows, arguments.text, accuracy.CUTS, results)
+    return num_failed
+
+
+def _run_processes(arguments: argparse.Namespace, seeds: Sequence[int], results: Results) -> int:
+    num_failed = 0
+    if arguments.cold_start:
+        from benchmarks.gpu import cold_start
+        from benchmarks.gpu.subject import engine_options
+
+        num_failed += cold_start.run(engine_options(arguments), arguments.warm_starts, results)
+    if arguments.serve:
+        from benchmarks.gpu import serve
+
+        num_failed += serve.run(arguments, serve.Load.scaled(arguments.streams, arguments.scale), seeds, results)
+    return num_failed
+
+
+def _run_here(arguments: argparse.Namespace, seeds: Sequence[int], results: Results) -> int:
+    from benchmarks.gpu.subject import Subject
+
+    otherwise: dict[str, Any] = {"max_num_seqs": 1024} if arguments.growth else {}
+    subject = Subject(arguments, **otherwise)
+    results.put("engine", subject.describe())
+    print(subject.headline(), flush=True)
+    num_failed = 0
+    if arguments.workload:
+        from benchmarks.gpu import throughput
+
+        num_failed += throughput.run(subject, arguments.workload, seeds, arguments.scale, arguments.warmup, results)
+    if arguments.growth:
+        from benchmarks.gpu import growth
+
+        num_failed += growth.run(subject, growth.points(arguments.scale), arguments.max_prefill_seconds, results)
+    if arguments.trace is not None:
+        from benchmarks.gpu import trace
+
+        num_failed += trace.run(subject, arguments.trace, seeds[0], arguments.scale, arguments.trace_steps, results)
+    subject.llm.close()
+    return num_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The same load over HTTP and offline: what the server's front costs at many concurrent streams.
+Knows nothing of HTTP: the server is `octavo serve`, the client `octavo bench serve`, each in processes of its own."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.made_up_tokenizer import write_tokenizer
+from benchmarks.gpu.show import Results, table
+from benchmarks.gpu.subject import Subject, engine_options
+from benchmarks.gpu.targets import SERVED_SHARE
+from benchmarks.gpu.workloads import Item
+from octavo import config
+from octavo.bench.workload import id_prompts
+
+START_LIMIT_S = 300
+_ROOT = Path(__file__).resolve().parents[2]
+_WARMUP_SEED = 99
+_MAX_ID = 30_000  # prompts' ids are below this, as in the workloads
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """A closed loop: as soon as one of the streams ends, the next request takes its place."""
+
+    num_streams: int
+    num_requests: int
+    input_len: int
+    output_len: int
+
+    @staticmethod
+    def scaled(num_streams: int, scale: float) -> "Load":
+        streams = max(1, round(num_streams * scale))
+        return Load(streams, 4 * streams, max(1, round(128 * scale)), max(2, round(256 * scale)))
+
+
+def run(arguments: argparse.Namespace, load: Load, seeds: Sequence[int], results: Results) -> int:
+    """Server and clients first, and only when they are gone the engine in this process: the GPU's memory is for one."""
+    # Both sides get the same rows, or one of them would batch what the other cannot.
+    options = engine_options(arguments, max_num_seqs=load.num_streams)
+    with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
+        served = _over_http(options, load, seeds, Path(folder))
+    results.put("serve", {"load": dataclasses.asdict(load), "http": served})
+    offline = _offline(arguments, load, seeds)
+    rates = [figures["output_tokens_per_second"] for figures in served]
+    ratio = statistics.median(rates) / statistics.median(offline)
+    results.put(
+        "serve",
+        {"load": dataclasses.asdict(load), "http": served, "offline_rates": offline, "ratio": round(ratio, 4)},
+    )
+    print("\n" + show(load, served, rates, offline, ratio))
+    return sum(figures["num_errors"] > 0 for figures in served)
+
+
+def show(
+    load: Load, served: list[dict[str, Any]], rates: Sequence[float], offline: Sequence[float], ratio: float
+) -> str:
+    rows = []
+    for name, values in (("HTTP", rates), ("offline", offline)):
+        rows.append([name, " ".join(f"{rate:,.0f}" for rate in values), f"{statistics.median(values):,.0f}"])
+    middle = min(served, key=lambda figures: abs(figures["output_tokens_per_second"] - statistics.median(rates)))
+    spreads = [
+        f"{title} p50 {middle[key]['p50']:.1f} p99 {middle[key]['p99']:.1f} ms"
+        for title, key in (("first token", "ttft_ms"), ("time per output token", "tpot_ms"))
+        if middle[key]
+    ]
+    return "\n".join(
+        [
+            f"{load.num_requests} requests, {load.num_streams} at a time, {load.input_len} tokens in, {load.output_len} out",
+            table(("", "output tokens/s of each run", "median"), rows),
+            f"HTTP / offline = {ratio:.3f} (must: {SERVED_SHARE:g} {'✓' if ratio >= SERVED_SHARE else '✗'}); "
+            + "; ".join(spreads),
+            *(f"failed requests: {figures['errors']}" for figures in served if figures["num_errors"]),
+        ]
+    )
+
+
+# ── over HTTP ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _over_http(options: dict[str, Any], load: Load, seeds: Sequence[int], folder: Path) -> list[dict[str, Any]]:
+    vocab_size = _vocab_size(options["model"])
+    if not options.get("tokenizer") and not _has_tokenizer(Path(options["model"])):
+        write_tokenizer(folder, vocab_size)
+        options = options | {"tokenizer": str(folder)}
+    with _server(options) as url:
+        _clients(url, load, _WARMUP_SEED, vocab_size, folder)
+        return [_clients(url, load, seed, vocab_size, folder) for seed in seeds]
+
+
+def _clients(url: str, load: Load, seed: int, vocab_size: int, folder: Path) -> dict[str, Any]:
+    """Figures of one run of `octavo bench serve`."""
+    file = folder / f"run-{seed}.json"
+    command = [sys.executable, "-m", "octavo.cli", "bench", "serve", "--base-url", url, "--result", str(file)]
+    command += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.num_streams)]
+    command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--seed", str(seed)]
+    command += ["--prompt-kind", "ids", "--vocab-size", str(min(vocab_size, _MAX_ID)), "--ignore-eos"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    if not file.exists():
+        raise RuntimeError(f"the clients failed: {done.stderr.strip()[-2000:]}")
+    return dict(json.loads(file.read_text())["figures"])
+
+
+@contextlib.contextmanager
+def _server(options: dict[str, Any]) -> Iterator[str]:
+    """`octavo serve` for as long as it is entered; yields its URL."""
+    command = [sys.executable, "-m", "octavo.cli", "serve", *as_flags(options), "--port", "0"]
+    process = subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True)
+    lines: list[str] = []
+    found: list[str] = []
+    settled = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            if match := re.search(r"ready after .*(http://\S+)/v1", line):
+                found.append(match[1])
+                settled.set()
+        settled.set()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        settled.wait(START_LIMIT_S)
+        if not found:
+            raise RuntimeError("the server did not start:\n" + "\n".join(lines[-20:]))
+        yield found[0]
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join(10)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def as_flags(options: dict[str, Any]) -> list[str]:
+    """LLM's options as the flags of `octavo serve`."""
+    flags: list[str] = []
+    for section, cls in config.sections():
+        names = config.field_names(section)
+        for field in dataclasses.fields(cls):
+            for value in [value for name, value in options.items() if names.get(name) == field.name]:
+                name = (field.metadata["flag"] or field.name.replace("_", "-")).split(",")[0]
+                if name == "MODEL":
+                    flags.insert(0, value)
+                elif isinstance(value, bool):
+                    flags.append(f"--{name}" if value else f"--no-{name}")
+                else:
+                    flags += [f"--{name}", str(value)]
+    return flags
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return path.is_file() or (path / "tokenizer.json").exists() or any(path.glob("*.model"))
+
+
+def _vocab_size(model: str) -> int:
+    folder = Path(model)
+    if not folder.is_dir():
+        return _MAX_ID
+    return int(json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+# ── offline ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _offline(arguments: argparse.Namespace, load: Load, seeds: Sequence[int]) -> list[float]:
+    """Output tokens per second of the very same prompts through LLM.generate."""
+    subject = Subject(arguments, max_num_seqs=load.num_streams)
+    vocab_size = min(subject.report.vocab_size, _MAX_ID)
+    rates = []
+    for seed in (_WARMUP_SEED, *seeds):
+        prompts = id_prompts(load.num_requests, load.input_len, 0, vocab_size, seed)
+        seconds = subject.generate([Item(prompt, load.output_len) for prompt in prompts])
+        rates.append(round(load.num_requests * load.output_len / seconds, 1))
+    return rates[1:]
