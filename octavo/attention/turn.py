@@ -20,7 +20,7 @@ def turn(
     heads: torch.Tensor, num_heads: int, num_kv_heads: int, rotation: torch.Tensor | None, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """heads [T, H + 2 Hkv, D], changed in place → q [T, H, D], k and v [T, Hkv, D], views of it."""
-    q, k, v = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         for part, weight in ((q, norms.q), (k, norms.k)):
             part.copy_(F.rms_norm(part, weight.shape, weight, norms.epsilon))

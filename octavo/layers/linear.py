@@ -76,7 +76,7 @@ class ColumnLinear(Linear):
             x, norm = norm(x), None
         before = None if norm is None else (norm.weight, norm.epsilon)
         y: torch.Tensor = self._kernels.few_rows_linear(
-            x, self.weight, bias=self.bias, norm=before, gated=gated or None
+            x, self.weight, bias=self.bias, norm=before, gated=gated or None, pdl=True
         )
         return y
 
@@ -123,7 +123,9 @@ class RowLinear(Linear):
         if self._kernels is None:
             return F.linear(x, self.weight, self.bias).add_(residual)
         if self._kernels.pays(x.shape[0], *self.weight.shape):
-            y: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual)
+            y: torch.Tensor = self._kernels.few_rows_linear(
+                x, self.weight, bias=self.bias, residual=residual, pdl=True
+            )
             return y
         if self.bias is not None:
             residual.add_(self.bias)

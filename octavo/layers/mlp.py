@@ -63,10 +63,10 @@ class GatedMLP(nn.Module):
         if self._kernels is None or not self._fused:
             gate, up = self.gate_up(x, self.norm).chunk(2, dim=-1)
             inner = self._activation(gate) * up
-        elif self._fused == "silu" and self.gate_up.has_few(x):
+        elif self.gate_up.has_few(x):
             inner = self.gate_up.few(x, self.norm, gated=self._fused)
         else:
-            inner = self._kernels.gated(self.gate_up(x, self.norm), self._fused)
+            inner = self._kernels.gate_mul(self.gate_up(x, self.norm), self._fused)
         return inner
 
 

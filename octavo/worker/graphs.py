@@ -54,9 +54,10 @@ class Graphs:
         attention: AttentionBackend,
         max_rows: int,
     ) -> None:
-        from octavo.kernels import step  # needs Triton, which only a GPU machine must have
+        from octavo.kernels import step  # these need Triton, which only a GPU machine must have
+        from octavo.kernels.sampling import argmax
 
-        self._kernels = step
+        self._kernels, self._argmax = step, argmax
         self._rows, self._staging, self._model, self._attention = rows, staging, model, attention
         self._sizes = ladder(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
@@ -167,7 +168,7 @@ class Graphs:
         logits = self._model.logits(self._model.forward(batch))
         if not key.is_greedy:
             return logits
-        torch.argmax(logits, -1, out=self.tokens[: key.num_rows])
+        self._argmax(logits, self.tokens[: key.num_rows])
         self._kernels.scatter_tokens(rows, lens, self.tokens[: key.num_rows], self._rows.tokens)
         return logits[:0]
 
