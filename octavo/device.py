@@ -3,7 +3,7 @@ Knows nothing of models, batches or steps."""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,11 +133,6 @@ class Device:
         else:
             torch._C._host_emptyCache()
 
-    def indices(self, values: Sequence[int]) -> torch.Tensor:
-        """[N] int64, copied without waiting for what is queued."""
-        numbers = torch.tensor(values, dtype=torch.int64, pin_memory=self.is_cuda)
-        return numbers.to(self.torch_device, non_blocking=True)
-
 
 def pick(name: str = "auto", index: int = 0) -> Device:
     """The device of that name; auto: a GPU where there is one."""
@@ -161,6 +156,8 @@ def pick(name: str = "auto", index: int = 0) -> Device:
 def device_of(place: torch.device | str) -> Device:
     """The device behind torch's name for it."""
     place = torch.device(place)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
     return Device(place.type, place.index or 0)
 
 

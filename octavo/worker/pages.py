@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from octavo.device import Device, Event
 from octavo.messages import PageMove
+from octavo.worker.staging import Column, Staging
 
 STAGING_BYTES = 64 * 2**20
 """What one of the two staging buffers on the device may take, where there is a swap space (one page, if that is larger)."""
@@ -55,6 +57,7 @@ class Pages:
         assert page_dim < layers[0].dim() - 1, "a page is more than a scatter of single numbers"
         # Moving needs no arithmetic: as wide integers pages of any type are moved, and in fewer accesses.
         self._stores = [store.view(_widest(store)) for store in layers]
+        self._indices = Staging(device)
         self._host: _HostPages | None = None
         self._staging: list[_Staging] = []
         self._next = 0
@@ -66,50 +69,48 @@ class Pages:
 
     def move(self, moves: list[PageMove]) -> None:
         """Queue the moves, before what is queued on the current stream next, with the effect of one after the other."""
-        for kind, sources, targets in runs(moves):
-            if kind == "copy":
-                self._copy(sources, targets)
-                continue
-            assert self._staging, "a plan swaps and there is no swap space"
-            # By host page, which a stretch's order is free for: neighbours on the host are one copy.
-            at_host = targets if kind == "out" else sources
-            order = sorted(range(len(at_host)), key=at_host.__getitem__)
-            carry, num_staged = self._out if kind == "out" else self._in, len(self._staging[0].pages)
-            for start in range(0, len(order), num_staged):
-                together = order[start : start + num_staged]
-                carry([sources[i] for i in together], [targets[i] for i in together])
+        if not moves:
+            return
+        num_together = len(self._staging[0].pages) if self._staging else len(moves)
+        chunks = [chunk for run in runs(moves) for chunk in _chunks(*run, num_together)]
+        sent = iter(self._indices.send([column for chunk in chunks for column in _on_device(*chunk)]))
+        for kind, sources, targets in chunks:
+            match kind:
+                case "copy":
+                    self._copy(next(sent), next(sent))
+                case "out":
+                    self._out(next(sent), targets)
+                case "in":
+                    self._in(sources, next(sent))
 
-    def _copy(self, sources: list[int], targets: list[int]) -> None:
-        there, here = self._device.indices(targets), self._device.indices(sources)
+    def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         for store in self._stores:
-            store.index_copy_(self._page_dim, there, store.index_select(self._page_dim, here))
+            store.index_copy_(self._page_dim, targets, store.index_select(self._page_dim, sources))
 
-    def _out(self, sources: list[int], targets: list[int]) -> None:
-        assert self._host is not None
-        staging, count = self._next_staging(), len(sources)
-        here = self._device.indices(sources)
+    def _out(self, sources: torch.Tensor, host_pages: list[int]) -> None:
+        assert self._host is not None, "a plan swaps and there is no swap space"
+        staging = self._next_staging()
         staging.is_free.hold()
         for layer, store in enumerate(self._stores):
-            torch.index_select(store, self._page_dim, here, out=self._staged(staging, layer, count))
+            torch.index_select(store, self._page_dim, sources, out=self._staged(staging, layer, len(sources)))
         staging.is_full.record()
         with self._device.side_stream():
             staging.is_full.hold()
-            for first, host in self._host.stretches(targets):
+            for first, host in self._host.stretches(host_pages):
                 host.copy_(staging.pages[first : first + len(host)], non_blocking=True)
             staging.is_free.record()
 
-    def _in(self, sources: list[int], targets: list[int]) -> None:
-        assert self._host is not None
-        staging, count = self._next_staging(), len(sources)
-        there = self._device.indices(targets)
+    def _in(self, host_pages: list[int], targets: torch.Tensor) -> None:
+        assert self._host is not None, "a plan swaps and there is no swap space"
+        staging = self._next_staging()
         with self._device.side_stream():
             staging.is_free.hold()
-            for first, host in self._host.stretches(sources):
+            for first, host in self._host.stretches(host_pages):
                 staging.pages[first : first + len(host)].copy_(host, non_blocking=True)
             staging.is_full.record()
         staging.is_full.hold()
         for layer, store in enumerate(self._stores):
-            store.index_copy_(self._page_dim, there, self._staged(staging, layer, count))
+            store.index_copy_(self._page_dim, targets, self._staged(staging, layer, len(targets)))
         staging.is_free.record()
 
     def _next_staging(self) -> "_Staging":
@@ -176,6 +177,26 @@ def runs(moves: list[PageMove]) -> Iterator[tuple[str, list[int], list[int]]]:
         written.add(move.target)
     if sources:
         yield kind, sources, targets
+
+
+def _chunks(
+    kind: str, sources: list[int], targets: list[int], num_together: int
+) -> Iterator[tuple[str, list[int], list[int]]]:
+    """A run in pieces that a staging buffer holds. Sorted by host page, which a run is free for: neighbours are one copy."""
+    if kind == "copy":
+        yield kind, sources, targets
+        return
+    at_host = targets if kind == "out" else sources
+    order = sorted(range(len(at_host)), key=at_host.__getitem__)
+    for start in range(0, len(order), num_together):
+        together = order[start : start + num_together]
+        yield kind, [sources[i] for i in together], [targets[i] for i in together]
+
+
+def _on_device(kind: str, sources: list[int], targets: list[int]) -> list[Column]:
+    """The page numbers that the device itself reads."""
+    lists = {"copy": (sources, targets), "out": (sources,), "in": (targets,)}[kind]
+    return [np.array(pages, dtype=np.int64) for pages in lists]
 
 
 def _page_shape(stores: list[torch.Tensor], page_dim: int) -> tuple[int, ...]:

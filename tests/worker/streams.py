@@ -2,7 +2,7 @@
 Knows nothing of pages: it defers whatever tensors are written to while it is on."""
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,10 @@ from octavo.device import Device, Event
 class LateEvent(Event):
     """Marks a point of the stream that was current; an unrecorded one marks the beginning of time."""
 
-    def __init__(self, device: "LateDevice", is_heard: bool) -> None:
+    def __init__(self, device: "LateDevice") -> None:
         super().__init__()
         self._device = device
-        self._is_heard = is_heard
+        self.is_heard = True  # False: nobody waits for it, a planted fault
         self._mark: object | None = None
 
     def record(self) -> None:
@@ -27,7 +27,7 @@ class LateEvent(Event):
 
     def hold(self) -> None:
         mark = self._mark
-        if mark is not None and self._is_heard:
+        if mark is not None and self.is_heard:
             self._device.queue(lambda: None, after=mark)
 
     def wait(self) -> None:
@@ -35,22 +35,18 @@ class LateEvent(Event):
 
 
 class LateDevice(Device, TorchDispatchMode):
-    """Entered with `with`: writes are queued on the current stream; run() carries them out, interleaved at random.
-    `deaf`: numbers of the events, as they are made, that nobody waits for."""
+    """Entered with `with`: writes are queued on the current stream; run() carries them out, interleaved at random."""
 
-    def __init__(self, seed: int, deaf: Collection[int] = ()) -> None:
+    def __init__(self, seed: int) -> None:
         Device.__init__(self, "cpu")
         TorchDispatchMode.__init__(self)
         self.reached: set[object] = set()
         self._random = random.Random(seed)
         self._streams: list[list[tuple[object | None, Callable[[], object]]]] = [[], []]
         self._current = 0
-        self._deaf = deaf
-        self._num_events = 0
 
     def event(self) -> Event:
-        self._num_events += 1
-        return LateEvent(self, self._num_events - 1 not in self._deaf)
+        return LateEvent(self)
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
