@@ -1,8 +1,9 @@
-"""Safetensors files, one or many, as a stream of named tensors, one at a time, memory-mapped.
+"""Safetensors files, one or many, as a stream of named tensors: mapped on a CPU, read ahead for a GPU.
 Knows nothing of models; until tensors() is called, nothing of torch either."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -17,10 +18,15 @@ from octavo.weights.folder import WeightFiles, find_weights
 if TYPE_CHECKING:
     import torch
 
-# stored type → (bytes in an element, the arithmetic type that holds it; "" for what is no weight)
+    from octavo.device import Device
+    from octavo.weights.ring import Region
+
+# stored type → (bytes in an element, torch's name, the arithmetic type that holds it; "" for what is no weight)
 _TYPES = {
-    "F64": (8, "float32"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
-    "I64": (8, ""), "I32": (4, ""), "I16": (2, ""), "I8": (1, ""), "U8": (1, ""), "BOOL": (1, ""),
+    "F64": (8, "float64", "float32"), "F32": (4, "float32", "float32"),
+    "F16": (2, "float16", "float16"), "BF16": (2, "bfloat16", "bfloat16"),
+    "I64": (8, "int64", ""), "I32": (4, "int32", ""), "I16": (2, "int16", ""), "I8": (1, "int8", ""),
+    "U8": (1, "uint8", ""), "BOOL": (1, "bool", ""),
 }  # fmt: skip
 
 
@@ -51,11 +57,27 @@ class SafetensorsFiles:
 
     def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep."""
+        from octavo.device import device_of
+
+        place = device_of(device)
+        return self.read_ahead(place, dtype) if place.is_cuda else self._mapped(dtype)
+
+    def _mapped(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         for path, names in self._plan:
             with _opened(path, "pt") as file:
                 for name in names:
                     tensor: torch.Tensor = file.get_tensor(name)
-                    yield name, tensor.to(device, dtype if tensor.is_floating_point() else None)
+                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def read_ahead(
+        self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same through a ring of pinned buffers, on to any device. `chunk_bytes`: of one buffer; 0: as it is best."""
+        from octavo.weights import ring
+
+        regions = [region for path, names in self._plan for region in _regions(path, names)]
+        for name, tensor in ring.read_ahead(regions, device, chunk_bytes or ring.CHUNK_BYTES):
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _opened(path: Path, framework: str) -> Any:
@@ -65,6 +87,23 @@ def _opened(path: Path, framework: str) -> Any:
         raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _regions(path: Path, names: tuple[str, ...]) -> list[Region]:
+    """Where each tensor lies, in the file's order: a length, a JSON header, then the bytes. It was checked when opened."""
+    import torch
+
+    from octavo.weights.ring import Region
+
+    with open(path, "rb") as file:
+        header_len = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_len))
+    regions = []
+    for name in names:
+        entry = header[name]
+        dtype: torch.dtype = getattr(torch, _TYPES[entry["dtype"]][1])
+        regions.append(Region(name, path, 8 + header_len + entry["data_offsets"][0], dtype, tuple(entry["shape"])))
+    return sorted(regions, key=lambda region: region.offset)
 
 
 def _wanted(file: Any, path: Path, files: WeightFiles) -> tuple[str, ...]:
@@ -86,5 +125,5 @@ def _measure(file: Any, path: Path, name: str) -> tuple[str, int]:
             f"{path}: tensor {name} is stored as {stored}, which cannot be read; "
             "pass a checkpoint in F32, F16 or BF16, or a GGUF file"
         )
-    element_bytes, dtype = _TYPES[stored]
+    element_bytes, _, dtype = _TYPES[stored]
     return dtype, element_bytes * math.prod(entry.get_shape())
