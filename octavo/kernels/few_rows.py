@@ -1,0 +1,106 @@
+"""y = x · Wᵀ for few rows, where the time is that of reading W: chooses a kernel and its tiles by shape.
+Knows nothing of layers; norm, bias, gate and residual come with the product because each alone costs a launch."""
+
+from functools import cache
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.kernels.few_rows_tile import MAX_ROWS, SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.few_rows_vector import VectorChoice, vector_product
+from octavo.kernels.norm import rms_norm
+
+# Above this, multiply-adds outside the tensor cores take longer than reading W.
+VECTOR_ROWS = 4
+
+
+def few_rows_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: str | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once. M is at most 128.
+
+    norm: (weight [K], epsilon) of an RMSNorm of x before the product. residual [M, N]: the product is added to it, in
+    place, and it is returned. gated: the weight holds the rows of a gate, then as many of up; the result, [M, N/2], is
+    the named activation of gate, times up. pdl: see `vector_product`; x may come from the kernel launched just before."""
+    num_rows, k = x.shape
+    width = weight.shape[0]
+    if gated is not None and gated not in ACTIVATIONS:
+        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+    n = width // 2 if gated else width
+    assert num_rows <= MAX_ROWS and x.stride(1) == 1
+    assert weight.is_contiguous() and weight.shape[1] == k and x.dtype == weight.dtype
+    assert gated is None or width == 2 * n
+    if residual is None:
+        out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
+    else:
+        assert residual.is_contiguous() and residual.shape == (num_rows, n)
+        out = residual
+    if num_rows == 0:
+        return out
+    pdl = pdl and x.is_cuda
+    choice = choose(num_rows, n, k, gated is not None, num_processors(x.device))
+    if isinstance(choice, VectorChoice):
+        vector_product(x, weight, out, residual, bias, norm, gated or "", choice, pdl)
+    else:
+        if norm is not None:
+            x = rms_norm(x, *norm, pdl=pdl)
+        tile_product(x, weight, out, residual, bias, gated or "", choice, pdl)
+    return out
+
+
+def pays(num_rows: int, n: int, k: int) -> bool:
+    """Whether `few_rows_linear` is expected to beat torch's product with weight [n, k].
+
+    One row: measured on an H200 with a simpler kernel than these (82, 75, 100, 96 % of the bandwidth for the 8B
+    shapes against cuBLAS's 71, 59, 98, 87 %). More rows: not measured yet; `benchmarks/kernels/few_rows.py` does."""
+    if num_rows <= VECTOR_ROWS:
+        return True
+    # cuBLAS is furthest from the bandwidth where a weight is small: it has too few tiles to fill the chip.
+    return num_rows <= 32 and n * k <= 1 << 24
+
+
+@cache
+def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
+    """The kernel and its tiles for weight [n, k], or [2 n, k] where gated."""
+    if num_rows <= VECTOR_ROWS:
+        return choose_vector(num_rows, k)
+    return choose_tile(num_rows, n, k, is_gated, num_processors)
+
+
+def choose_vector(num_rows: int, k: int) -> VectorChoice:
+    # A tile is 8 rows of W by 1,024: 64 numbers a thread, 16 KiB. Short rows are held whole.
+    if k <= 512:
+        return VectorChoice(8, max(1, (k + 255) // 256), 1)
+    if num_rows == 1:
+        return VectorChoice(8, 4, 3 if k <= 3072 else 2)
+    return VectorChoice(8 if num_rows <= 4 else 4, 4, 2)
+
+
+def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> TileChoice:
+    # wgmma takes 64 rows of W; gate and up are one such tile each.
+    block_n = 128 if is_gated else 64
+    block_k = 128 if num_rows <= 32 else 64
+    num_tiles = -(-n // 64)
+    split = 1
+    # Shares of less than two tiles of K cost more than they win, and partial sums are not free with many rows.
+    limit = min(8, k // (2 * block_k), max(1, k // (8 * max(16, num_rows))))
+    while num_tiles * split < num_processors and split * 2 <= limit:
+        split *= 2
+    padded = max(16, 1 << (num_rows - 1).bit_length())
+    while split > 1 and num_tiles * split * block_n * padded > SCRATCH_NUMBERS:
+        split //= 2
+    return TileChoice(block_n, block_k, split, 4, 4)
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """How many programs run side by side at least. Any number serves the interpreter, which runs them in turn."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
