@@ -31,19 +31,27 @@ _GRAPH_BYTES = 4 * MiB  # what the driver keeps for one captured graph of some h
 
 
 def measure(
-    device: Device, run_step: RunStep, num_tokens: int, num_rows: int, num_graphs: int = 0, staging_bytes: int = 0
+    device: Device,
+    run_step: RunStep,
+    num_tokens: int,
+    num_rows: int,
+    *,
+    num_graphs: int = 0,
+    staging_bytes: int = 0,
+    is_alone: bool = True,
 ) -> DeviceMemory:
     """With the weights loaded and the tables allocated. ConfigError where a step of `num_tokens` does not fit; that many
     must fit into `num_rows` rows.
 
-    `staging_bytes`: what will be taken besides pages once their number is known."""
+    `staging_bytes`: what will be taken besides pages once their number is known. `is_alone`: no other rank takes part in
+    the steps; with others, all of them must run the same ones, so that nobody tries smaller ones by itself."""
     num_rows = min(num_rows, num_tokens)
     least = working_bytes(device, partial(run_step, 1, 1, False))
     plain = working_bytes(device, partial(run_step, num_rows, num_rows, True)) if num_graphs else 0
     rows = working_bytes(device, partial(run_step, num_rows, num_rows, False))
     working = working_bytes(device, partial(run_step, num_tokens, num_rows, False))
     if least is None or plain is None or rows is None or working is None:
-        raise ConfigError(_no_room(device, run_step, num_tokens, num_rows))
+        raise ConfigError(_no_room(device, run_step if is_alone else None, num_tokens, num_rows))
     # Graphs keep their tensors in a pool of their own, and each is rehearsed once on a stream of its own: twice a step.
     reserve = _SAFETY_BYTES + staging_bytes + num_graphs * _GRAPH_BYTES + 2 * plain
     use = device.memory_use()
@@ -71,7 +79,6 @@ def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
         run()
         peak = device.peak_reserved()
     except torch.OutOfMemoryError:
-        device.memory_use()
         return None
     return max(0, peak - device.memory_use().reserved)
 
@@ -84,12 +91,14 @@ def trial_columns(num_tokens: int, num_rows: int) -> Columns:
     return Columns(np.arange(len(counts)), counts, counts.copy(), np.ones(len(counts), dtype=np.bool_))
 
 
-def _no_room(device: Device, run_step: RunStep, num_tokens: int, num_rows: int) -> str:
+def _no_room(device: Device, run_step: RunStep | None, num_tokens: int, num_rows: int) -> str:
     """Why it does not fit, and steps that do: those were run."""
     free = device.memory_use().free
     why = (
         f"a step of {num_tokens} tokens takes more than the {in_words(free)} that the weights and other processes leave"
     )
+    if run_step is None:
+        return f"{why}: lower --max-num-batched-tokens, or use a smaller model"
     tokens, rows = num_tokens // 2, num_rows
     while tokens:
         rows = min(rows, tokens)

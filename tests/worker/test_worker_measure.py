@@ -81,6 +81,10 @@ def test_a_step_that_does_not_fit_is_refused_with_one_that_does() -> None:
         measure(gpu, gpu.run_step, 8192, 512)
     ((fits, rows),) = re.findall(r"use --max-num-batched-tokens (\d+) --max-num-seqs (\d+)$", caught.value.message)
     assert measure(gpu, gpu.run_step, int(fits), int(rows)).for_pages > GiB
+    gpu.largest = (0, 0)
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens"):
+        measure(gpu, gpu.run_step, 8192, 64, is_alone=False)
+    assert gpu.largest == (64, 64), "with other ranks, none tries steps that the others do not"
     full = SmallGPU(79 * GiB + 128 * MiB)
     with pytest.raises(ConfigError, match="use a smaller model"):
         measure(full, full.run_step, 8192, 64)
