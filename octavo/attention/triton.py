@@ -8,7 +8,8 @@ import torch
 
 from octavo.attention.base import LayerHeads
 from octavo.batch import Batch
-from octavo.kernels.paged_decode import DecodeAttention, DecodeWork
+from octavo.kernels.decode_plan import DecodeWork
+from octavo.kernels.paged_decode import DecodeAttention
 from octavo.kernels.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
 from octavo.kernels.turn import turn_and_store
 from octavo.spec import ModelSpec
@@ -79,6 +80,9 @@ class TritonAttention:
     def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
         return ()  # work is cut on the device: a graph serves all lengths
 
+    def _capability(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
     def _attend_decodes(
         self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch
     ) -> None:
@@ -108,7 +112,16 @@ class TritonAttention:
         self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch, is_whole: bool
     ) -> None:
         group = layer.num_heads // layer.num_kv_heads
-        tile = choose_tile(layer.head_size, group, heads.dtype, kv.dtype, batch.max_query_len)
+        tile = choose_tile(
+            layer.head_size,
+            group,
+            kv.shape[3],
+            heads.dtype,
+            kv.dtype,
+            batch.max_query_len,
+            capability=self._capability(heads.device),
+            is_plain=bool(layer.window or layer.softcap),
+        )
         tiles = self._tiles.get(tile)
         if tiles is None:
             tiles = self._tiles[tile] = _on_device(

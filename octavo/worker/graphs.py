@@ -36,12 +36,6 @@ class _Key:
     backend: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor  # [B, V]; empty where the graph samples by itself
-
-
 class Graphs:
     """Buffers at fixed addresses, which every graph reads and writes, and the graphs themselves."""
 
@@ -62,7 +56,7 @@ class Graphs:
         self._sizes = ladder(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
-        self._captured: dict[_Key, _Captured] = {}
+        self._captured: dict[_Key, torch.cuda.CUDAGraph] = {}
         self.num_captured = 0
         self.seconds_capturing = 0.0
 
@@ -78,6 +72,7 @@ class Graphs:
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device.torch_device)
         self._every = torch.arange(largest, device=device.torch_device)
         self._page_table = room(largest, rows.max_pages, dtype=torch.int32)
+        self._logits: torch.Tensor | None = None  # [B, V], made when a step first samples outside its graph
         self.tokens = room(largest)  # [B] int64: what the latest step sampled
 
     def can_run(self, num_rows: int) -> bool:
@@ -92,11 +87,14 @@ class Graphs:
         assert backend is not None
         key = _Key(size, is_greedy, shared_len > 0, backend)
         self._send(rows, lens, shared_len)
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._captured[key] = self._capture(key, max_seq_len)
-        captured.graph.replay()
-        return None if is_greedy else captured.logits[:num_rows]
+        graph = self._captured.get(key)
+        if graph is None:
+            graph = self._captured[key] = self._capture(key, max_seq_len)
+        graph.replay()
+        if is_greedy:
+            return None
+        assert self._logits is not None
+        return self._logits[:num_rows]
 
     def store(self, num_rows: int, sampled: torch.Tensor) -> None:
         """Put tokens [B] that were sampled outside a graph where the next step finds them."""
@@ -115,7 +113,7 @@ class Graphs:
         largest = _aligned(self._sizes[-1])
         return self._inputs[:size], self._inputs[largest : largest + size]
 
-    def _capture(self, key: _Key, max_seq_len: int) -> _Captured:
+    def _capture(self, key: _Key, max_seq_len: int) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
         batch = self._batch(key, max_seq_len)
         main = torch.cuda.current_stream()
@@ -128,10 +126,10 @@ class Graphs:
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            logits = self._step(key, batch)
+            self._step(key, batch)
         self.num_captured += 1
         self.seconds_capturing += time.perf_counter() - started
-        return _Captured(graph, logits)
+        return graph
 
     def _batch(self, key: _Key, max_seq_len: int) -> Batch:
         size = key.num_rows
@@ -151,7 +149,7 @@ class Graphs:
             prefix_len=self._prefix_len if key.is_shared else None,
         )
 
-    def _step(self, key: _Key, batch: Batch) -> torch.Tensor:
+    def _step(self, key: _Key, batch: Batch) -> None:
         rows, lens = self._rows_and_lens(key.num_rows)
         self._kernels.gather_inputs(
             rows,
@@ -167,10 +165,13 @@ class Graphs:
         )
         logits = self._model.logits(self._model.forward(batch))
         if not key.is_greedy:
-            return logits
+            # One buffer for all graphs: logits that each kept for itself would take gigabytes.
+            if self._logits is None:
+                self._logits = logits.new_empty((self._sizes[-1], logits.shape[1]))
+            self._logits[: key.num_rows].copy_(logits)
+            return
         self._argmax(logits, self.tokens[: key.num_rows])
         self._kernels.scatter_tokens(rows, lens, self.tokens[: key.num_rows], self._rows.tokens)
-        return logits[:0]
 
 
 def is_plain_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:

@@ -18,24 +18,6 @@ STAGING_BYTES = 64 * 2**20
 _SLAB_BYTES = 2**30  # pinned memory comes in powers of two: in pieces of this size little of it is wasted
 
 
-class PageStore:
-    def __init__(self, layers: list[torch.Tensor], host_layers: list[torch.Tensor], page_dim: int) -> None:
-        """One store per layer; `page_dim` is the dimension that counts pages. Host stores hold the swap space's pages."""
-        self.layers = layers
-        self._host_layers = host_layers
-        self._page_dim = page_dim
-
-    def move(self, moves: list[PageMove]) -> None:
-        """Carry the moves out, with the effect of one after the other."""
-        for kind, sources, targets in runs(moves):
-            for layer, store in enumerate(self.layers):
-                host = self._host_layers[layer] if kind != "copy" else store
-                source, target = {"copy": (store, store), "out": (store, host), "in": (host, store)}[kind]
-                pages = source.index_select(self._page_dim, torch.tensor(sources, device=source.device))
-                index = torch.tensor(targets, device=target.device)
-                target.index_copy_(self._page_dim, index, pages.to(target.device))
-
-
 class Pages:
     """Swapping runs beside the steps. What a step may still write to is first gathered into a staging buffer, in the
     step's own stream; the slow copy to the host then runs in the side stream, and the other way round. The side stream

@@ -18,7 +18,7 @@ from octavo.device import Device, Event, pick
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
-from octavo.messages import LoadReport, StepPlan, StepResult
+from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan, StepResult
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.sampler import sample
@@ -28,9 +28,10 @@ from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_len
 from octavo.worker.cores import usable_cores
-from octavo.worker.graphs import Graphs, is_plain_greedy
-from octavo.worker.memory import in_words
-from octavo.worker.pages import PageStore
+from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
+from octavo.worker.measure import DEMANDING, measure, trial_columns
+from octavo.worker.memory import in_words, weights_too_large
+from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging
 
@@ -63,7 +64,7 @@ class Runner:
     model: DecoderModel
     attention: AttentionBackend
     rows: Rows
-    pages: PageStore
+    pages: Pages
     staging: Staging
 
     def __init__(self, config: Config, source: ModelSource, rank: int = 0, group: Group | None = None) -> None:
@@ -109,23 +110,46 @@ class Runner:
             self.model = family.Model(checkpoint.config, self.spec, context)
             self._fill(checkpoint, dtype, available)
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
-        return self._report(dtype)
+        return self._report(dtype, self._measure() if self.device.is_cuda else None)
+
+    def _measure(self) -> DeviceMemory:
+        """What steps of the largest size take, run over a store of one page."""
+        limits, cache = self.limits, self.config.cache
+        with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
+            self._seat(limits.max_model_len)
+            self.attention.bind(self._stores(1), limits.max_num_seqs)
+            return measure(
+                self.device,
+                self._try,
+                min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len),
+                limits.max_num_seqs,
+                num_graphs=len(ladder(limits.max_num_seqs)) if self.graphs is not None else 0,
+                staging_bytes=2 * max(STAGING_BYTES, self._page_bytes()) if cache.swap_space else 0,
+                is_alone=self.group.size == 1,
+            )
+
+    def _try(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
+        for row in range(num_rows):
+            self.rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
+        self._compute(trial_columns(num_tokens, num_rows))
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Take the memory that the executor settled on; from now on steps can run."""
         limits, page_size = self.limits, self.config.cache.page_size
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
-            # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
-            layers = [
-                self.device.zeros(self._store_shape(num_pages), self.kv_dtype) for _ in range(self.spec.num_layers)
-            ]
-            host_layers = [
-                self.device.pinned(self._store_shape(num_host_pages), self.kv_dtype)
-                for _ in range(self.spec.num_layers if num_host_pages else 0)
-            ]
-            self.pages = PageStore(layers, host_layers, self.attention.page_dim)
+            layers = self._stores(num_pages)
+            self.pages = Pages(layers, self.attention.page_dim, self.device, num_host_pages)
             self.attention.bind(layers, limits.max_num_seqs)
-            self._seat(min(limits.max_model_len, num_pages * page_size))
+            if not self.device.is_cuda:  # there, the tables were taken before the measurement
+                self._seat(min(limits.max_model_len, num_pages * page_size))
+
+    def _stores(self, num_pages: int) -> list[torch.Tensor]:
+        # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
+        shape = self._store_shape(num_pages)
+        return [self.device.zeros(shape, self.kv_dtype) for _ in range(self.spec.num_layers)]
+
+    def _page_bytes(self) -> int:
+        return math.prod(self._store_shape(1)) * self.kv_dtype.itemsize * self.spec.num_layers
 
     def _seat(self, max_model_len: int) -> None:
         limits = self.limits
@@ -192,16 +216,16 @@ class Runner:
         shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
         needed = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
         if needed > available:
-            raise ConfigError(_weights_too_large(needed, self.limits.dtype, available))
+            raise ConfigError(weights_too_large(needed, self.limits.dtype, available))
         if self.config.model.load_format == "dummy":
             tensors = dummy_tensors(shapes, self.device.torch_device, dtype)
         else:
             tensors = checkpoint.tensors(self.device.torch_device, dtype)
         self.model.load(tensors)
 
-    def _report(self, dtype: torch.dtype) -> LoadReport:
-        limits = self.limits
-        page_bytes = math.prod(self._store_shape(1)) * self.kv_dtype.itemsize * self.spec.num_layers
+    def _report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
+        limits, page_bytes = self.limits, self._page_bytes()
+        has_8_bits = memory is not None and self.kv_dtype == dtype
         host_available = pick("cpu").memory_available() // self.group.size
         return LoadReport(
             device=self.device.describe(),
@@ -213,20 +237,12 @@ class Runner:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             weights_bytes=self.model.weights_bytes,
             page_bytes=page_bytes,
-            available_bytes=self._left_on_gpu(dtype) if self.device.is_cuda else host_available,
+            available_bytes=host_available if memory is None else memory.for_pages,
             host_available_bytes=host_available,
             notes=self._notes,
+            memory=memory,
+            fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
         )
-
-    def _left_on_gpu(self, dtype: torch.dtype) -> int:
-        """Bytes for pages: the share of the GPU that is ours, less what is taken, less what a step works with."""
-        spec, limits = self.spec, self.limits
-        share = int(self.device.memory_total() * self.config.cache.gpu_memory_utilization)
-        taken = self.device.memory_total() - self.device.memory_available()
-        per_token = 8 * spec.hidden_size + 3 * (spec.intermediate_size + spec.num_heads * spec.head_size)
-        working = limits.max_num_batched_tokens * per_token * dtype.itemsize
-        working += limits.max_num_seqs * spec.vocab_size * 4 * 4  # float32 logits, and what sampling makes of them
-        return share - taken - working
 
     def _store_shape(self, num_pages: int) -> tuple[int, ...]:
         return self.attention.kv_shape(self.spec, num_pages, self.config.cache.page_size, self.group.size)
@@ -251,8 +267,3 @@ def _memory_errors(dtype: str, available: int) -> Iterator[None]:
             f"memory ran out while starting ({in_words(available)} was available): use a smaller model, "
             f"--dtype bfloat16 where it is {dtype}, or a smaller --kv-cache-memory-bytes"
         ) from error
-
-
-def _weights_too_large(needed: int, dtype: str, available: int) -> str:
-    half = "--dtype bfloat16 (half of it), " if dtype == "float32" and needed // 2 <= available else ""
-    return f"the weights take {in_words(needed)} as {dtype} and {in_words(available)} is available: use {half}a smaller model or more memory"

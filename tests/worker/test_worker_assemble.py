@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.messages import Entering, SamplingParams, StepPlan
 from octavo.device import pick
+from octavo.messages import Entering, SamplingParams, StepPlan
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging

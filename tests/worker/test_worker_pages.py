@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from octavo.device import Device
 from octavo.messages import PageMove
 from octavo.worker import pages as pages_module
-from octavo.worker.pages import Pages, PageStore, runs
+from octavo.worker.pages import Pages, runs
 from tests.worker.streams import LateDevice
 
 DEVICE_PAGES, HOST_PAGES, LAYERS = 6, 4, 2
@@ -23,20 +23,6 @@ def moves(draw: st.DrawFn) -> PageMove:
     kind = draw(st.sampled_from(["copy", "out", "in"]))
     source, target = {"copy": (device, device), "out": (device, host), "in": (host, device)}[kind]
     return PageMove(kind, draw(source), draw(target))
-
-
-@pytest.mark.parametrize("page_dim", [0, 1])
-@settings(max_examples=150, deadline=None)
-@given(st.lists(moves(), max_size=20))
-def test_moves_keep_their_order(page_dim: int, sequence: list[PageMove]) -> None:
-    pages, host = list(range(DEVICE_PAGES)), list(range(100, 100 + HOST_PAGES))
-    layers = [filled(pages, page_dim, layer) for layer in range(LAYERS)]
-    host_layers = [filled(host, page_dim, layer) for layer in range(LAYERS)]
-    PageStore(layers, host_layers, page_dim).move(sequence)
-    follow(sequence, pages, host)
-    for layer in range(LAYERS):
-        assert torch.equal(layers[layer], filled(pages, page_dim, layer))
-        assert torch.equal(host_layers[layer], filled(host, page_dim, layer))
 
 
 @pytest.mark.parametrize("page_dim", [0, 1])
