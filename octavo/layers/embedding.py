@@ -49,14 +49,16 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states to logits over the whole vocabulary, gathered from the ranks. Tied: its weight is the embedding's."""
+    """Hidden states to logits over the whole vocabulary, gathered from the ranks. Tied: its weight is the embedding's.
+
+    Its weight stays in the model's type: an error in a logit is an error in the answer, no later layer evens it out."""
 
     def __init__(self, hidden_size: int, vocab_size: int, context: BuildContext, is_tied: bool) -> None:
         super().__init__()
         self.group = context.group
         self.is_tied = is_tied
         self.vocab_size = vocab_size
-        self.product = ColumnLinear(hidden_size, [vocab_size], context)
+        self.product = ColumnLinear(hidden_size, [vocab_size], context, keeps_type=True, is_adopted=is_tied)
 
     def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """[S, hidden] → [S, vocabulary] of norm(hidden), the same on every rank."""

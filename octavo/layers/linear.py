@@ -8,18 +8,38 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.layers.context import BuildContext
+from octavo.layers.fp8 import Fp8Weight, can_hold, saving
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.packing import can_pack, pack, packed_linear, packed_linear_add
 from octavo.layers.sharding import Slot, Slots, fill_share, share, share_size
 
 
 class Linear(nn.Module):
-    """One rank's weight [out, in], filled part by part; on a CPU it is packed for oneDNN once the last part is in."""
+    """One rank's weight [out, in], filled part by part; on a CPU it is packed for oneDNN once the last part is in.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, num_parts: int, context: BuildContext) -> None:
+    It is held in `weight`, or in `fp8` where that is asked for and its shape allows it. `keeps_type`: not in 8 bits.
+    `is_adopted`: no room for it is made, one that exists will be given to adopt()."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        num_parts: int,
+        context: BuildContext,
+        keeps_type: bool = False,
+        is_adopted: bool = False,
+    ) -> None:
         super().__init__()
         self.group = context.group
-        self.weight = context.empty(out_features, in_features)
+        self.fp8: Fp8Weight | None = None
+        self.fp8_saving = 0  # bytes that 8 bits save, or would
+        if not keeps_type and can_hold(out_features, in_features):
+            self.fp8_saving = saving(out_features, in_features, context.dtype)
+            if context.quantization == "fp8":
+                self.fp8 = Fp8Weight(out_features, in_features, context)
+        has_room = self.fp8 is None and not is_adopted
+        self.weight = context.empty(out_features if has_room else 0, in_features)
         self.bias = context.empty(out_features) if bias else None
         self.is_packed = False
         self._kernels = context.kernels
@@ -27,13 +47,14 @@ class Linear(nn.Module):
 
     def adopt(self, weight: torch.Tensor) -> None:
         """Take this rank's weight whole, without a copy of it where it is not packed."""
+        assert self.fp8 is None
         self.weight = weight
         self._pack()
 
     def _filled_part(self) -> None:
         self._parts_to_fill -= 1
         # Packed as soon as possible: the plain copy is freed before the next layer's weights arrive.
-        if self._parts_to_fill == 0:
+        if self._parts_to_fill == 0 and self.fp8 is None:
             self._pack()
 
     def _pack(self) -> None:
@@ -47,9 +68,18 @@ class ColumnLinear(Linear):
 
     Where a part does not split evenly, the last ranks' outputs end in zeros; a model that cannot use those checks first."""
 
-    def __init__(self, in_features: int, part_sizes: Sequence[int], context: BuildContext, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        part_sizes: Sequence[int],
+        context: BuildContext,
+        bias: bool = False,
+        *,
+        keeps_type: bool = False,
+        is_adopted: bool = False,
+    ) -> None:
         shares = [share_size(size, context.group) for size in part_sizes]
-        super().__init__(in_features, sum(shares), bias, len(shares), context)
+        super().__init__(in_features, sum(shares), bias, len(shares), context, keeps_type, is_adopted)
         self.in_features = in_features
         self.part_sizes = tuple(part_sizes)
         self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
@@ -58,16 +88,23 @@ class ColumnLinear(Linear):
         """[T, in] → [T, out / ranks] of norm(x). `activation`: none or gelu_tanh."""
         if activation == "none" and self.has_few(x):
             return self.few(x, norm)
-        if norm is not None:
-            x = norm(x)
-        if self.is_packed:
-            return packed_linear(x, self.weight, self.bias, activation)
-        y = F.linear(x, self.weight, self.bias)
+        if self.fp8 is not None:
+            y: torch.Tensor = self.fp8(x, norm)
+            if self.bias is not None:
+                y.add_(self.bias)
+        else:
+            if norm is not None:
+                x = norm(x)
+            if self.is_packed:
+                return packed_linear(x, self.weight, self.bias, activation)
+            y = F.linear(x, self.weight, self.bias)
         return F.gelu(y, approximate="tanh") if activation == "gelu_tanh" else y
 
     def has_few(self, x: torch.Tensor) -> bool:
         """Whether x has so few rows that few() is the faster product."""
-        return self._kernels is not None and self._kernels.pays(x.shape[0], *self.weight.shape)
+        if self._kernels is None or self.fp8 is not None:
+            return False
+        return bool(self._kernels.pays(x.shape[0], *self.weight.shape))
 
     def few(self, x: torch.Tensor, norm: Norm | None, gated: str = "") -> torch.Tensor:
         """The same for few rows, with an RMSNorm before it and the gate after it in the same launch."""
@@ -82,7 +119,10 @@ class ColumnLinear(Linear):
 
     def fill_weight(self, part: int, tensor: torch.Tensor) -> None:
         """`tensor` is the whole part, [out of the part, in]."""
-        fill_share(self.weight[self._rows[part]], tensor, self.group)
+        if self.fp8 is not None:
+            self.fp8.fill(self._rows[part].start, share(tensor, 0, self.group))
+        else:
+            fill_share(self.weight[self._rows[part]], tensor, self.group)
         self._filled_part()
 
     def fill_bias(self, part: int, tensor: torch.Tensor) -> None:
@@ -112,10 +152,29 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """[T, in / ranks] → residual + the product, [T, out], the same on every rank. The residual may be changed."""
-        y = self._share(x, residual)
+        return self._summed(self._share(x, residual))
+
+    def after_gate(self, gate_up: torch.Tensor, name: str, residual: torch.Tensor) -> torch.Tensor:
+        """forward(name(gate) * up, residual) of gate_up [T, 2 in / ranks], in one pass less where the weight has 8 bits.
+        Only with kernels, which know activations by `name`."""
+        assert self._kernels is not None
+        if self.fp8 is None:
+            return self.forward(self._kernels.gated(gate_up, name), residual)
+        return self._summed(self._finished(self.fp8.after_gate(gate_up, name), residual))
+
+    def _summed(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.group.size == 1 else self.group.all_reduce(y)
 
+    def _finished(self, y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if not self.is_first:
+            return y
+        if self.bias is not None:
+            y.add_(self.bias)
+        return y.add_(residual)
+
     def _share(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.fp8 is not None:
+            return self._finished(self.fp8(x), residual)
         if not self.is_first:
             return packed_linear(x, self.weight, None) if self.is_packed else F.linear(x, self.weight)
         if self.is_packed:
@@ -123,16 +182,18 @@ class RowLinear(Linear):
         if self._kernels is None:
             return F.linear(x, self.weight, self.bias).add_(residual)
         if self._kernels.pays(x.shape[0], *self.weight.shape):
-            y: torch.Tensor = self._kernels.few_rows_linear(
-                x, self.weight, bias=self.bias, residual=residual, pdl=True
-            )
+            y: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=True)
             return y
         if self.bias is not None:
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight.t())  # in place: the sum costs no pass of its own
 
     def fill_weight(self, tensor: torch.Tensor) -> None:
-        self.weight.copy_(share(tensor, 1, self.group))
+        mine = share(tensor, 1, self.group)
+        if self.fp8 is not None:
+            self.fp8.fill(0, mine)
+        else:
+            self.weight.copy_(mine)
         self._filled_part()
 
     def fill_bias(self, tensor: torch.Tensor) -> None:
@@ -144,3 +205,8 @@ class RowLinear(Linear):
         if self.has_bias:
             slots[f"{name}.bias"] = Slot(self.whole_shape[:1], self.fill_bias)
         return slots
+
+
+def fp8_saving(model: nn.Module) -> int:
+    """Bytes by which the model's weights on this rank are smaller with 8-bit products than without."""
+    return sum(module.fp8_saving for module in model.modules() if isinstance(module, Linear))

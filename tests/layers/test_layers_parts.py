@@ -5,8 +5,8 @@ import torch
 
 from octavo import device as devices
 from octavo.attention.reference import ReferenceAttention
-from octavo.errors import ConfigError
 from octavo.attention.turn import rotate
+from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.linear import ColumnLinear, RowLinear
