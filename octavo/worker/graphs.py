@@ -96,6 +96,13 @@ class Graphs:
         assert self._logits is not None
         return self._logits[:num_rows]
 
+    def rehearse(self, num_rows: int) -> None:
+        """Make the calls of a step without capturing it."""
+        backend = self._attention.graph_key(num_rows, 1, False)
+        assert backend is not None
+        key = _Key(num_rows, True, False, backend)
+        self._step(key, self._batch(key, 1))
+
     def store(self, num_rows: int, sampled: torch.Tensor) -> None:
         """Put tokens [B] that were sampled outside a graph where the next step finds them."""
         rows, lens = self._rows_and_lens(num_rows)

@@ -35,6 +35,7 @@ from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging
 
+_REHEARSED_SIZES = (1, 2, 4, 8, 16, 32)  # products with few rows have kernels of their own
 _MAX_UNCOLLECTED = 2  # as executor.base says
 
 
@@ -118,15 +119,32 @@ class Runner:
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             self._seat(limits.max_model_len)
             self.attention.bind(self._stores(1), limits.max_num_seqs)
+            num_tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+            self._rehearse(num_tokens)
             return measure(
                 self.device,
                 self._try,
-                min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len),
+                num_tokens,
                 limits.max_num_seqs,
                 num_graphs=len(ladder(limits.max_num_seqs)) if self.graphs is not None else 0,
                 staging_bytes=2 * max(STAGING_BYTES, self._page_bytes()) if cache.swap_space else 0,
                 is_alone=self.group.size == 1,
             )
+
+    def _rehearse(self, num_tokens: int) -> None:
+        """Compile the kernels that a first request needs, all at once: one after the other they take several times as long."""
+        if importlib.util.find_spec("triton") is None:
+            return
+        rehearsal = importlib.import_module("octavo.kernels.rehearse").rehearsal
+        num_rows = min(self.limits.max_num_seqs, num_tokens)
+        with rehearsal(usable_cores()):
+            for tokens, rows in ((1, 1), (num_rows, num_rows), (num_tokens, num_rows)):
+                self._try(tokens, rows, True)
+                self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
+            for size in _REHEARSED_SIZES:
+                if self.graphs is not None and size <= self.limits.max_num_seqs:
+                    self.graphs.rehearse(size)
+        self.rows.tokens.zero_()
 
     def _try(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
         for row in range(num_rows):
