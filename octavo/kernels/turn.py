@@ -11,7 +11,7 @@ MAX_HEAD_SIZE = 256
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    heads,  # [T, H + 2 Hkv, D], tokens token_stride apart; q (and what k and v are stored as, where KEEP_KEYS) written back
+    heads,  # [T, H + 2 Hkv, D], tokens token_stride apart; q (where KEEP_KEYS: and k and v as stored) written back
     rotation,  # [T, D/2, 2] float32 (cos, sin), or None
     q_norm,  # [D] or None
     k_norm,  # [D] or None
@@ -72,8 +72,9 @@ def _turn(  # type: ignore[no-untyped-def]
     finite = tl.where(is_finite, numbers, 0.0)
     if KEEP_KEYS:
         kept = tl.where(is_query, numbers, finite).to(heads.dtype.element_ty)
-        # A value is as it was, unless it is no number.
-        tl.store(place, kept, mask=mask & ((head < H + HKV)[:, None] | (is_value & ~is_finite)))
+        # Values are as they were, unless one is no number: then its head is written, whole, so that stores stay wide.
+        is_broken = tl.max(tl.where(is_finite, 0, 1), axis=1)[:, None] > 0
+        tl.store(place, kept, mask=mask & ((head < H + HKV)[:, None] | is_broken))
     elif q_norm is not None or rotation is not None:
         tl.store(place, rounded, mask=mask & is_query)
     if kv.dtype.element_ty == tl.float8e4nv:
@@ -98,8 +99,8 @@ def turn_and_store(
     pdl: bool = False,
 ) -> None:
     """heads [T, H + 2 Hkv, D]: q is normed and turned in place; k so too and v as it is go to kv at their slots, NaN and
-    inf as 0. `rotation` [T, D/2, 2] float32 turns the pairs (2i, 2i + 1). `keep_keys`: k and v as stored (but for the rounding
-    to 8 bits) are also written back to heads."""
+    inf as 0. `rotation` [T, D/2, 2] float32 turns the pairs (2i, 2i + 1). `keep_keys`: k and v as stored (but for the
+    rounding to 8 bits) are also written back to heads."""
     num_tokens, all_heads, size = heads.shape
     page_size = kv.shape[3]
     assert all_heads == num_heads + 2 * num_kv_heads and size <= MAX_HEAD_SIZE

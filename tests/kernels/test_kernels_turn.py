@@ -114,7 +114,7 @@ def test_nothing_that_is_not_finite_is_stored(device):
     assert distance(kv, store) < 1e-6
     assert kv[0, 0, 0, 0, 2] == 0 and kv[0, 0, 0, 0, 3] == 0 and kv[0, 0, 0, 0, 4] != 0, "the pair is lost, no more"
     assert kv[0, 1, 0, 1, 0] == 0 and kv[0, 1, 0, 2, 5] == 0
-    assert torch.equal(heads[:, 2], kv[0, 0, 0, :3]), "kept keys are the stored ones"
+    assert torch.equal(heads[:, 2:], kv[0, :, 0, :3].transpose(0, 1)), "keys and values are kept as they are stored"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter's numpy
