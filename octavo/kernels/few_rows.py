@@ -29,7 +29,7 @@ def few_rows_linear(
 
     norm: (weight [K], epsilon) of an RMSNorm of x before the product. residual [M, N]: the product is added to it, in
     place, and it is returned. gated: the weight holds the rows of a gate, then as many of up; the result, [M, N/2], is
-    the named activation of gate, times up. pdl: see `vector_product`; x may come from the kernel launched just before."""
+    the named activation of gate, times up. pdl: begin reading the weight before the kernel launched before has ended."""
     num_rows, k = x.shape
     width = weight.shape[0]
     if gated is not None and gated not in ACTIVATIONS:
@@ -78,10 +78,11 @@ def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -
 def choose_vector(num_rows: int, k: int) -> VectorChoice:
     # A tile is 8 rows of W by 1,024: 64 numbers a thread, 16 KiB. Short rows are held whole.
     if k <= 512:
-        return VectorChoice(8, max(1, (k + 255) // 256), 1)
+        return VectorChoice(8, 1 if k <= 256 else 2, 1)
     if num_rows == 1:
         return VectorChoice(8, 4, 3 if k <= 3072 else 2)
-    return VectorChoice(8 if num_rows <= 4 else 4, 4, 2)
+    # With more rows, 8 rows of W would spill: each row of x brings sums of its own.
+    return VectorChoice(8 if num_rows == 2 else 4, 4, 2)
 
 
 def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> TileChoice:

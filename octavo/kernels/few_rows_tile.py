@@ -1,4 +1,4 @@
-"""y = x · Wᵀ for up to 128 rows on tensor cores: tiles of W are the tall side of the product, K may be split over programs.
+"""y = x · Wᵀ for up to 128 rows on tensor cores: W is the tall side of the product, K may be split over programs.
 Knows nothing of when it pays; `few_rows` chooses.
 
 Where N has too few tiles to fill the chip, several programs share a tile's K. Each leaves its partial sums in scratch
@@ -39,7 +39,8 @@ def _prefetch(place, column, K: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
     x, place, part_stride, num_rows, x_stride, first_tile,
-    K: tl.constexpr, COUNT: tl.constexpr, HAS_TAIL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    K: tl.constexpr, COUNT: tl.constexpr, HAS_TAIL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, ROWS] of each part over COUNT tiles of K from the first."""
     column = tl.arange(0, BLOCK_K)

@@ -227,5 +227,6 @@ def vector_product(
     options = {"launch_pdl": True} if pdl else {}
     _vector_product[(triton.cdiv(n, block_n),)](
         x, weight, out, residual, bias, scale, num_rows, n, x.stride(0), epsilon,
-        K=k, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=ahead, LOOPED=looped, ROWS=triton.next_power_of_2(num_rows), GATED=gated, PDL=pdl, num_warps=choice.num_warps, **options,
+        K=k, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=ahead, LOOPED=looped,
+        ROWS=triton.next_power_of_2(num_rows), GATED=gated, PDL=pdl, num_warps=choice.num_warps, **options,
     )  # fmt: skip
