@@ -118,7 +118,6 @@ class TritonAttention:
             kv.shape[3],
             heads.dtype,
             kv.dtype,
-            batch.max_query_len,
             capability=self._capability(heads.device),
             is_plain=bool(layer.window or layer.softcap),
         )

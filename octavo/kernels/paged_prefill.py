@@ -13,7 +13,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
-USE_SPECIALISED = False  # not yet measured on the chip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +44,15 @@ def choose_tile(
     page_size: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    max_query_len: int,
     *,
     capability: tuple[int, int] = (0, 0),
     is_plain: bool = False,
 ) -> Tile:
-    """By shape alone. Registers set the bounds: a tile of 128 rows holds a head of 128 with eight warps.
+    """By shape alone, the fastest of those that benchmarks/kernels/paged_prefill.py timed on an H200.
 
     `is_plain`: some layer has a window or a soft cap, which the specialised kernel does not know."""
     padded = triton.next_power_of_2(head_size)
-    if USE_SPECIALISED and capability == (9, 0) and not is_plain:
+    if capability == (9, 0) and not is_plain:
         from octavo.kernels import paged_prefill_hopper  # needs Gluon, which other GPUs do not
 
         if paged_prefill_hopper.fits(head_size, group, page_size, dtype, kv_dtype):
@@ -63,9 +61,7 @@ def choose_tile(
         return Tile(32 if padded > 128 else 64, 32, 4, 1)
     if padded > 128:
         return Tile(128, 64, 8, 2)
-    if max_query_len * group <= 64:
-        return Tile(64, 64, 4, 3)
-    return Tile(128, 64, 8, 3)
+    return Tile(64, 64, 4, 3)
 
 
 def plan_tiles(

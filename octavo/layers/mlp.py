@@ -55,6 +55,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
+        if self._kernels is not None and self._fused and not self.gate_up.has_few(x):
+            return self.down.after_gate(self.gate_up(x, self.norm), self._fused, x)
         out: torch.Tensor = self.down(self._inner(x), x)
         return out
 
@@ -63,10 +65,8 @@ class GatedMLP(nn.Module):
         if self._kernels is None or not self._fused:
             gate, up = self.gate_up(x, self.norm).chunk(2, dim=-1)
             inner = self._activation(gate) * up
-        elif self.gate_up.has_few(x):
-            inner = self.gate_up.few(x, self.norm, gated=self._fused)
         else:
-            inner = self._kernels.gate_mul(self.gate_up(x, self.norm), self._fused)
+            inner = self.gate_up.few(x, self.norm, gated=self._fused)
         return inner
 
 

@@ -17,6 +17,8 @@ from octavo.config import Config, Limits
 from octavo.device import Device, Event, pick
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
+from octavo.layers.fp8 import check_fp8
+from octavo.layers.linear import fp8_saving
 from octavo.layers.model import DecoderModel
 from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan, StepResult
 from octavo.models import load_family
@@ -97,6 +99,8 @@ class Runner:
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
         self.attention, why = choose(self.spec, place, dtype, self.kv_dtype, config.model.attention_backend)
         self._notes.append(why)
+        if config.model.quantization == "fp8":
+            check_fp8(place, dtype)
         context = BuildContext(
             self.group,
             dtype,
@@ -232,9 +236,11 @@ class Runner:
 
     def _fill(self, checkpoint: Checkpoint, dtype: torch.dtype, available: int) -> None:
         shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
-        needed = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
+        whole = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
+        in_8_bits = whole - fp8_saving(self.model)
+        needed = in_8_bits if self.config.model.quantization == "fp8" else whole
         if needed > available:
-            raise ConfigError(weights_too_large(needed, self.limits.dtype, available))
+            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, in_8_bits))
         if self.config.model.load_format == "dummy":
             tensors = dummy_tensors(shapes, self.device.torch_device, dtype)
         else:
@@ -259,6 +265,7 @@ class Runner:
             host_available_bytes=host_available,
             notes=self._notes,
             memory=memory,
+            fp8_weights_bytes=0 if memory is None else self.model.weights_bytes - fp8_saving(self.model),
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
         )
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from octavo.kernels import paged_prefill as module
 from octavo.kernels.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
 
 SMALL = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1)
@@ -180,7 +179,7 @@ def test_whole_prompts_from_the_heads(rows, group, window, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("max_query_len", [16, 40])
 def test_the_chosen_tile(size, max_query_len, device):
-    tile = choose_tile(size, 2, 16, HALF, HALF, max_query_len)
+    tile = choose_tile(size, 2, 16, HALF, HALF)
     rows = ((0, max_query_len), (130, 3))
     check(Case(rows, heads=(4, 2, size), dtype=HALF, tile=tile), device, tolerance=1e-2)
 
@@ -202,12 +201,10 @@ def test_the_specialised_kernel(rows, heads, device):
         check(case, device, is_whole=True, tolerance=1e-2)
 
 
-def test_the_specialised_kernel_is_chosen_only_where_it_fits(monkeypatch):
-    monkeypatch.setattr(module, "USE_SPECIALISED", True)
-
+def test_the_specialised_kernel_is_chosen_only_where_it_fits():
     def is_chosen(size=128, group=4, page_size=16, dtype=HALF, kv_dtype=HALF, **rest):
         rest = {"capability": (9, 0)} | rest
-        return choose_tile(size, group, page_size, dtype, kv_dtype, 100, **rest).is_specialised
+        return choose_tile(size, group, page_size, dtype, kv_dtype, **rest).is_specialised
 
     assert is_chosen() and is_chosen(size=64, group=3) and is_chosen(page_size=256)
     assert not is_chosen(capability=(8, 0)) and not is_chosen(capability=(10, 0)) and not is_chosen(is_plain=True)
