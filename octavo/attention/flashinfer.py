@@ -1,8 +1,9 @@
 """Attention by the package flashinfer, for GPUs: its paged decode and prefill kernels, planned on the host once a step.
 Knows nothing of models or scheduling, nor of how the package's kernels work.
 
-A store is [pages, 2, Hkv, page_size, D], which the package calls HND. It compiles kernels when it first needs them, some
-100 to 600 seconds of CPU time for a kind of layers, and keeps them in ~/.cache/flashinfer. The calls are those of 0.6.6 to 0.7.2."""
+A store is [pages, 2, Hkv, page_size, D], which the package calls HND. It compiles kernels when it first needs them, 100
+to 600 seconds of CPU time for a kind of layers, and keeps them in ~/.cache/flashinfer. The calls are those of its
+versions 0.6.6 to 0.7.2."""
 
 import importlib
 import importlib.util
