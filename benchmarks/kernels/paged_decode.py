@@ -251,7 +251,7 @@ def sweep(bench: Bench, shapes: list[Shape], store: str, good: set[tuple[tuple[i
         for variant, value in seconds.items():
             shares[group][variant.config].append(floor / value)
         order = sorted(seconds, key=seconds.__getitem__)
-        shipped = seconds.get(Variant(decode_config(bench.stores[store])), math.inf)
+        shipped = seconds.get(Variant(decode_config(bench.stores[store], shape.num_rows)), math.inf)
         for variant in _variants_beside(shape, order[0]):
             seconds[variant] = bench.try_time(shape, store, variant, tables)
         best = min(seconds, key=seconds.__getitem__)

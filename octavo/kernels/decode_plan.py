@@ -12,9 +12,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 FIELDS = tl.constexpr(8)
 # Chunks are whole multiples of this, so that rounding never leaves a row with fewer chunks than were counted for it.
 GRAIN = tl.constexpr(16)
-# A guess until measured: a shorter chunk costs more to merge than it saves.
+# A shorter chunk costs more to merge than it saves.
 MIN_CHUNK = 64
-# Two programs for each of an H200's 132 multiprocessors. A guess until measured, as are the numbers below.
+# Two programs for each of an H200's 132 multiprocessors.
 _PROGRAMS = 264
 # A prefix is not memory-bound: about one program per multiprocessor, and no more parts to fold in than that takes.
 _PREFIX_PROGRAMS = 128
@@ -23,7 +23,7 @@ _MAX_PREFIX_SPLITS = 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the kernels are compiled. Changes speed only. Defaults: a spike's, not yet tuned with these kernels."""
+    """How the kernels are compiled. Changes speed only."""
 
     tile: int = 64  # keys at a time
     num_warps: int = 4
@@ -45,9 +45,10 @@ class DecodeWork:
 
 
 def num_chunks(num_rows: int, num_kv_heads: int) -> int:
-    """Into about how many chunks a step's keys are cut, at most: enough programs to keep the whole chip reading, and with
-    many rows so many that a row is cut where it is twice as long as the average: nobody waits for one long row."""
-    return max(-(-_PROGRAMS // num_kv_heads), num_rows // 2)
+    """Into about how many chunks a step's keys are cut, at most: few rows into enough programs to keep the whole chip
+    reading; rows that fill it by themselves only where one is twice as long as the average, so that nobody waits for it."""
+    enough = -(-_PROGRAMS // num_kv_heads)
+    return num_rows // 2 if num_rows >= 3 * enough // 4 else enough
 
 
 def num_prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, tile: int = 64) -> int:
@@ -56,11 +57,14 @@ def num_prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, tile: in
     return min(_MAX_PREFIX_SPLITS, 1 << (-(-_PREFIX_PROGRAMS // programs) - 1).bit_length())
 
 
-def decode_config(kv: torch.Tensor) -> DecodeConfig:
-    """By the bytes of a head's keys at one position: what does not fit into shared memory is cut smaller."""
+def decode_config(kv: torch.Tensor, num_rows: int) -> DecodeConfig:
+    """The fastest of those that benchmarks/kernels/paged_decode.py timed on an H200 with heads of 128; by the bytes of a
+    head's keys at one position: what does not fit into shared memory is cut smaller."""
     row_bytes = triton.next_power_of_2(kv.shape[4]) * kv.element_size()
+    if kv.element_size() == 1:
+        return DecodeConfig(num_warps=2)
     if row_bytes <= 256:
-        return DecodeConfig()
+        return DecodeConfig(tile=32, num_warps=2) if num_rows <= 32 else DecodeConfig(num_stages=2)
     if row_bytes <= 512:
         return DecodeConfig(prefix_stages=2)
     return DecodeConfig(tile=32, prefix_tile=32, prefix_stages=2)

@@ -13,6 +13,8 @@ from octavo.kernels.norm import rms_norm
 
 # Above this, multiply-adds outside the tensor cores take longer than reading W.
 VECTOR_ROWS = 4
+_HEAD_ROWS = 1 << 16  # a weight with so many rows fills the chip many times over
+_SMALL = 1 << 24  # numbers
 
 
 def few_rows_linear(
@@ -56,33 +58,39 @@ def few_rows_linear(
     return out
 
 
-def pays(num_rows: int, n: int, k: int) -> bool:
-    """Whether `few_rows_linear` is expected to beat torch's product with weight [n, k].
-
-    One row: measured on an H200 with a simpler kernel than these (82, 75, 100, 96 % of the bandwidth for the 8B
-    shapes against cuBLAS's 71, 59, 98, 87 %). More rows: not measured yet; `benchmarks/kernels/few_rows.py` does."""
-    if num_rows <= VECTOR_ROWS:
+def pays(num_rows: int, n: int, k: int, is_gated: bool = False) -> bool:
+    """Whether `few_rows_linear` beats torch's product with weight [n, k] and the launches it needs besides, by what
+    `benchmarks/kernels/few_rows.py` measured on an H200 for the shapes of 0.6B and 8B models."""
+    if num_rows == 1:
         return True
+    if n >= _HEAD_ROWS:
+        return num_rows <= 64
     # cuBLAS is furthest from the bandwidth where a weight is small: it has too few tiles to fill the chip.
-    return num_rows <= 32 and n * k <= 1 << 24
+    if n * k <= _SMALL:
+        return num_rows <= 32
+    return is_gated and 4 < num_rows <= MAX_ROWS
 
 
 @cache
 def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
-    """The kernel and its tiles for weight [n, k], or [2 n, k] where gated."""
-    if num_rows <= VECTOR_ROWS:
+    """The kernel and its tiles for weight [n, k], or [2 n, k] where gated: the fastest measured for such a shape."""
+    is_tiny = n * k <= _SMALL // 2
+    if num_rows == 1 or (num_rows == 2 and n < _HEAD_ROWS) or (num_rows <= VECTOR_ROWS and is_tiny):
         return choose_vector(num_rows, k)
+    if is_gated and n * k <= _SMALL and num_rows <= 32:
+        return TileChoice(128, 64, 4, 4, 6) if num_rows <= 16 else TileChoice(32, 256, 1, 4, 4)
     return choose_tile(num_rows, n, k, is_gated, num_processors)
 
 
 def choose_vector(num_rows: int, k: int) -> VectorChoice:
-    # A tile is 8 rows of W by 1,024: 64 numbers a thread, 16 KiB. Short rows are held whole.
+    # Rows of W, warps, tiles ahead. Short rows are held whole.
     if k <= 512:
-        return VectorChoice(8, 1 if k <= 256 else 2, 1)
+        return VectorChoice(8, max(1, (k + 255) // 256), 1)
     if num_rows == 1:
-        return VectorChoice(8, 4, 3 if k <= 3072 else 2)
-    # With more rows, 8 rows of W would spill: each row of x brings sums of its own.
-    return VectorChoice(8 if num_rows == 2 else 4, 4, 2)
+        return VectorChoice(8, 8, 2) if k > 8192 else VectorChoice(4, 4, 4)
+    if k <= 1024:
+        return VectorChoice(4, 1, 2 if num_rows == 2 else 3)
+    return VectorChoice(4, 4, 2)
 
 
 def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> TileChoice:
@@ -98,7 +106,7 @@ def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: i
     padded = max(16, 1 << (num_rows - 1).bit_length())
     while split > 1 and num_tiles * split * block_n * padded > SCRATCH_NUMBERS:
         split //= 2
-    return TileChoice(block_n, block_k, split, 4, 4)
+    return TileChoice(block_n, block_k, split, 4, 6 if num_rows > 64 else 4)
 
 
 @cache

@@ -268,7 +268,8 @@ class DecodeAttention:
         self._num_kv_heads = num_kv_heads
         self._head_size = head_size
         self._device = device
-        self._max_items = max_rows + max(max_chunks, num_chunks(max_rows, num_kv_heads))
+        most = max(num_chunks(1, num_kv_heads), num_chunks(max_rows, num_kv_heads))
+        self._max_items = max_rows + max(max_chunks, most)
         self._partial_out = self._scratch(self._max_items, num_heads, head_size)
         self._partial_lse = self._scratch(self._max_items, num_heads)
         self._arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
@@ -321,7 +322,7 @@ class DecodeAttention:
         assert (num_rows, num_heads, head_size) == (work.num_rows, self._num_heads, self._head_size)
         assert kv.shape[1:3] == (2, self._num_kv_heads) and kv.shape[4] == head_size and kv[0].is_contiguous()
         assert q.stride()[1:] == (head_size, 1) and page_table.stride(1) == 1 and out.stride(1) == 1
-        config = config or decode_config(kv)
+        config = config or decode_config(kv, num_rows)
         shared = self._shared(kv, scale, softcap)
         prefix: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if work.prefix_len is not None:

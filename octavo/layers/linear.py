@@ -100,11 +100,11 @@ class ColumnLinear(Linear):
             y = F.linear(x, self.weight, self.bias)
         return F.gelu(y, approximate="tanh") if activation == "gelu_tanh" else y
 
-    def has_few(self, x: torch.Tensor) -> bool:
+    def has_few(self, x: torch.Tensor, is_gated: bool = False) -> bool:
         """Whether x has so few rows that few() is the faster product."""
         if self._kernels is None or self.fp8 is not None:
             return False
-        return bool(self._kernels.pays(x.shape[0], *self.weight.shape))
+        return bool(self._kernels.pays(x.shape[0], *self.weight.shape, is_gated))
 
     def few(self, x: torch.Tensor, norm: Norm | None, gated: str = "") -> torch.Tensor:
         """The same for few rows, with an RMSNorm before it and the gate after it in the same launch."""

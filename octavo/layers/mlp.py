@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
-        if self._kernels is not None and self._fused and not self.gate_up.has_few(x):
+        if self._kernels is not None and self._fused and not self.gate_up.has_few(x, is_gated=True):
             return self.down.after_gate(self.gate_up(x, self.norm), self._fused, x)
         out: torch.Tensor = self.down(self._inner(x), x)
         return out
