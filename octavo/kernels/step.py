@@ -1,11 +1,75 @@
 """A decode step's inputs from the rows' tables, and its tokens back into them, on the GPU: the host sends rows and lengths.
-Knows nothing of requests or models."""
+Knows nothing of requests or models.
+
+Host and GPU meet in pinned memory: a ring of letters, each read once, in order, by a kernel of the step it is for, and a
+ring of answers. A copy by the copy engine would cost more than the few bytes are worth, twice a step."""
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 _PAGES_AT_ONCE = 512
+_CELLS_AT_ONCE = 256
+
+NUM_SLOTS = 4
+"""Letters on their way at most; whoever writes one makes sure that the one before it in its slot was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """Where things are in a letter of int32 numbers, for steps of at most `max_rows` rows."""
+
+    max_rows: int
+
+    @property
+    def lens(self) -> int:
+        return self.max_rows
+
+    @property
+    def prefix_len(self) -> int:
+        return 2 * self.max_rows
+
+    @property
+    def num_changes(self) -> int:
+        return 2 * self.max_rows + 1
+
+    @property
+    def cells(self) -> int:
+        """Of the flattened page table: those that change before the step …"""
+        return 2 * self.max_rows + 4
+
+    @property
+    def pages(self) -> int:
+        """… and what they become."""
+        return 4 * self.max_rows + 4
+
+    @property
+    def size(self) -> int:
+        return 6 * self.max_rows + 4
+
+
+@triton.jit
+def _receive(
+    letters, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: a letter is a few kilobytes, and reading it takes one trip to the host's memory and back."""
+    which = tl.load(slot)
+    letter = letters + which * size
+    for first in range(0, num_rows, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(rows + at, tl.load(letter + at, mask=at < num_rows, other=0), mask=at < num_rows)
+        tl.store(lens + at, tl.load(letter + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
+    tl.store(prefix_len, tl.load(letter + 2 * max_rows))
+    num_changes = tl.load(letter + 2 * max_rows + 1)
+    for first in range(0, num_changes, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        is_change = at < num_changes
+        cell = tl.load(letter + 2 * max_rows + 4 + at, mask=is_change, other=0)
+        page = tl.load(letter + 4 * max_rows + 4 + at, mask=is_change, other=0)
+        tl.store(page_table + cell, page, mask=is_change)
+    tl.store(slot, (which + 1) % SLOTS)
 
 
 @triton.jit
@@ -32,12 +96,30 @@ def _gather(
 
 
 @triton.jit
-def _scatter(rows, lens, sampled, tokens, tokens_width):
+def _scatter(rows, lens, sampled, tokens, answers, slot, tokens_width, max_rows, SLOTS: tl.constexpr):
     index = tl.program_id(0)
     length = tl.load(lens + index)
     row = tl.load(rows + index).to(tl.int64)
     token = tl.load(sampled + index).to(tl.int32)
     tl.store(tokens + row * tokens_width + length, token, mask=length > 0)
+    # The step's letter was the one before the next.
+    which = (tl.load(slot) + SLOTS - 1) % SLOTS
+    tl.store(answers + which * max_rows + index, token)
+
+
+def receive(
+    letters: torch.Tensor,  # [NUM_SLOTS, Letter.size] int32, pinned
+    slot: torch.Tensor,  # [1] int32: which letter is next; moved on
+    rows: torch.Tensor,  # [B] int32, filled, as all below
+    lens: torch.Tensor,  # [B] int32
+    prefix_len: torch.Tensor,  # [1] int32
+    pages: torch.Tensor,  # [rows, P] int32: the changes of the page table are made
+    max_rows: int,
+) -> None:
+    _receive[(1,)](
+        letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], max_rows,
+        SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
+    )  # fmt: skip
 
 
 def gather_inputs(
@@ -59,6 +141,14 @@ def gather_inputs(
     )  # fmt: skip
 
 
-def scatter_tokens(rows: torch.Tensor, lens: torch.Tensor, sampled: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Put each row's sampled token [B] behind the tokens it holds."""
-    _scatter[(rows.shape[0],)](rows, lens, sampled, tokens, tokens.stride(0), num_warps=1)
+def scatter_tokens(
+    rows: torch.Tensor,  # [B] int32
+    lens: torch.Tensor,  # [B] int32
+    sampled: torch.Tensor,  # [B] int64
+    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token goes behind those it holds
+    answers: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and home
+    slot: torch.Tensor,  # [1] int32, as receive() left it
+) -> None:
+    _scatter[(rows.shape[0],)](
+        rows, lens, sampled, tokens, answers, slot, tokens.stride(0), answers.stride(0), SLOTS=NUM_SLOTS, num_warps=1
+    )

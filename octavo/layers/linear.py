@@ -159,7 +159,7 @@ class RowLinear(Linear):
         Only with kernels, which know activations by `name`."""
         assert self._kernels is not None
         if self.fp8 is None:
-            return self.forward(self._kernels.gate_mul(gate_up, name), residual)
+            return self.forward(self._kernels.gate_mul(gate_up, name, pdl=True), residual)
         return self._summed(self._finished(self.fp8.after_gate(gate_up, name), residual))
 
     def _summed(self, y: torch.Tensor) -> torch.Tensor:

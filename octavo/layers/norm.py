@@ -36,7 +36,7 @@ class RMSNorm(Norm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._kernels is not None:
-            y: torch.Tensor = self._kernels.rms_norm(x, self.weight, self.epsilon)
+            y: torch.Tensor = self._kernels.rms_norm(x, self.weight, self.epsilon, pdl=True)
             return y
         if not self.is_short:
             return F.rms_norm(x, self.shape, self.weight, self.epsilon)

@@ -5,6 +5,7 @@ Checkpoints hold a head's pairs as (i, i + D/2). `interleave` reorders the rows 
 that a pair is one complex number in memory. Scores are sums over the head, so the order does not show anywhere else."""
 
 import math
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -35,13 +36,19 @@ def rope_settings(config: dict[str, Any], default_theta: float = 10000.0) -> dic
 
 
 class Rope:
-    def __init__(self, settings: dict[str, Any], head_size: int, device: torch.device) -> None:
+    def __init__(
+        self, settings: dict[str, Any], head_size: int, device: torch.device, kernels: ModuleType | None = None
+    ) -> None:
         self.frequencies, self.amplitude = _frequencies(settings, head_size)  # [D/2] radians per position
         self.frequencies = self.frequencies.to(device)
+        self._kernels = kernels
         self._amplitudes = torch.full((1, 1), self.amplitude, device=device)
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """[T] → [T, 1, D/2] complex: what every head of every layer is multiplied with in this step."""
+        if self._kernels is not None:
+            factors = self._kernels.rotation(positions, self.frequencies, self.amplitude)
+            return torch.view_as_complex(factors).unsqueeze(1)
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.polar(self._amplitudes.expand_as(angles), angles).unsqueeze(1)
 

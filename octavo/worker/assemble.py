@@ -49,7 +49,7 @@ class Columns:
     @property
     def is_steady(self) -> bool:
         """Every row computes one token and samples the next."""
-        return bool(self.samples.all()) and int(self.counts.max()) == 1
+        return len(self.counts) > 0 and int(self.counts.max()) == 1 and bool(self.samples.all())
 
 
 def shared_len(

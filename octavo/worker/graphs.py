@@ -1,11 +1,10 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, captured when a batch size is first needed.
-Knows nothing of plans; it is given rows and lengths, and gives logits or tokens."""
+Knows nothing of plans; it is given rows and lengths, and gives tokens, or logits where somebody else must sample."""
 
 import gc
 import time
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from octavo.attention.base import AttentionBackend
@@ -13,8 +12,7 @@ from octavo.batch import Batch
 from octavo.device import Device
 from octavo.layers.model import DecoderModel
 from octavo.sampling.state import Ints, SamplingState
-from octavo.worker.rows import Rows
-from octavo.worker.staging import Staging
+from octavo.worker.rows import PageChanges, Rows
 
 
 def ladder(max_rows: int) -> list[int]:
@@ -40,19 +38,13 @@ class Graphs:
     """Buffers at fixed addresses, which every graph reads and writes, and the graphs themselves."""
 
     def __init__(
-        self,
-        device: Device,
-        rows: Rows,
-        staging: Staging,
-        model: DecoderModel,
-        attention: AttentionBackend,
-        max_rows: int,
+        self, device: Device, rows: Rows, model: DecoderModel, attention: AttentionBackend, max_rows: int
     ) -> None:
         from octavo.kernels import step  # these need Triton, which only a GPU machine must have
         from octavo.kernels.sampling import argmax
 
         self._kernels, self._argmax = step, argmax
-        self._rows, self._staging, self._model, self._attention = rows, staging, model, attention
+        self._rows, self._model, self._attention = rows, model, attention
         self._sizes = ladder(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -63,30 +55,36 @@ class Graphs:
         def room(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
-        largest = self._sizes[-1]
-        # Rows, lengths and the shared prefix arrive in one copy, each part at an aligned place.
-        self._inputs = room(2 * _aligned(largest) + 4, dtype=torch.int32)
-        self._prefix_len = self._inputs[2 * _aligned(largest) : 2 * _aligned(largest) + 1]
-        self._input_ids, self._positions, self._slots = room(largest), room(largest), room(largest)
-        self._seq_lens = room(largest, dtype=torch.int32)
-        self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device.torch_device)
-        self._every = torch.arange(largest, device=device.torch_device)
-        self._page_table = room(largest, rows.max_pages, dtype=torch.int32)
+        self._letter = step.Letter(max_rows)
+        self._letters = device.pinned((step.NUM_SLOTS, self._letter.size), torch.int32)
+        self._letters_here = self._letters.numpy()
+        self._answers = device.pinned((step.NUM_SLOTS, max_rows), torch.int32)
+        self._num_sent = 0
+        self._slot = room(1, dtype=torch.int32)  # of the letter that the next step reads
+        self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
+        self._prefix_len = room(1, dtype=torch.int32)
+        self._input_ids, self._positions, self._slots = room(max_rows), room(max_rows), room(max_rows)
+        self._seq_lens = room(max_rows, dtype=torch.int32)
+        self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device.torch_device)
+        self._every = torch.arange(max_rows, device=device.torch_device)
+        self._page_table = room(max_rows, rows.max_pages, dtype=torch.int32)
         self._logits: torch.Tensor | None = None  # [B, V], made when a step first samples outside its graph
-        self.tokens = room(largest)  # [B] int64: what the latest step sampled
+        self._tokens = room(max_rows)
 
-    def can_run(self, num_rows: int) -> bool:
-        return num_rows <= self._sizes[-1] and self._attention.graph_key(num_rows, 1, False) is not None
+    def can_run(self, num_rows: int, changes: PageChanges) -> bool:
+        return num_rows <= self._letter.max_rows and len(changes.cells) <= 2 * self._letter.max_rows
 
-    def run(self, rows: Ints, lens: Ints, shared_len: int, is_greedy: bool) -> torch.Tensor | None:
-        """One step of rows [B] that hold `lens` tokens. Greedy: `self.tokens` are sampled and stored; else logits [B, V]."""
-        num_rows = len(rows)
-        size = next(size for size in self._sizes if size >= num_rows)
+    def run(
+        self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool
+    ) -> torch.Tensor | None:
+        """One step of rows [B] that hold `lens` tokens. Greedy: they are sampled and stored; else logits [B, V]: then
+        store() must follow. Page changes are made first."""
+        size = next(size for size in self._sizes if size >= len(rows))
         max_seq_len = int(lens.max())
         backend = self._attention.graph_key(size, max_seq_len, shared_len > 0)
         assert backend is not None
         key = _Key(size, is_greedy, shared_len > 0, backend)
-        self._send(rows, lens, shared_len)
+        self._send(size, rows, lens, changes, shared_len)
         graph = self._captured.get(key)
         if graph is None:
             graph = self._captured[key] = self._capture(key, max_seq_len)
@@ -94,7 +92,16 @@ class Graphs:
         if is_greedy:
             return None
         assert self._logits is not None
-        return self._logits[:num_rows]
+        return self._logits[: len(rows)]
+
+    def store(self, sampled: torch.Tensor) -> None:
+        """Put tokens [B] that were sampled outside a graph where the next step finds them, and on their way home."""
+        self._scatter(len(sampled), sampled)
+
+    def answer(self, num_rows: int) -> torch.Tensor:
+        """Where the tokens [B] of the step just started will be, in the host's memory, once it is done. Until as many
+        further steps are started as there are slots."""
+        return self._answers[(self._num_sent - 1) % len(self._answers), :num_rows]
 
     def rehearse(self, num_rows: int) -> None:
         """Make the calls of a step without capturing it."""
@@ -103,22 +110,19 @@ class Graphs:
         key = _Key(num_rows, True, False, backend)
         self._step(key, self._batch(key, 1))
 
-    def store(self, num_rows: int, sampled: torch.Tensor) -> None:
-        """Put tokens [B] that were sampled outside a graph where the next step finds them."""
-        rows, lens = self._rows_and_lens(num_rows)
-        self._kernels.scatter_tokens(rows, lens, sampled, self._rows.tokens)
-
-    def _send(self, rows: Ints, lens: Ints, shared_len: int) -> None:
-        largest = _aligned(self._sizes[-1])
-        columns = np.zeros(2 * largest + 4, dtype=np.int32)
-        columns[: len(rows)] = rows
-        columns[largest : largest + len(lens)] = lens
-        columns[2 * largest] = shared_len
-        self._staging.send([columns], into=self._inputs.view(torch.uint8))
-
-    def _rows_and_lens(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        largest = _aligned(self._sizes[-1])
-        return self._inputs[:size], self._inputs[largest : largest + size]
+    def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
+        # A slot is free: a step is collected before the next but one is started, and there are four slots.
+        layout, letter = self._letter, self._letters_here[self._num_sent % len(self._letters)]
+        self._num_sent += 1
+        num_rows, num_changes = len(rows), len(changes.cells)
+        letter[:num_rows] = rows
+        letter[layout.lens : layout.lens + num_rows] = lens
+        letter[layout.lens + num_rows : layout.lens + size] = 0
+        letter[layout.prefix_len] = shared_len
+        letter[layout.num_changes] = num_changes
+        if num_changes:
+            letter[layout.cells : layout.cells + num_changes] = changes.cells
+            letter[layout.pages : layout.pages + num_changes] = changes.pages
 
     def _capture(self, key: _Key, max_seq_len: int) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
@@ -126,9 +130,10 @@ class Graphs:
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         # Once outside the graph: kernels are compiled and libraries initialised, which a capture does not allow. What it
-        # writes, the replay writes again.
+        # writes, the replay writes again, from the same letter.
         with torch.cuda.stream(self._stream):
             self._step(key, batch)
+            self._slot.fill_((self._num_sent - 1) % len(self._letters))
         main.wait_stream(self._stream)
         gc.collect()
         graph = torch.cuda.CUDAGraph()
@@ -157,13 +162,15 @@ class Graphs:
         )
 
     def _step(self, key: _Key, batch: Batch) -> None:
-        rows, lens = self._rows_and_lens(key.num_rows)
+        size, tables = key.num_rows, self._rows
+        rows, lens, pages = self._batch_rows[:size], self._lens[:size], tables.device_page_table
+        self._kernels.receive(self._letters, self._slot, rows, lens, self._prefix_len, pages, self._letter.max_rows)
         self._kernels.gather_inputs(
             rows,
             lens,
-            self._rows.tokens,
-            self._rows.device_page_table,
-            self._rows.page_size,
+            tables.tokens,
+            pages,
+            tables.page_size,
             input_ids=batch.input_ids,
             positions=batch.positions,
             slots=batch.slots,
@@ -171,21 +178,19 @@ class Graphs:
             page_table=batch.page_table,
         )
         logits = self._model.logits(self._model.forward(batch))
-        if not key.is_greedy:
-            # One buffer for all graphs: logits that each kept for itself would take gigabytes.
-            if self._logits is None:
-                self._logits = logits.new_empty((self._sizes[-1], logits.shape[1]))
-            self._logits[: key.num_rows].copy_(logits)
+        if key.is_greedy:
+            self._scatter(size, self._argmax(logits, self._tokens[:size]))
             return
-        self._argmax(logits, self.tokens[: key.num_rows])
-        self._kernels.scatter_tokens(rows, lens, self.tokens[: key.num_rows], self._rows.tokens)
+        # One buffer for all graphs: logits that each kept for itself would take gigabytes.
+        if self._logits is None:
+            self._logits = logits.new_empty((self._letter.max_rows, logits.shape[1]))
+        self._logits[:size].copy_(logits)
+
+    def _scatter(self, size: int, sampled: torch.Tensor) -> None:
+        rows, lens = self._batch_rows[:size], self._lens[:size]
+        self._kernels.scatter_tokens(rows, lens, sampled, self._rows.tokens, self._answers, self._slot)
 
 
 def is_plain_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
     """Whether every row takes the likeliest token as the logits come: no penalties, no bans."""
     return bool(state.greedy[rows].all() and not state.penalised[rows].any() and not (lens < state.min_len[rows]).any())
-
-
-def _aligned(count: int) -> int:
-    """Numbers of 4 bytes that fill 16-byte pieces."""
-    return -(-count // 4) * 4

@@ -1,6 +1,8 @@
 """Rows: what a rank remembers between steps of the sequences that run: tokens, page tables, sampling parameters.
 Knows nothing of requests or of who decides which row holds what."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -8,6 +10,13 @@ from octavo.device import Device
 from octavo.messages import StepPlan
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
+
+
+class PageChanges(NamedTuple):
+    """Entries of the flattened page table that change, and what they become."""
+
+    cells: Ints
+    pages: Ints
 
 
 class Rows:
@@ -44,6 +53,15 @@ class Rows:
         if plan.page_rows:
             self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids
         self._tell_device(plan)
+
+    def note_pages(self, plan: StepPlan) -> PageChanges:
+        """For a plan in which nobody enters: the same here as update(), but the device is told by whoever asks."""
+        assert not plan.enters
+        rows, slots, pages = (
+            np.array(column, dtype=np.int64) for column in (plan.page_rows, plan.page_slots, plan.page_ids)
+        )
+        self.page_table[rows, slots] = pages
+        return PageChanges(rows * self.max_pages + slots, pages)
 
     def _tell_device(self, plan: StepPlan) -> None:
         columns = []

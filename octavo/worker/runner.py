@@ -34,7 +34,7 @@ from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
 from octavo.worker.measure import DEMANDING, measure, trial_columns
 from octavo.worker.memory import in_words, weights_too_large
 from octavo.worker.pages import STAGING_BYTES, Pages
-from octavo.worker.rows import Rows
+from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32)  # products with few rows have kernels of their own
@@ -187,19 +187,21 @@ class Runner:
         can_capture = self.device.is_cuda and self.attention.graph_key(1, 1, False) is not None
         # Ranks talk to each other in the middle of a step; that is not captured yet.
         if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
-            self.graphs = Graphs(self.device, self.rows, self.staging, self.model, self.attention, limits.max_num_seqs)
+            self.graphs = Graphs(self.device, self.rows, self.model, self.attention, limits.max_num_seqs)
         self._answers = [self.device.pinned((limits.max_num_seqs,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
     def launch(self, plan: StepPlan) -> Step:
         """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
         with torch.inference_mode():
             self.pages.move(plan.moves)
+            columns = Columns.of(plan)
+            if self.graphs is not None and not plan.enters and columns.is_steady:
+                changes = self.rows.note_pages(plan)
+                if self.graphs.can_run(len(columns.rows), changes):
+                    return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
             if not plan.rows:
                 return Step(plan.step, None, None)
-            columns = Columns.of(plan)
-            if self.graphs is not None and columns.is_steady and self.graphs.can_run(len(columns.rows)):
-                return self._send_home(plan.step, self._repeat(self.graphs, columns))
             return self._send_home(plan.step, self._compute(columns))
 
     def _compute(self, columns: Columns) -> torch.Tensor | None:
@@ -213,17 +215,16 @@ class Runner:
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
         return tokens
 
-    def _repeat(self, graphs: Graphs, columns: Columns) -> torch.Tensor:
+    def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> Step:
         """A step in which every row adds one token: a graph's replay."""
         rows, lens = columns.rows, columns.lens
         shared = shared_len(self.rows.page_table, rows, lens, self.rows.page_size)
-        is_greedy = is_plain_greedy(self.rows.sampling, rows, lens)
-        logits = graphs.run(rows, lens, shared, is_greedy)
-        if logits is None:
-            return graphs.tokens[: len(rows)]
-        tokens = sample(logits, self.rows.tokens, self.rows.sampling, rows, lens)
-        graphs.store(len(rows), tokens)
-        return tokens
+        logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))
+        if logits is not None:
+            graphs.store(sample(logits, self.rows.tokens, self.rows.sampling, rows, lens))
+        done = self.device.event()
+        done.record()
+        return Step(number, graphs.answer(len(rows)), done)
 
     def _send_home(self, number: int, tokens: torch.Tensor | None) -> Step:
         if tokens is None or not self.device.is_cuda:

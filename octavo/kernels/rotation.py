@@ -1,0 +1,27 @@
+"""The rotary factors of a step's positions in one launch.
+Knows nothing of heads, or of where the frequencies come from."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotation(positions, frequencies, out, amplitude, HALF: tl.constexpr, PADDED: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, PADDED)
+    is_pair = pair < HALF
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=is_pair, other=0.0)
+    place = out + token * (2 * HALF) + 2 * pair
+    tl.store(place, amplitude * tl.cos(angle), mask=is_pair)
+    tl.store(place + 1, amplitude * tl.sin(angle), mask=is_pair)
+
+
+def rotation(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> torch.Tensor:
+    """positions [T] int64, frequencies [D/2] float32 → [T, D/2, 2] float32: amplitude times cosine and sine of each angle."""
+    half = frequencies.shape[0]
+    out = torch.empty((positions.shape[0], half, 2), dtype=torch.float32, device=positions.device)
+    _rotation[(positions.shape[0],)](
+        positions, frequencies, out, amplitude, HALF=half, PADDED=triton.next_power_of_2(half), num_warps=1
+    )
+    return out

@@ -1,0 +1,16 @@
+"""The rotary factors against torch's own, at positions as far as contexts go."""
+
+import pytest
+import torch
+
+from octavo.kernels.rotation import rotation
+
+
+@pytest.mark.parametrize("half", [4, 40, 64])
+def test_equals_torch(device, half):
+    positions = torch.tensor([0, 1, 2, 77, 4095, 131071], device=device)
+    frequencies = (500000.0 ** -(torch.arange(half, dtype=torch.float32) / half)).to(device)
+    found = rotation(positions, frequencies, 1.25)
+    angles = positions.float()[:, None] * frequencies  # rounded to float32, as the kernel's
+    expected = 1.25 * torch.stack((angles.double().cos(), angles.double().sin()), dim=-1)
+    torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
