@@ -10,7 +10,9 @@ import torch
 class Batch:
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    slots: torch.Tensor  # [T] int64: where each token's K and V are written = page * page_size + position % page_size; −1: nowhere
+    slots: (
+        torch.Tensor
+    )  # [T] int64: where each token's K and V are written = page * page_size + position % page_size; −1: nowhere
     query_start: torch.Tensor  # [B + 1] int32: row b's tokens are query_start[b] … query_start[b + 1] − 1
     seq_lens: torch.Tensor  # [B] int32: tokens in the KV store once this step's are written; 0: a row of padding
     page_table: torch.Tensor  # [B, M] int32: M pages are enough for the longest row; unused entries are 0
@@ -20,7 +22,9 @@ class Batch:
     num_decodes: int  # rows 0 … num_decodes − 1 have exactly one token each (the assembler sorts them first)
     query_lens_host: list[int]  # [B] the same numbers on the host, for backends that loop; a captured step has none
     seq_lens_host: list[int]  # [B]
-    prefix_len: torch.Tensor | None = None  # [1] int32: leading tokens that all decode rows share through the same pages
+    prefix_len: torch.Tensor | None = (
+        None  # [1] int32: leading tokens that all decode rows share through the same pages
+    )
 
     @property
     def num_tokens(self) -> int:

@@ -33,7 +33,9 @@ class ModelConfig:
         AUTO, "auto: weights from the model; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
     )
     quantization: str = knob(
-        "none", "fp8: products hold 8-bit weights and round their inputs (GPU); embedding and head stay as they are", choices=("none", "fp8")
+        "none",
+        "fp8: products hold 8-bit weights and round their inputs (GPU); embedding and head stay as they are",
+        choices=("none", "fp8"),
     )
     attention_backend: str = knob(
         AUTO, "what computes attention", choices=(AUTO, "triton", "flashinfer", "torch_cpu", "reference")
