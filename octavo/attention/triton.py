@@ -68,7 +68,7 @@ class TritonAttention:
             kv,
             batch.slots,
             is_whole,
-            pdl=heads.is_cuda and not has_long,
+            pdl=heads.is_cuda,
         )
         out = heads.new_empty((heads.shape[0], layer.num_heads * layer.head_size))
         if batch.num_decodes:
@@ -105,7 +105,7 @@ class TritonAttention:
             out[:num_rows],
             scale=layer.scale,
             softcap=layer.softcap,
-            pdl=heads.is_cuda and num_rows == batch.num_rows,
+            pdl=heads.is_cuda,
         )
 
     def _attend_long(

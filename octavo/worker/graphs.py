@@ -1,7 +1,6 @@
 """Decode steps as CUDA graphs: one launch instead of hundreds, captured when a batch size is first needed.
 Knows nothing of plans; it is given rows and lengths, and gives tokens, or logits where somebody else must sample."""
 
-import gc
 import time
 from dataclasses import dataclass
 
@@ -103,11 +102,11 @@ class Graphs:
         further steps are started as there are slots."""
         return self._answers[(self._num_sent - 1) % len(self._answers), :num_rows]
 
-    def rehearse(self, num_rows: int) -> None:
+    def rehearse(self, num_rows: int, is_shared: bool) -> None:
         """Make the calls of a step without capturing it."""
-        backend = self._attention.graph_key(num_rows, 1, False)
+        backend = self._attention.graph_key(num_rows, 1, is_shared)
         assert backend is not None
-        key = _Key(num_rows, True, False, backend)
+        key = _Key(num_rows, True, is_shared, backend)
         self._step(key, self._batch(key, 1))
 
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
@@ -134,11 +133,14 @@ class Graphs:
         with torch.cuda.stream(self._stream):
             self._step(key, batch)
             self._slot.fill_((self._num_sent - 1) % len(self._letters))
+            graph = torch.cuda.CUDAGraph()
+            # Not by torch's context manager: that empties the allocator's cache each time, which takes longer than the rest.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._step(key, batch)
+            finally:
+                graph.capture_end()
         main.wait_stream(self._stream)
-        gc.collect()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            self._step(key, batch)
         self.num_captured += 1
         self.seconds_capturing += time.perf_counter() - started
         return graph

@@ -37,7 +37,7 @@ from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
 
-_REHEARSED_SIZES = (1, 2, 4, 8, 16, 32)  # products with few rows have kernels of their own
+_REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _MAX_UNCOLLECTED = 2  # as executor.base says
 
 
@@ -101,13 +101,14 @@ class Runner:
         self._notes.append(why)
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
+        self._kernels = _kernels(self.device, dtype)
         context = BuildContext(
             self.group,
             dtype,
             place,
             self.attention,
             config.cache.page_size,
-            _kernels(self.device, dtype),
+            self._kernels,
             "" if config.model.quantization == "none" else config.model.quantization,
         )
         available = self.device.memory_available()
@@ -123,31 +124,42 @@ class Runner:
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             self._seat(limits.max_model_len)
             self.attention.bind(self._stores(1), limits.max_num_seqs)
-            num_tokens = min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
-            self._rehearse(num_tokens)
+            self._rehearse()
             return measure(
                 self.device,
                 self._try,
-                num_tokens,
+                self._most_tokens(),
                 limits.max_num_seqs,
                 num_graphs=len(ladder(limits.max_num_seqs)) if self.graphs is not None else 0,
                 staging_bytes=2 * max(STAGING_BYTES, self._page_bytes()) if cache.swap_space else 0,
                 is_alone=self.group.size == 1,
             )
 
-    def _rehearse(self, num_tokens: int) -> None:
-        """Compile the kernels that a first request needs, all at once: one after the other they take several times as long."""
-        if importlib.util.find_spec("triton") is None:
+    def _most_tokens(self) -> int:
+        """What a step can have: a prompt is in it once."""
+        return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs * self.limits.max_model_len)
+
+    def _rehearse(self) -> None:
+        """Compile the kernels that first requests need, all at once: one after the other they take several times as long."""
+        if self._kernels is None:
             return
-        rehearsal = importlib.import_module("octavo.kernels.rehearse").rehearsal
-        num_rows = min(self.limits.max_num_seqs, num_tokens)
-        with rehearsal(usable_cores()):
-            for tokens, rows in ((1, 1), (num_rows, num_rows), (num_tokens, num_rows)):
-                self._try(tokens, rows, True)
+        num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
+        chunk = min(32, self.limits.max_model_len // 2)
+        with importlib.import_module("octavo.kernels.rehearse").rehearsal(usable_cores()):
+            for tokens, rows, prefix_len in (
+                (1, 1, 0),
+                (num_rows, num_rows, 0),
+                (num_tokens, num_rows, 0),
+                (chunk, 1, chunk),
+            ):
+                columns = trial_columns(tokens, rows)
+                columns.lens += prefix_len
+                self._compute(columns)
                 self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
             for size in _REHEARSED_SIZES:
                 if self.graphs is not None and size <= self.limits.max_num_seqs:
-                    self.graphs.rehearse(size)
+                    self.graphs.rehearse(size, is_shared=False)
+                    self.graphs.rehearse(size, is_shared=True)
         self.rows.tokens.zero_()
 
     def _try(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
