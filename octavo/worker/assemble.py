@@ -66,58 +66,71 @@ def shared_len(
     return num_pages * page_size if num_pages * page_size >= _MIN_SHARED_TOKENS else 0
 
 
+@dataclass(slots=True)
+class _Layout:
+    """The plan's B rows in the batch's order, one-token rows first, and their T tokens."""
+
+    rows: Ints  # [B]
+    lens: Ints  # [B]
+    counts: Ints  # [B]
+    query_start: Ints  # [B + 1]
+    last: Ints  # [B] each planned row's last token in T, in the plan's order
+    token_rows: Ints  # [T]
+    positions: Ints  # [T]
+    num_decodes: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> "_Layout":
+        num_rows = len(columns.rows)
+        if int(columns.counts.max()) == 1:  # steady decode: nothing to sort, nothing to repeat
+            start = np.arange(num_rows + 1)
+            rows, lens = columns.rows, columns.lens
+            return cls(rows, lens, columns.counts, start, start[:-1], rows, lens - 1, num_rows)
+        order = np.argsort(columns.counts != 1, kind="stable")  # otherwise as planned
+        rows, lens, counts = columns.rows[order], columns.lens[order], columns.counts[order]
+        start = np.zeros(num_rows + 1, dtype=np.int64)
+        np.cumsum(counts, out=start[1:])
+        positions = np.arange(start[-1]) + np.repeat(lens - start[1:], counts)
+        last = np.empty(num_rows, dtype=np.int64)
+        last[order] = start[1:] - 1
+        return cls(rows, lens, counts, start, last, np.repeat(rows, counts), positions, int((counts == 1).sum()))
+
+
 def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
     """The plan must advance at least one row, and `rows` must have been updated with it."""
-    max_query_len = int(columns.counts.max())
-    num_rows = len(columns.rows)
-    if max_query_len == 1:  # steady decode: nothing to sort, nothing to repeat
-        batch_rows, lens, counts = columns.rows, columns.lens, columns.counts
-        query_start = np.arange(num_rows + 1)
-        token_rows, positions = batch_rows, lens - 1
-        last = query_start[:-1]
-        num_decodes = num_rows
-    else:
-        order = np.argsort(columns.counts != 1, kind="stable")  # one-token rows first, otherwise as planned
-        batch_rows, lens, counts = columns.rows[order], columns.lens[order], columns.counts[order]
-        query_start = np.zeros(num_rows + 1, dtype=np.int64)
-        np.cumsum(counts, out=query_start[1:])
-        token_rows = np.repeat(batch_rows, counts)
-        positions = np.arange(query_start[-1]) + np.repeat(lens - query_start[1:], counts)
-        last = np.empty(num_rows, dtype=np.int64)
-        last[order] = query_start[1:] - 1
-        num_decodes = int((counts == 1).sum())
-
-    max_seq_len = int(lens.max())
-    pages = rows.page_table[token_rows, positions // rows.page_size].astype(np.int64)
+    layout, page_size = _Layout.of(columns), rows.page_size
+    positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes
+    pages = rows.page_table[layout.token_rows, positions // page_size].astype(np.int64)
     sample_rows, sample_lens = columns.rows[columns.samples], columns.lens[columns.samples]
-    shared = shared_len(rows.page_table, batch_rows[:num_decodes], lens[:num_decodes], rows.page_size)
-    sent = staging.send(
-        [
-            rows.cells(token_rows, positions),
-            positions,
-            pages * rows.page_size + positions % rows.page_size,
-            query_start.astype(np.int32),
-            lens.astype(np.int32),
-            batch_rows,
-            last[columns.samples],
-            rows.cells(sample_rows, sample_lens),
-            np.array([shared], dtype=np.int32),
-        ]
+    shared = shared_len(rows.page_table, layout.rows[:num_decodes], lens[:num_decodes], page_size)
+    cells, positions_there, slots, query_start, lens_there, rows_there, sample_at, sample_cells, prefix_len = (
+        staging.send(
+            [
+                rows.cells(layout.token_rows, positions),
+                positions,
+                pages * page_size + positions % page_size,
+                layout.query_start.astype(np.int32),
+                lens.astype(np.int32),
+                layout.rows,
+                layout.last[columns.samples],
+                rows.cells(sample_rows, sample_lens),
+                np.array([shared], dtype=np.int32),
+            ]
+        )
     )
-    cells, positions_there, slots, query_start_there, lens_there, rows_there, sample_at, sample_cells, prefix_len = sent
-    max_pages = -(-max_seq_len // rows.page_size)
+    max_seq_len = int(lens.max())
     batch = Batch(
         input_ids=rows.tokens.view(-1).index_select(0, cells).long(),
         positions=positions_there,
         slots=slots,
-        query_start=query_start_there,
+        query_start=query_start,
         seq_lens=lens_there,
-        page_table=rows.device_page_table[:, :max_pages].index_select(0, rows_there),
+        page_table=rows.device_page_table[:, : -(-max_seq_len // page_size)].index_select(0, rows_there),
         sample_at=sample_at,
-        max_query_len=max_query_len,
+        max_query_len=int(layout.counts.max()),
         max_seq_len=max_seq_len,
         num_decodes=num_decodes,
-        query_lens_host=counts.tolist(),
+        query_lens_host=layout.counts.tolist(),
         seq_lens_host=lens.tolist(),
         prefix_len=prefix_len if shared else None,
     )

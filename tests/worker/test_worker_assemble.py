@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo.device import pick
 from octavo.messages import Entering, SamplingParams, StepPlan
-from octavo.worker.assemble import Columns, assemble
+from octavo.worker.assemble import Columns, assemble, shared_len
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging
 
@@ -83,3 +83,18 @@ def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() 
     assert rows.page_table[3].tolist() == [11, 12, 0, 0]
     assert rows.page_table[0].tolist() == [13, *pages[0][1:]]
     assert rows.tokens[3, :2].tolist() == [4, 5]
+
+
+def test_shared_pages_are_found_where_they_pay() -> None:
+    table = np.arange(20 * 40, dtype=np.int32).reshape(20, 40)
+    rows = np.arange(3, 15)
+    table[rows, :30] = np.arange(1000, 1030)
+    lens = np.full(12, 16 * 31 + 3)
+    assert shared_len(table, rows, lens, 16) == 30 * 16
+    assert shared_len(table, rows[:7], lens[:7], 16) == 0, "too few rows"
+    assert shared_len(table, rows, np.full(12, 16 * 20), 16) == 19 * 16, "the last token of a row is its own"
+    assert shared_len(table, rows, np.full(12, 200), 16) == 0, "too few tokens"
+    table[rows[5], 17] = 7
+    assert shared_len(table, rows, lens, 16) == 17 * 16
+    table[rows[2], 0] = 8
+    assert shared_len(table, rows, lens, 16) == 0
