@@ -1,9 +1,12 @@
 """SamplingState: every row's sampling parameters as columns, so that a step reads them with one gather each.
 Knows nothing of logits or of how the parameters are applied."""
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.kernels import sampling_records as columns
 from octavo.messages import SamplingParams
 
 Ints = NDArray[np.int64]
@@ -31,6 +34,8 @@ class SamplingState:
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
         self.min_len = np.zeros(max_rows, dtype=np.int64)  # prompt + min_tokens: shorter rows may not stop
         self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
+        # The same parameters as the kernels read them; a step adds where the row's logits are, and its uniform.
+        self.records = np.zeros((max_rows, columns.WIDTH), dtype=np.float64)
 
     def enter(self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int]) -> None:
         """Give `row` its new occupant's parameters."""
@@ -54,3 +59,15 @@ class SamplingState:
         self.min_len[row] = prompt_len + params.min_tokens
         # A stop id that the model cannot produce needs no mask.
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
+        self.records[row] = self._record(row)
+
+    def _record(self, row: int) -> Floats:
+        record = np.zeros(columns.WIDTH)
+        if not self.greedy[row]:
+            min_p = self.min_p[row]
+            record[columns.SCALE] = scale = math.log2(math.e) / self.temperature[row]
+            record[columns.REACH] = min(columns.UNIT_BITS, -math.log2(min_p) if min_p else math.inf) / scale
+            record[columns.TOP_K] = self.top_k[row]
+            record[columns.TOP_P] = self.top_p[row]
+            record[columns.FILTERED] = min_p > 0 or self.top_k[row] < self.vocab_size
+        return record
