@@ -11,9 +11,14 @@ def apply(
     logits: torch.Tensor,  # [S, V], changed in place
     state: SamplingState,
     at: Ints,  # [P] the rows of `logits` that may not end yet
-    rows: Ints,  # [P] their rows
+    rows: Ints,  # [S] the row of each
 ) -> None:
-    banned = [state.stop_ids[row] for row in rows.tolist()]
+    logits.view(-1)[torch.from_numpy(places(state, at, rows, logits.shape[1]))] = -torch.inf
+
+
+def places(state: SamplingState, at: Ints, rows: Ints, stride: int) -> Ints:
+    """What those rows may not take yet: row * stride + id for every such id."""
+    banned = [state.stop_ids[row] for row in rows[at].tolist()]
     counts = np.array([len(ids) for ids in banned], dtype=np.int64)
-    where = np.repeat(at * logits.shape[1], counts) + np.concatenate(banned)
-    logits.view(-1)[torch.from_numpy(where).to(logits.device)] = -torch.inf
+    found: Ints = np.repeat(at * stride, counts) + np.concatenate([*banned, np.zeros(0, dtype=np.int64)])
+    return found

@@ -19,20 +19,34 @@ def sample(
     state: SamplingState,
     rows: Ints,  # [S] the row of each
     lens: Ints,  # [S] tokens each row holds = position of the token to sample
+    out: torch.Tensor | None = None,  # [S] int64, filled and returned
+    by_kernels: bool | None = None,  # None: where the logits are on a GPU
 ) -> torch.Tensor:
-    """Token ids [S] int64. Greedy rows pay for an argmax and nothing else."""
+    """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
+    if logits.is_cuda if by_kernels is None else by_kernels:
+        from octavo.sampling import by_kernels as kernels  # needs Triton, which only a GPU machine must have
+
+        if out is None:
+            out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        kernels.sample(logits, tokens, state, rows, lens, out)
+        return out
+    ids = _sample(logits.float(), tokens, state, rows, lens)
+    return ids if out is None else out.copy_(ids)
+
+
+def _sample(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> torch.Tensor:
     logits = _edited(logits, tokens, state, rows, lens)
     greedy = state.greedy[rows]
     if greedy.all():
         return _argmax(logits)
-    result = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    result = torch.empty(len(rows), dtype=torch.int64)
     filtered = (state.top_k[rows] < state.vocab_size) | (state.top_p[rows] < 1.0)
     for group, choose in ((~greedy & filtered, draw_filtered), (~greedy & ~filtered, draw_from_all)):
         if group.any():
-            at = torch.from_numpy(group.nonzero()[0]).to(logits.device)
-            result[at] = choose(_mended(logits[at].float()), _draws(state, rows[group], lens[group], logits.device))
+            at = torch.from_numpy(group.nonzero()[0])
+            result[at] = choose(_mended(logits[at]), _draws(state, rows[group], lens[group]))
     if greedy.any():
-        at = torch.from_numpy(greedy.nonzero()[0]).to(logits.device)
+        at = torch.from_numpy(greedy.nonzero()[0])
         result[at] = _argmax(logits[at])
     return result
 
@@ -42,17 +56,15 @@ def _edited(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, ro
     penalised = state.penalised[rows]
     if penalised.any():
         at = penalised.nonzero()[0]
-        # Penalties are small against 16-bit steps of a large logit.
-        logits = logits.float()
         penalties.apply(logits, tokens, state, at, rows[at], lens[at])
     early = lens < state.min_len[rows]
     if early.any():
         at = early.nonzero()[0]
-        minimum.apply(logits, state, at, rows[at])
+        minimum.apply(logits, state, at, rows)
     return logits
 
 
-def _draws(state: SamplingState, rows: Ints, lens: Ints, device: torch.device) -> Draws:
+def _draws(state: SamplingState, rows: Ints, lens: Ints) -> Draws:
     columns = (
         state.temperature[rows],
         state.top_k[rows],
@@ -60,7 +72,7 @@ def _draws(state: SamplingState, rows: Ints, lens: Ints, device: torch.device) -
         state.min_p[rows],
         uniforms(state.seed[rows], lens),
     )
-    return Draws(*(torch.from_numpy(column).to(device) for column in columns))
+    return Draws(*(torch.from_numpy(column) for column in columns))
 
 
 def _mended(logits: torch.Tensor) -> torch.Tensor:
@@ -76,12 +88,9 @@ def _mended(logits: torch.Tensor) -> torch.Tensor:
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
     """[S]: the likeliest id of each row; of equals the lowest."""
-    if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        # numpy's argmax is vectorised; torch's CPU one takes about ten times as long.
-        values = logits.numpy()
-        ids = np.argmax(values, axis=-1)  # of the first NaN, where there is one
-        broken = np.isnan(values[np.arange(len(ids)), ids])
-        if broken.any():
-            ids[broken] = np.argmax(np.nan_to_num(values[broken], nan=-np.inf, posinf=np.inf, neginf=-np.inf), axis=-1)
-        return torch.from_numpy(ids)
-    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
+    values = logits.numpy()  # whose argmax is vectorised; torch's CPU one takes about ten times as long
+    ids = np.argmax(values, axis=-1)  # of the first NaN, where there is one
+    broken = np.isnan(values[np.arange(len(ids)), ids])
+    if broken.any():
+        ids[broken] = np.argmax(np.nan_to_num(values[broken], nan=-np.inf, posinf=np.inf, neginf=-np.inf), axis=-1)
+    return torch.from_numpy(ids)

@@ -1,5 +1,7 @@
 """The sampler as the worker calls it: batch mates, greedy rows, penalties, bans."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -137,7 +139,9 @@ EVERY_WAY = (
 )
 
 
-def sample_every_way(logits: list[float] | torch.Tensor, dtype: torch.dtype = torch.float32) -> list[int]:
+def sample_every_way(
+    logits: list[float] | torch.Tensor, dtype: torch.dtype = torch.float32, sample: Callable[..., torch.Tensor] = sample
+) -> list[int]:
     """The same logits [V] for a row of each kind, with a sound row between any two."""
     num = len(EVERY_WAY)
     state = SamplingState(num, VOCAB)
