@@ -152,9 +152,7 @@ class Runner:
                 (num_tokens, num_rows, 0),
                 (chunk, 1, chunk),
             ):
-                columns = trial_columns(tokens, rows)
-                columns.lens += prefix_len
-                self._compute(columns)
+                self._try(tokens, rows, rows > 1, prefix_len)
                 self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
             for size in _REHEARSED_SIZES:
                 if self.graphs is not None and size <= self.limits.max_num_seqs:
@@ -162,10 +160,13 @@ class Runner:
                     self.graphs.rehearse(size, is_shared=True)
         self.rows.tokens.zero_()
 
-    def _try(self, num_tokens: int, num_rows: int, is_plain: bool) -> None:
+    def _try(self, num_tokens: int, num_rows: int, is_plain: bool, prefix_len: int = 0) -> None:
+        """A step as a request may cause it; is_plain: sampled greedily. `prefix_len`: tokens that each row has already."""
         for row in range(num_rows):
             self.rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
-        self._compute(trial_columns(num_tokens, num_rows))
+        columns = trial_columns(num_tokens, num_rows)
+        columns.lens += prefix_len
+        self._compute(columns)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> None:
         """Take the memory that the executor settled on; from now on steps can run."""
