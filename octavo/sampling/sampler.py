@@ -4,6 +4,8 @@ Knows nothing of requests or pages; reads rows' parameters from SamplingState an
 Logits that are not numbers still give an id of the vocabulary, by the same rule for every row: NaN counts as -inf, and
 +inf as the largest number there is. A row in which nothing is above -inf gets token 0."""
 
+import importlib.util
+
 import numpy as np
 import torch
 
@@ -11,6 +13,8 @@ from octavo.sampling import minimum, penalties
 from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Ints, SamplingState
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def sample(
@@ -20,10 +24,10 @@ def sample(
     rows: Ints,  # [S] the row of each
     lens: Ints,  # [S] tokens each row holds = position of the token to sample
     out: torch.Tensor | None = None,  # [S] int64, filled and returned
-    by_kernels: bool | None = None,  # None: where the logits are on a GPU
+    by_kernels: bool | None = None,  # None: where the logits are on a GPU and Triton is installed
 ) -> torch.Tensor:
     """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
-    if logits.is_cuda if by_kernels is None else by_kernels:
+    if (logits.is_cuda and _HAS_TRITON) if by_kernels is None else by_kernels:
         from octavo.sampling import by_kernels as kernels  # needs Triton, which only a GPU machine must have
 
         if out is None:
