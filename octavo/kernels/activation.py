@@ -7,6 +7,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from octavo.errors import ConfigError
+from octavo.kernels.launch import Launcher
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
@@ -45,6 +46,9 @@ def _gate_mul(  # type: ignore[no-untyped-def]
     tl.store(out + row * inner + column, (activate(gate, NAME) * up).to(out.dtype.element_ty), mask=mask)
 
 
+_launch_gate_mul = Launcher(_gate_mul)
+
+
 def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Tensor:
     """[T, 2 I] → [T, I]: the named activation of the first half times the second, in float32, rounded once."""
     if name not in ACTIVATIONS:
@@ -56,10 +60,11 @@ def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Te
     if out.numel() == 0:
         return out
     # Few rows: 8 numbers a thread, as many programs as possible. Many rows: 16, to have more bytes in flight.
-    block = min(triton.next_power_of_2(inner), 512 if num_rows <= 64 else 2048)
+    block = min(1 << (inner - 1).bit_length(), 512 if num_rows <= 64 else 2048)
     pdl = pdl and gate_up.is_cuda
     options = {"launch_pdl": True} if pdl else {}
-    _gate_mul[(num_rows, triton.cdiv(inner, block))](
+    _launch_gate_mul(
+        (num_rows, -(-inner // block)),
         gate_up, out, inner, gate_up.stride(0), BLOCK=block, NAME=name, PDL=pdl,
         num_warps=2 if num_rows <= 64 else 4, **options,
     )  # fmt: skip

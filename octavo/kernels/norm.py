@@ -6,6 +6,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.launch import Launcher
+
 # One program holds whole rows: 65,536 numbers are 64 registers of each of 1,024 threads.
 MAX_SIZE = 65536
 
@@ -44,6 +46,9 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=mask)
 
 
+_launch_rms_norm = Launcher(_rms_norm)
+
+
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor | None = None, *, pdl: bool = False
 ) -> torch.Tensor:
@@ -77,13 +82,14 @@ def _launch(
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape == (size,) and size <= MAX_SIZE
     if num_rows == 0:
         return
-    padded = triton.next_power_of_2(size)
+    padded = 1 << (size - 1).bit_length()
     # Few rows: all the threads there are on one row. Many: whole warps of 16-byte loads, about 4,096 numbers a program.
     rows = 1 if num_rows <= 256 else max(1, 4096 // padded)
     num_warps = min(32, max(1, rows * padded // (256 if num_rows <= 256 else 1024)))
     pdl = pdl and x.is_cuda
     options = {"launch_pdl": True} if pdl else {}
-    _rms_norm[(triton.cdiv(num_rows, rows),)](
+    _launch_rms_norm(
+        (-(-num_rows // rows),),
         x, residual, weight, out, num_rows, x.stride(0), epsilon,
         D=size, D_PADDED=padded, ROWS=rows, PDL=pdl, num_warps=num_warps, **options,
     )  # fmt: skip

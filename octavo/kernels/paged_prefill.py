@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from octavo.kernels.launch import Launcher
+
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
 
@@ -225,6 +227,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     tl.store(place, acc.to(out.dtype.element_ty), mask=mask)
 
 
+_launch_prefill = Launcher(_prefill)
+
+
 def paged_prefill(
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q, k, v; tokens may lie further apart
     pages: torch.Tensor,  # [num_pages, 2, Hkv, page_size, D]
@@ -244,7 +249,7 @@ def paged_prefill(
     read from there, in whole blocks instead of page by page. Needs a head size that is a power of two."""
     num_kv_heads, page_size, size = pages.shape[2:]
     group = heads.shape[1] // num_kv_heads - 2
-    padded = max(16, triton.next_power_of_2(size))
+    padded = max(16, 1 << (size - 1).bit_length())
     assert heads.shape[1:] == ((group + 2) * num_kv_heads, size) and size <= MAX_HEAD_SIZE
     assert heads.stride(1) == size and heads.stride(2) == 1
     assert pages.is_contiguous() and page_size & (page_size - 1) == 0
@@ -260,7 +265,8 @@ def paged_prefill(
         return
     kv = whole_blocks(heads, tile.block_n) if is_whole else pages
     pack = tile.heads(group)
-    _prefill[(num_kv_heads * -(-group // pack), tiles.shape[0])](
+    _launch_prefill(
+        (num_kv_heads * -(-group // pack), tiles.shape[0]),
         heads, kv, page_table, tiles, out, heads.stride(0), page_table.stride(0),
         KV_HEADS=num_kv_heads, GROUP=group, PACK=pack, HEAD=size, HEAD_PADDED=padded,
         PAGE=0 if is_whole else page_size, WINDOW=window, SOFTCAP=softcap, SCALE=scale,

@@ -4,12 +4,13 @@ Knows nothing of requests and batches, nor of windows, soft caps and 8-bit store
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
+
+from octavo.kernels.launch import Launcher
 
 LOG2E = 1.4426950408889634
 ROWS = gl.constexpr(64)  # (token, head) pairs of one consumer: what one matrix instruction takes
@@ -304,6 +305,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     )
 
 
+_launch_prefill = Launcher(_prefill)
+
+
 def fits(head_size: int, group: int, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Two or one panel of 64 columns; a group that fits into a consumer; pages of whole swizzle patterns."""
     is_half = dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype
@@ -332,7 +336,7 @@ def launch(
     num_tokens, all_heads, size = heads.shape
     num_kv_heads, page_size = pages.shape[2:4]
     group = all_heads // num_kv_heads - 2
-    pack = triton.next_power_of_2(group)
+    pack = 1 << (group - 1).bit_length()
     q_block = [ROWS.value // pack, pack, PANEL.value]
     q = TensorDescriptor(heads, list(heads.shape), list(heads.stride()), q_block, QUERY_LAYOUT)
     if is_whole:
@@ -341,7 +345,8 @@ def launch(
         rows, strides, piece = [pages.numel() // size, size], [size, 1], min(page_size, block_n)
     kv = TensorDescriptor(heads if is_whole else pages, rows, strides, [piece, PANEL.value], PANEL_LAYOUT)
     num_items = tiles.shape[0] * num_kv_heads
-    _prefill[(min(num_items, _num_processors(heads.device)),)](
+    _launch_prefill(
+        (min(num_items, _num_processors(heads.device)),),
         q, kv, page_table, tiles, out, page_table.stride(0), num_items,
         KV_HEADS=num_kv_heads, GROUP=group, HEAD=size, PAGE=0 if is_whole else page_size, BLOCK_N=block_n,
         STAGES=num_stages, FACTOR=scale * LOG2E, IN_TURN=in_turn, num_warps=4, maxnreg=MAX_REGISTERS,

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.kernels.launch import Launcher
+
 
 @triton.jit
 def _rotation(positions, frequencies, out, amplitude, HALF: tl.constexpr, PADDED: tl.constexpr):
@@ -17,11 +19,21 @@ def _rotation(positions, frequencies, out, amplitude, HALF: tl.constexpr, PADDED
     tl.store(place + 1, amplitude * tl.sin(angle), mask=is_pair)
 
 
+_launch_rotation = Launcher(_rotation)
+
+
 def rotation(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> torch.Tensor:
     """positions [T] int64, frequencies [D/2] float32 → [T, D/2, 2] float32: amplitude times cosine and sine of each angle."""
     half = frequencies.shape[0]
     out = torch.empty((positions.shape[0], half, 2), dtype=torch.float32, device=positions.device)
-    _rotation[(positions.shape[0],)](
-        positions, frequencies, out, amplitude, HALF=half, PADDED=triton.next_power_of_2(half), num_warps=1
+    _launch_rotation(
+        (positions.shape[0],),
+        positions,
+        frequencies,
+        out,
+        amplitude,
+        HALF=half,
+        PADDED=1 << (half - 1).bit_length(),
+        num_warps=1,
     )
     return out

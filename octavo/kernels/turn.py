@@ -6,6 +6,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.launch import Launcher
+
 MAX_HEAD_SIZE = 256
 
 
@@ -84,6 +86,9 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(cell, finite.to(kv.dtype.element_ty), mask=mask & (head >= H)[:, None] & (slot >= 0))
 
 
+_launch_turn = Launcher(_turn)
+
+
 def turn_and_store(
     heads: torch.Tensor,
     num_heads: int,
@@ -105,18 +110,20 @@ def turn_and_store(
     page_size = kv.shape[3]
     assert all_heads == num_heads + 2 * num_kv_heads and size <= MAX_HEAD_SIZE
     assert heads.stride(1) == size and heads.stride(2) == 1
-    assert kv.shape[1:] == (2, num_kv_heads, page_size, size) and kv[0].is_contiguous()
+    # A page of its own is looked at only where pages lie apart: a view takes a microsecond.
+    assert kv.shape[1:] == (2, num_kv_heads, page_size, size) and (kv.is_contiguous() or kv[0].is_contiguous())
     assert page_size & (page_size - 1) == 0 and slots.dtype == torch.int64
     if rotation is not None:
         assert rotation.dtype == torch.float32 and rotation.numel() == num_tokens * size and rotation.is_contiguous()
     if num_tokens == 0:
         return
-    padded = max(2, triton.next_power_of_2(size))
+    padded = max(2, 1 << (size - 1).bit_length())
     # One 16-byte load a thread where a step is short of programs, two where it is not.
     heads_each = max(1, (1024 if num_tokens <= 64 else 2048) // padded)
     pdl = pdl and heads.is_cuda
     options = {"launch_pdl": True} if pdl else {}
-    _turn[(num_tokens, triton.cdiv(all_heads, heads_each))](
+    _launch_turn(
+        (num_tokens, -(-all_heads // heads_each)),
         heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon,
         H=num_heads, HKV=num_kv_heads, D=size, D_PADDED=padded, PAGE=page_size, HEADS=heads_each,
         KEEP_KEYS=keep_keys, PDL=pdl, num_warps=4, **options,

@@ -1,0 +1,311 @@
+"""Launches that go past Triton: the same kernel, grid, stream and arguments reach the driver as through Triton itself.
+No GPU is used: kernels are compiled for one, and a driver that only writes down what it gets stands in its place."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels import activation, launch, norm, paged_prefill, paged_prefill_hopper, rotation, turn
+from octavo.kernels.launch import Launcher
+from octavo.kernels.rehearse import rehearsal
+
+# Compiled kernels keep the driver that loaded them: this one must not be left to the tests of a process with a GPU.
+IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
+of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its_own runs it")
+LAUNCHERS = [
+    norm._launch_rms_norm, activation._launch_gate_mul, turn._launch_turn, rotation._launch_rotation,
+    paged_prefill._launch_prefill, paged_prefill_hopper._launch_prefill,
+]  # fmt: skip
+
+
+class Recorder(nvidia.CudaLauncher):
+    """Triton's launcher as far as it is Python; where C would begin, the arguments are kept."""
+
+    calls: ClassVar[list[tuple]] = []
+
+    def __init__(self, src, metadata):
+        constants = (metadata.global_scratch_size, metadata.profile_scratch_size)
+        assert constants == (0, 0)
+        self.num_ctas = metadata.num_ctas
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.global_scratch_align = self.profile_scratch_align = 1
+        self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
+        meta = getattr(metadata, "tensordesc_meta", None)
+        self.launch = nvidia.wrap_handle_tensordesc(lambda *args: self.calls.append(args), dict(src.signature), meta)
+
+
+class Driver:
+    """A GPU of compute capability 9.0 that loads binaries and never runs them."""
+
+    launcher_cls = Recorder
+
+    def __init__(self):
+        self.device, self.stream, self.num_loaded = 0, 70, 0
+        self.utils = SimpleNamespace(
+            load_binary=self.load_binary,
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+            fill_tma_descriptor=lambda *args: ("map", *(tuple(x) if isinstance(x, list) else x for x in args)),
+        )
+
+    def load_binary(self, name, kernel, shared, device):
+        self.num_loaded += 1
+        return object(), 1000 + self.num_loaded, 32, 0, 1024
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return self.stream + device
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def gpu():
+    """Nothing is loaded yet."""
+    launch._backend.cache_clear()
+    for launcher in LAUNCHERS:
+        launcher._loaded.clear()
+        launcher.kernel.device_caches.clear()
+    _probe.device_caches.clear()
+    before = driver._active
+    driver.set_active(Driver())
+    Recorder.calls.clear()
+    yield driver.active
+    driver._active = before
+
+
+def same(left, right) -> bool:
+    if isinstance(left, torch.Tensor):
+        return left is right or (isinstance(right, torch.Tensor) and left.data_ptr() == right.data_ptr())
+    return type(left) is type(right) and left == right
+
+
+def last_call() -> list:
+    """What the last launch hands to C, without whom to tell of it: nobody listens in these tests."""
+    call = list(Recorder.calls.pop())
+    assert not Recorder.calls
+    return call[:10] + call[13:]
+
+
+def check(monkeypatch, call) -> None:
+    """`call` launches one kernel: three times, the second and third past Triton, then through Triton alone."""
+    run, direct = JITFunction.run, []
+    for _ in range(3):
+        call()
+        direct.append(last_call())
+    for launcher in LAUNCHERS:
+        monkeypatch.setattr(launcher, "_is_direct", False)
+    call()
+    expected = last_call()
+    monkeypatch.undo()
+    assert JITFunction.run is run
+    for arguments in direct:
+        assert len(arguments) == len(expected)
+        assert all(map(same, arguments, expected)), (arguments, expected)
+
+
+@triton.jit(do_not_specialize=["free"])
+def _probe(x, y, number, free, factor, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    if y is not None:
+        tl.store(y + at * number, tl.load(x + at).to(tl.float32) * factor + free)
+
+
+def is_chosen_by_triton(launcher: Launcher, *args, **constants) -> bool:
+    """Launch, and ask Triton which binary it would have taken."""
+    launcher((1,), *args, **constants)
+    function = Recorder.calls.pop()[4]
+    return function == launcher.kernel[(1,)](*args, **constants).function
+
+
+@of_process
+def test_takes_the_binary_that_triton_takes(gpu):
+    launcher = Launcher(_probe)
+    half, single = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    # Most differ from their neighbours in one thing that Triton compiles anew for; none of them comes but once.
+    numbers = (1, 2, 16, 17, 32, 0, -16, -5, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**62, True)
+    kinds = [(half, single, number, 3, 0.5) for number in numbers]
+    kinds += [(half, single, 2, free, 0.5) for free in (1, 16, 2**31, 2**40)]
+    kinds += [(half[1:], single, 2, 3, 0.5), (half, single[1:], 2, 3, 0.5), (half[8:], single, 2, 3, 0.5)]
+    kinds += [(half, None, 2, 3, 0.5), (single, single, 2, 3, 0.5), (single, half, 2, 3, 0.5)]
+    kinds += [(half, single, 2, 3, 1), (half, single, 2, 3, 2), (torch.nn.Parameter(half), single, 2, 3, 1e30)]
+    functions = set()
+    for _ in range(2):
+        for args in kinds:
+            assert is_chosen_by_triton(launcher, *args, SIZE=16, FLAG=False), args[2:]
+            functions.add(Recorder.calls.pop()[4])
+    assert len(functions) == gpu.num_loaded > 12
+
+
+@of_process
+def test_tells_constants_and_options_apart(gpu):
+    launcher = Launcher(_probe)
+    x, y = torch.zeros(64), torch.zeros(64)
+    kinds = [
+        {"SIZE": 16, "FLAG": False}, {"SIZE": 32, "FLAG": False}, {"SIZE": 16, "FLAG": "one"},
+        {"SIZE": 16, "FLAG": False, "num_warps": 2}, {"SIZE": 16, "FLAG": False, "num_warps": 2, "launch_pdl": True},
+    ]  # fmt: skip
+    for _ in range(2):
+        for constants in kinds:
+            assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, **constants)
+            assert Recorder.calls.pop()[6] == constants.get("launch_pdl", False)
+    # In another order they are what they were.
+    assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, FLAG=False, SIZE=16)
+    assert gpu.num_loaded == len(kinds)
+
+
+@of_process
+def test_goes_to_the_current_stream_of_the_current_device(gpu):
+    launcher = Launcher(_probe)
+    x, y = torch.zeros(64), torch.zeros(64)
+    seen = []
+    for device, stream in ((0, 70), (0, 80), (1, 80), (0, 90), (1, 70)):
+        gpu.device, gpu.stream = device, stream
+        launcher((3, 2), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+        call = last_call()
+        assert call[:4] == [3, 2, 1, stream + device]
+        seen.append((device, call[4]))
+    assert len(set(seen)) == 2  # each device has loaded the kernel once
+
+
+@of_process
+def test_repeated_launches_do_not_go_through_triton(gpu, monkeypatch):
+    launcher = Launcher(_probe)
+    x, y = torch.zeros(64), torch.zeros(64)
+    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    monkeypatch.setattr(JITFunction, "__getitem__", None)
+    launcher((2, 3, 4), x, y, 8, 7, 2.0, SIZE=16, FLAG=False)
+    assert [call[:3] for call in Recorder.calls] == [(1, 1, 1), (2, 3, 4)]
+    monkeypatch.setattr(launcher, "_is_direct", False)  # what OCTAVO_PLAIN_LAUNCH sets
+    with pytest.raises(TypeError):
+        launcher((2,), x, y, 8, 7, 2.0, SIZE=16, FLAG=False)
+
+
+@of_process
+def test_a_rehearsal_launches_nothing(gpu):
+    launcher = Launcher(_probe)
+    x, y = torch.zeros(64), torch.zeros(64)
+    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    Recorder.calls.clear()
+    with rehearsal(2):
+        launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)  # launched before
+        launcher((1,), x, y, 4, 4, 1.0, SIZE=128, FLAG=False)  # not launched before
+    assert not Recorder.calls
+    for _ in range(2):
+        assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, SIZE=128, FLAG=False)
+        Recorder.calls.clear()
+
+
+@of_process
+def test_those_who_listen_are_told(gpu):
+    launcher = Launcher(_probe)
+    x, y = torch.zeros(64), torch.zeros(64)
+    told = []
+
+    def tell(metadata):
+        told.append(metadata.get()["name"])
+
+    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    assert Recorder.calls[-1][11:13] != (None, None)  # Triton's own launch
+    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    assert Recorder.calls[-1][10:13] == (None, None, None)
+    triton.knobs.runtime.launch_enter_hook.add(tell)
+    try:
+        launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+        metadata, enter = Recorder.calls[-1][10:12]
+        enter(metadata)  # as C does
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(tell)
+    assert told == ["_probe"]
+
+
+@of_process
+@pytest.mark.parametrize("num_rows", [1, 7, 300])
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch, num_rows, pdl):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", pdl)  # without a GPU nothing is launched early
+    x, weight = torch.zeros(num_rows, 1000, dtype=torch.bfloat16), torch.ones(1000, dtype=torch.bfloat16)
+    out, narrow = torch.empty_like(x), torch.empty(num_rows, 496, dtype=torch.bfloat16)
+    gate_up, heads = torch.zeros(num_rows, 192), torch.zeros(num_rows, 8, 64, dtype=torch.bfloat16)
+    pages, slots = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16), torch.zeros(num_rows, dtype=torch.int64)
+    factors, scale = torch.zeros(num_rows, 32, 2), torch.ones(64, dtype=torch.bfloat16)
+    frequencies = torch.ones(32)
+    made = torch.empty(num_rows * 1000)
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: made)  # outputs lie where they lay
+    with pytest.MonkeyPatch.context() as inner:
+        check(inner, lambda: norm.rms_norm(x, weight, 1e-6, out, pdl=pdl))
+        check(inner, lambda: norm.rms_norm(x[:, 8:504], weight[:496], 1e-6, narrow, pdl=pdl))
+        check(inner, lambda: norm.add_rms_norm(x, out, weight, 1e-6, pdl=pdl))
+        check(inner, lambda: activation.gate_mul(gate_up, "silu", pdl=pdl))
+        check(inner, lambda: turn.turn_and_store(heads, 4, 2, factors, scale, None, 1e-6, pages, slots, pdl=pdl))
+        check(inner, lambda: rotation.rotation(slots, frequencies, 1.0))
+
+
+@of_process
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("is_specialised", [False, True])
+def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, is_whole, is_specialised):
+    monkeypatch.setattr(paged_prefill_hopper, "_num_processors", lambda device: 132)
+    pages, table = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16), torch.zeros(4, 5, dtype=torch.int32)
+    tile = paged_prefill.Tile(128, 128, 12, 2, True) if is_specialised else paged_prefill.Tile(64, 64, 4, 2)
+    maps = []
+    for num_tokens in (1, 40, 133):
+        heads, out = torch.zeros(num_tokens, 8, 64, dtype=torch.bfloat16), torch.zeros(num_tokens, 4 * 64).bfloat16()
+        tiles = torch.zeros(num_tokens, 4, dtype=torch.int32)
+
+        def call(heads=heads, tiles=tiles, out=out):
+            paged_prefill.paged_prefill(heads, pages, table, tiles, out, tile, scale=0.125, is_whole=is_whole)
+            maps.append([x[1] for x in Recorder.calls[-1] if isinstance(x, tuple) and x[:1] == ("map",)])
+
+        with pytest.MonkeyPatch.context() as inner:
+            check(inner, call)
+        base = heads.data_ptr()
+        expected = [base, base if is_whole else pages.data_ptr()] if is_specialised else [base] if is_whole else []
+        assert maps[-2:] == [expected, expected]
+
+
+def test_uses_the_inner_parts_of_the_triton_it_was_written_for():
+    if triton.__version__.startswith("3.6."):
+        assert launch._knows_triton()
+
+
+@pytest.mark.parametrize("missing", ["native_specialize_impl", "getsource"])
+def test_leaves_launches_to_a_triton_it_does_not_know(monkeypatch, missing):
+    if missing == "getsource":
+        monkeypatch.setattr(launch, "_LAST_STEPS", ("kernel.run(grid, stream)",))
+    else:
+        monkeypatch.delattr(launch.jit, missing)
+    assert not launch._knows_triton()
+
+
+def run_apart(code: list[str], **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *code], env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.skipif(IN_PROCESS, reason="is the process")
+@pytest.mark.skipif(not launch._knows_triton(), reason="this Triton launches otherwise: nothing goes past it")
+def test_in_a_process_of_its_own():
+    code = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", __file__]
+    done = run_apart(code, TRITON_INTERPRET="0", OCTAVO_TEST_LAUNCHES="1")
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_can_be_turned_off():
+    code = ["-c", "from octavo.kernels import launch; print(launch.IS_DIRECT)"]
+    assert run_apart(code, OCTAVO_PLAIN_LAUNCH="1").stdout.strip() == "False"
+    assert run_apart(code, OCTAVO_PLAIN_LAUNCH="0").stdout.strip() == str(launch._knows_triton())
