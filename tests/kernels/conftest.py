@@ -1,3 +1,5 @@
+"""Where kernels run: compiled on a GPU, or in Triton's interpreter where there is none."""
+
 import os
 
 import pytest
@@ -10,3 +12,11 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def mended_interpreter(monkeypatch):
+    # Imports triton: where that is missing, no test here gets as far as this.
+    from tests.interpreter import mend
+
+    mend(monkeypatch)

@@ -2,15 +2,16 @@
 Knows nothing of how the kernels cut or order the work, but for what one item may hold."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-from triton.runtime import interpreter
+
+pytest.importorskip("triton")
 
 from octavo.kernels.decode_plan import DecodeConfig, num_chunks, num_prefix_splits
 from octavo.kernels.paged_decode import DecodeAttention
+from tests.interpreter import cases
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, prefix_rows=16, prefix_tile=16)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -18,27 +19,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 # A padding row's query is NaN here, which numpy mentions and a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def what_the_interpreter_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter makes an int of a one-element array in a way that numpy 2.4 refuses, and multiplies the bits
-    of bfloat16 numbers as if they were integers."""
-    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    def widened(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return interpreter.TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
-    monkeypatch.setattr(
-        interpreter.InterpreterBuilder, "create_dot", lambda self, a, b, *rest: dot(self, widened(a), widened(b), *rest)
-    )
 
 
 @dataclass
@@ -141,58 +121,66 @@ def check(
                 assert (target[row] == 0).all()
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 5])
+@pytest.mark.parametrize("chunks", cases([1, 2, 5], 1, 5))
 def test_lengths_around_pages_and_chunks(device: torch.device, chunks: int) -> None:
     check(Case([1, 3, 0, 4, 5, 63]), device, chunks=chunks, times=2)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (2, 1), (6, 2), (4, 1), (8, 1), (20, 1)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), cases([(2, 2), (2, 1), (6, 2), (4, 1), (8, 1), (20, 1)], (2, 2), (6, 2), (20, 1))
+)
 def test_any_group(device: torch.device, num_heads: int, num_kv_heads: int) -> None:
     check(Case([33, 7], num_heads=num_heads, num_kv_heads=num_kv_heads), device, chunks=2)
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_size", "dtype"),
+    cases(
+        product([64, 80, 128], [torch.float16, torch.bfloat16]),
+        *((64, torch.float16), (80, torch.bfloat16), (128, torch.bfloat16)),
+    ),
+)
 def test_head_sizes_and_types(device: torch.device, head_size: int, dtype: torch.dtype) -> None:
     check(Case([40, 9], head_size=head_size, dtype=dtype), device, chunks=2)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16, 32])
+@pytest.mark.parametrize("page_size", cases([1, 2, 16, 32], 1, 32))
 def test_page_sizes_below_and_above_a_tile(device: torch.device, page_size: int) -> None:
     check(Case([37, page_size - 1, page_size], page_size=page_size), device, chunks=3)
 
 
-@pytest.mark.parametrize("window", [1, 5, 17, 100])
+@pytest.mark.parametrize("window", cases([1, 5, 17, 100], 1, 17))
 def test_window_counts_the_last_positions(device: torch.device, window: int) -> None:
     check(Case([1, 16, 50, 0], window=window), device, chunks=3)
 
 
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("softcap", cases([0.5, 30.0], 0.5))
 def test_softcap(device: torch.device, softcap: float) -> None:
     check(Case([20, 45], softcap=softcap), device, chunks=3)
     check(Case([20, 45], softcap=softcap, prefix=16), device, chunks=2, shared=16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", cases([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16))
 def test_eight_bit_store(device: torch.device, dtype: torch.dtype) -> None:
     check(Case([40, 9, 0], dtype=dtype, kv_dtype=torch.float8_e4m3fn), device, chunks=2)
 
 
 @pytest.mark.parametrize(
-    ("garbage", "dtype"), [(3e38, torch.float32), (-3e38, torch.bfloat16), (65504.0, torch.float16)]
+    ("garbage", "dtype"),
+    cases([(3e38, torch.float32), (-3e38, torch.bfloat16), (65504.0, torch.float16)], (-3e38, torch.bfloat16)),
 )
 def test_cells_that_are_not_the_rows_do_not_matter(device: torch.device, garbage: float, dtype: torch.dtype) -> None:
     check(Case([1, 6, 21, 0], garbage=garbage, dtype=dtype), device, chunks=2)
     check(Case([9, 14, 8, 0], garbage=garbage, dtype=dtype, prefix=8), device, shared=8)
 
 
-@pytest.mark.parametrize(("chunks", "splits"), [(1, 1), (1, 2), (3, 5)])
+@pytest.mark.parametrize(("chunks", "splits"), cases([(1, 1), (1, 2), (3, 5)], (1, 2), (3, 5)))
 def test_shared_prefix(device: torch.device, chunks: int, splits: int) -> None:
     """One row ends with the prefix, one is padding, one is long."""
     check(Case([40, 43, 0, 95, 60], prefix=40), device, chunks=chunks, shared=40, splits=splits, times=2)
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 4])
+@pytest.mark.parametrize("num_heads", cases([1, 3, 4], 3))
 def test_shared_prefix_with_groups_across_tiles_of_queries(device: torch.device, num_heads: int) -> None:
     check(Case([20] * 9, num_heads=num_heads, num_kv_heads=1, prefix=16, dtype=torch.bfloat16), device, shared=16)
 
@@ -223,7 +211,7 @@ def items_of(
     return [item[:5] for item in items if item[0] >= 0], work.num_items
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases(range(3), 0))
 def test_items_cover_each_row_once_in_about_equal_shares(device: torch.device, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     lengths = (torch.rand(40, generator=draw) ** 6 * 40000).int().tolist()
@@ -268,7 +256,7 @@ def test_a_wider_tile_and_more_warps_change_nothing(device: torch.device) -> Non
     check(Case([100, 31, 0, 17]), device, chunks=4, config=replace(SMALL, tile=64, num_warps=8, num_stages=3))
 
 
-@pytest.mark.parametrize(("num_heads", "head_size"), [(8, 128), (4, 64)])
+@pytest.mark.parametrize(("num_heads", "head_size"), cases([(8, 128), (4, 64)], (8, 128)))
 def test_more_parts_than_are_merged_at_once(device: torch.device, num_heads: int, head_size: int) -> None:
     """One warp merges one part of eight heads of 128 at a time, four of four heads of 64."""
     case = Case([150], num_heads=num_heads, num_kv_heads=1, head_size=head_size)
