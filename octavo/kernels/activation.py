@@ -62,12 +62,14 @@ def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Te
     # Few rows: 8 numbers a thread, as many programs as possible. Many rows: 16, to have more bytes in flight.
     block = min(1 << (inner - 1).bit_length(), 512 if num_rows <= 64 else 2048)
     pdl = pdl and gate_up.is_cuda
-    options = {"launch_pdl": True} if pdl else {}
     _launch_gate_mul(
-        (num_rows, -(-inner // block)),
-        gate_up, out, inner, gate_up.stride(0), BLOCK=block, NAME=name, PDL=pdl,
-        num_warps=2 if num_rows <= 64 else 4, **options,
-    )  # fmt: skip
+        (num_rows, -(-inner // block), 1),
+        (gate_up, out, inner, gate_up.stride(0)),
+        (block, name, pdl),
+        {"num_warps": 2 if num_rows <= 64 else 4, "launch_pdl": True}
+        if pdl
+        else {"num_warps": 2 if num_rows <= 64 else 4},
+    )
     return out
 
 

@@ -87,9 +87,9 @@ def _launch(
     rows = 1 if num_rows <= 256 else max(1, 4096 // padded)
     num_warps = min(32, max(1, rows * padded // (256 if num_rows <= 256 else 1024)))
     pdl = pdl and x.is_cuda
-    options = {"launch_pdl": True} if pdl else {}
     _launch_rms_norm(
-        (-(-num_rows // rows),),
-        x, residual, weight, out, num_rows, x.stride(0), epsilon,
-        D=size, D_PADDED=padded, ROWS=rows, PDL=pdl, num_warps=num_warps, **options,
-    )  # fmt: skip
+        (-(-num_rows // rows), 1, 1),
+        (x, residual, weight, out, num_rows, x.stride(0), epsilon),
+        (size, padded, rows, pdl),
+        {"num_warps": num_warps, "launch_pdl": True} if pdl else {"num_warps": num_warps},
+    )

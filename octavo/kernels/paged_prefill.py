@@ -266,11 +266,13 @@ def paged_prefill(
     kv = whole_blocks(heads, tile.block_n) if is_whole else pages
     pack = tile.heads(group)
     _launch_prefill(
-        (num_kv_heads * -(-group // pack), tiles.shape[0]),
-        heads, kv, page_table, tiles, out, heads.stride(0), page_table.stride(0),
-        KV_HEADS=num_kv_heads, GROUP=group, PACK=pack, HEAD=size, HEAD_PADDED=padded,
-        PAGE=0 if is_whole else page_size, WINDOW=window, SOFTCAP=softcap, SCALE=scale,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        (num_kv_heads * -(-group // pack), tiles.shape[0], 1),
+        (heads, kv, page_table, tiles, out, heads.stride(0), page_table.stride(0)),
+        (
+            num_kv_heads, group, pack, size, padded, 0 if is_whole else page_size, window, softcap, scale,
+            tile.block_m, tile.block_n,
+        ),
+        {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from octavo.kernels.launch import Launcher
+from octavo.kernels.launch import Descriptors, Launcher
 
 LOG2E = 1.4426950408889634
 ROWS = gl.constexpr(64)  # (token, head) pairs of one consumer: what one matrix instruction takes
@@ -305,7 +305,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     )
 
 
-_launch_prefill = Launcher(_prefill)
+_launch_prefill = Launcher(_prefill, num_descriptors=2)
+_queries = Descriptors(lambda *parts: TensorDescriptor(*parts, QUERY_LAYOUT))
+_panels = Descriptors(lambda *parts: TensorDescriptor(*parts, PANEL_LAYOUT))
 
 
 def fits(head_size: int, group: int, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
@@ -337,17 +339,16 @@ def launch(
     num_kv_heads, page_size = pages.shape[2:4]
     group = all_heads // num_kv_heads - 2
     pack = 1 << (group - 1).bit_length()
-    q_block = [ROWS.value // pack, pack, PANEL.value]
-    q = TensorDescriptor(heads, list(heads.shape), list(heads.stride()), q_block, QUERY_LAYOUT)
+    strides = heads.stride()
+    q = _queries(heads, (num_tokens, all_heads, size), strides, (ROWS.value // pack, pack, PANEL.value))
     if is_whole:
-        rows, strides, piece = [num_tokens, all_heads * size], [heads.stride(0), 1], block_n
+        kv = _panels(heads, (num_tokens, all_heads * size), (strides[0], 1), (block_n, PANEL.value))
     else:
-        rows, strides, piece = [pages.numel() // size, size], [size, 1], min(page_size, block_n)
-    kv = TensorDescriptor(heads if is_whole else pages, rows, strides, [piece, PANEL.value], PANEL_LAYOUT)
+        kv = _panels(pages, (pages.numel() // size, size), (size, 1), (min(page_size, block_n), PANEL.value))
     num_items = tiles.shape[0] * num_kv_heads
     _launch_prefill(
-        (min(num_items, _num_processors(heads.device)),),
-        q, kv, page_table, tiles, out, page_table.stride(0), num_items,
-        KV_HEADS=num_kv_heads, GROUP=group, HEAD=size, PAGE=0 if is_whole else page_size, BLOCK_N=block_n,
-        STAGES=num_stages, FACTOR=scale * LOG2E, IN_TURN=in_turn, num_warps=4, maxnreg=MAX_REGISTERS,
-    )  # fmt: skip
+        (min(num_items, _num_processors(heads.device)), 1, 1),
+        (q, kv, page_table, tiles, out, page_table.stride(0), num_items),
+        (num_kv_heads, group, size, 0 if is_whole else page_size, block_n, num_stages, scale * LOG2E, in_turn),
+        {"num_warps": 4, "maxnreg": MAX_REGISTERS},
+    )

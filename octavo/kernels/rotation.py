@@ -27,13 +27,9 @@ def rotation(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: floa
     half = frequencies.shape[0]
     out = torch.empty((positions.shape[0], half, 2), dtype=torch.float32, device=positions.device)
     _launch_rotation(
-        (positions.shape[0],),
-        positions,
-        frequencies,
-        out,
-        amplitude,
-        HALF=half,
-        PADDED=1 << (half - 1).bit_length(),
-        num_warps=1,
+        (positions.shape[0], 1, 1),
+        (positions, frequencies, out, amplitude),
+        (half, 1 << (half - 1).bit_length()),
+        {"num_warps": 1},
     )
     return out

@@ -121,10 +121,9 @@ def turn_and_store(
     # One 16-byte load a thread where a step is short of programs, two where it is not.
     heads_each = max(1, (1024 if num_tokens <= 64 else 2048) // padded)
     pdl = pdl and heads.is_cuda
-    options = {"launch_pdl": True} if pdl else {}
     _launch_turn(
-        (num_tokens, -(-all_heads // heads_each)),
-        heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon,
-        H=num_heads, HKV=num_kv_heads, D=size, D_PADDED=padded, PAGE=page_size, HEADS=heads_each,
-        KEEP_KEYS=keep_keys, PDL=pdl, num_warps=4, **options,
-    )  # fmt: skip
+        (num_tokens, -(-all_heads // heads_each), 1),
+        (heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon),
+        (num_heads, num_kv_heads, size, padded, page_size, heads_each, keep_keys, pdl),
+        {"num_warps": 4, "launch_pdl": True} if pdl else {"num_warps": 4},
+    )

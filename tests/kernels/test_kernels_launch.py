@@ -124,11 +124,11 @@ def _probe(x, y, number, free, factor, SIZE: tl.constexpr, FLAG: tl.constexpr):
         tl.store(y + at * number, tl.load(x + at).to(tl.float32) * factor + free)
 
 
-def is_chosen_by_triton(launcher: Launcher, *args, **constants) -> bool:
+def is_chosen_by_triton(launcher: Launcher, args: tuple, constants: tuple = (16, False), **options) -> bool:
     """Launch, and ask Triton which binary it would have taken."""
-    launcher((1,), *args, **constants)
+    launcher((1, 1, 1), args, constants, options)
     function = Recorder.calls.pop()[4]
-    return function == launcher.kernel[(1,)](*args, **constants).function
+    return function == launcher.kernel[(1,)](*args, *constants, **options).function
 
 
 @of_process
@@ -145,7 +145,7 @@ def test_takes_the_binary_that_triton_takes(gpu):
     functions = set()
     for _ in range(2):
         for args in kinds:
-            assert is_chosen_by_triton(launcher, *args, SIZE=16, FLAG=False), args[2:]
+            assert is_chosen_by_triton(launcher, args), args[2:]
             functions.add(Recorder.calls.pop()[4])
     assert len(functions) == gpu.num_loaded > 12
 
@@ -154,16 +154,18 @@ def test_takes_the_binary_that_triton_takes(gpu):
 def test_tells_constants_and_options_apart(gpu):
     launcher = Launcher(_probe)
     x, y = torch.zeros(64), torch.zeros(64)
+    early = {"num_warps": 2, "launch_pdl": True}
     kinds = [
-        {"SIZE": 16, "FLAG": False}, {"SIZE": 32, "FLAG": False}, {"SIZE": 16, "FLAG": "one"},
-        {"SIZE": 16, "FLAG": False, "num_warps": 2}, {"SIZE": 16, "FLAG": False, "num_warps": 2, "launch_pdl": True},
-    ]  # fmt: skip
+        ((16, False), {}),
+        ((32, False), {}),
+        ((16, "x"), {}),
+        ((16, False), {"num_warps": 2}),
+        ((16, False), early),
+    ]
     for _ in range(2):
-        for constants in kinds:
-            assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, **constants)
-            assert Recorder.calls.pop()[6] == constants.get("launch_pdl", False)
-    # In another order they are what they were.
-    assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, FLAG=False, SIZE=16)
+        for constants, options in kinds:
+            assert is_chosen_by_triton(launcher, (x, y, 4, 4, 1.0), constants, **options)
+            assert Recorder.calls.pop()[6] == options.get("launch_pdl", False)
     assert gpu.num_loaded == len(kinds)
 
 
@@ -174,7 +176,7 @@ def test_goes_to_the_current_stream_of_the_current_device(gpu):
     seen = []
     for device, stream in ((0, 70), (0, 80), (1, 80), (0, 90), (1, 70)):
         gpu.device, gpu.stream = device, stream
-        launcher((3, 2), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+        launcher((3, 2, 1), (x, y, 4, 4, 1.0), (16, False), {})
         call = last_call()
         assert call[:4] == [3, 2, 1, stream + device]
         seen.append((device, call[4]))
@@ -185,27 +187,27 @@ def test_goes_to_the_current_stream_of_the_current_device(gpu):
 def test_repeated_launches_do_not_go_through_triton(gpu, monkeypatch):
     launcher = Launcher(_probe)
     x, y = torch.zeros(64), torch.zeros(64)
-    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     monkeypatch.setattr(JITFunction, "__getitem__", None)
-    launcher((2, 3, 4), x, y, 8, 7, 2.0, SIZE=16, FLAG=False)
+    launcher((2, 3, 4), (x, y, 8, 7, 2.0), (16, False), {})
     assert [call[:3] for call in Recorder.calls] == [(1, 1, 1), (2, 3, 4)]
     monkeypatch.setattr(launcher, "_is_direct", False)  # what OCTAVO_PLAIN_LAUNCH sets
     with pytest.raises(TypeError):
-        launcher((2,), x, y, 8, 7, 2.0, SIZE=16, FLAG=False)
+        launcher((2, 1, 1), (x, y, 8, 7, 2.0), (16, False), {})
 
 
 @of_process
 def test_a_rehearsal_launches_nothing(gpu):
     launcher = Launcher(_probe)
     x, y = torch.zeros(64), torch.zeros(64)
-    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     Recorder.calls.clear()
     with rehearsal(2):
-        launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)  # launched before
-        launcher((1,), x, y, 4, 4, 1.0, SIZE=128, FLAG=False)  # not launched before
+        launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})  # launched before
+        launcher((1, 1, 1), (x, y, 4, 4, 1.0), (128, False), {})  # not launched before
     assert not Recorder.calls
     for _ in range(2):
-        assert is_chosen_by_triton(launcher, x, y, 4, 4, 1.0, SIZE=128, FLAG=False)
+        assert is_chosen_by_triton(launcher, (x, y, 4, 4, 1.0), (128, False))
         Recorder.calls.clear()
 
 
@@ -218,13 +220,13 @@ def test_those_who_listen_are_told(gpu):
     def tell(metadata):
         told.append(metadata.get()["name"])
 
-    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     assert Recorder.calls[-1][11:13] != (None, None)  # Triton's own launch
-    launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+    launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     assert Recorder.calls[-1][10:13] == (None, None, None)
     triton.knobs.runtime.launch_enter_hook.add(tell)
     try:
-        launcher((1,), x, y, 4, 4, 1.0, SIZE=16, FLAG=False)
+        launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
         metadata, enter = Recorder.calls[-1][10:12]
         enter(metadata)  # as C does
     finally:
