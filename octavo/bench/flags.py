@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from octavo.config import AUTO
 from octavo.flags import OFFLINE, Parser, add_config_flags, count, number, one_of, whole
 
 SLO_NAMES = ("ttft", "tpot", "e2el")
@@ -46,6 +47,10 @@ def above_zero(text: str) -> float:
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
     return value
+
+
+def _processes(text: str) -> int | str:
+    return AUTO if text.strip().lower() == AUTO else positive(text)
 
 
 def slo(text: str) -> tuple[str, float]:
@@ -130,6 +135,7 @@ def _add_serve(kinds: Any) -> None:
     add("--num-warmups", type=whole, default=1, metavar="N", help="requests sent and not measured before (default: 1)")
     add("--request-rate", type=above_zero, default=float("inf"), metavar="X", help="requests per second, arriving at random as Poisson would have it (default: inf, all at once)")  # fmt: skip
     add("--max-concurrency", type=positive, metavar="N", help="most requests open at one time (default: no limit)")
+    add("--client-processes", type=_processes, default=AUTO, metavar="N", help="processes that send and receive; auto: by cores and streams (default: auto)")  # fmt: skip
     _add_lengths(parser, 128, 128)
     add("--shared-prefix-len", "--random-prefix-len", type=whole, default=0, metavar="N", help="tokens all prompts begin with, on top of --input-len (default: 0)")  # fmt: skip
     add("--prompt-kind", type=one_of(("words", "ids")), default="words", metavar="{words,ids}", help="prompts of random words, about one token each, or of random token ids (default: words)")  # fmt: skip

@@ -4,180 +4,15 @@ Knows nothing of Octavo's own server: the same requests and the same clock for e
 import argparse
 import asyncio
 import json
-import os
 import sys
-import time
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from octavo.bench import report
-from octavo.bench.http_stream import Client, HTTPFailure, Target
+from octavo.bench import clients, report
+from octavo.bench.http_stream import Client, HTTPFailure
+from octavo.bench.sending import Record, Sender, client_for, describe, loop_factory
 from octavo.bench.workload import Workload, id_prompts, poisson_arrivals, word_prompts
 from octavo.errors import ConfigError, EngineUnavailable, RequestFailed
-
-
-class _Text(msgspec.Struct, gc=False):
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-
-
-class _Choice(msgspec.Struct, gc=False):
-    text: str | None = None
-    delta: _Text | None = None
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = 0
-
-
-class _Chunk(msgspec.Struct, gc=False):
-    """The parts of a streamed chunk that are measured; decoding nothing else keeps the client cheap."""
-
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-@dataclass(slots=True)
-class Record:
-    """One request, in seconds of time.perf_counter()."""
-
-    started: float
-    first: float = 0.0  # first text
-    ended: float = 0.0  # last choice, or the failure
-    gaps: list[float] = field(default_factory=list)  # between one text and the next
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    has_usage: bool = False
-    error: str = ""
-
-    @property
-    def ttft(self) -> float | None:
-        """None where no text came."""
-        return self.first - self.started if self.first else None
-
-    @property
-    def latency(self) -> float | None:
-        """None for a failed request: the time until it failed is not how long an answer takes."""
-        return None if self.error else self.ended - self.started
-
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first; None for answers of one token."""
-        return (self.ended - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-
-
-# ── sending ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Sender:
-    """Sends one prompt and times its answer."""
-
-    def __init__(self, client: Client, arguments: argparse.Namespace, model: str) -> None:
-        self._client = client
-        self._chat = arguments.endpoint == "chat"
-        self._path = "/v1/chat/completions" if self._chat else "/v1/completions"
-        self._timeout: float = arguments.timeout
-        self._decode = msgspec.json.Decoder(_Chunk).decode
-        self._fields: dict[str, Any] = {
-            "model": model,
-            "max_tokens": arguments.output_len,
-            "temperature": arguments.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        } | ({"ignore_eos": True} if arguments.ignore_eos else {})
-
-    async def send(self, prompt: str | list[int]) -> Record:
-        prompt_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
-        body = json.dumps(self._fields | prompt_field).encode()
-        record = Record(started=time.perf_counter())
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._receive(body, record)
-        except HTTPFailure as failure:
-            record.error = _describe(failure)
-        except TimeoutError:
-            record.error = f"no end within {self._timeout:g} s"
-        except (OSError, msgspec.MsgspecError) as error:
-            record.error = f"{type(error).__name__}: {error}"
-        if record.error:
-            record.ended = time.perf_counter()
-        return record
-
-    async def _receive(self, body: bytes, record: Record) -> None:
-        latest, num_texts, done = 0.0, 0, False
-        async for data in self._client.post_events(self._path, body):
-            now = time.perf_counter()
-            if data == b"[DONE]":
-                done = True
-                continue
-            chunk = self._decode(data)
-            if chunk.error is not None:
-                record.error = _message(json.dumps({"error": chunk.error}))
-                return
-            if chunk.usage is not None:
-                record.has_usage = True
-                record.prompt_tokens = chunk.usage.prompt_tokens
-                record.output_tokens = chunk.usage.completion_tokens or 0
-            for choice in chunk.choices:
-                delta = choice.delta
-                if choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)):
-                    num_texts += 1
-                    if latest:
-                        record.gaps.append(now - latest)
-                    latest = now
-                    record.first = record.first or now
-                if choice.finish_reason or latest == now:
-                    record.ended = now
-        if not record.ended:
-            record.error = "the stream ended without an answer"
-            return
-        if not done:
-            record.error = "the stream ended without [DONE]"
-        record.first = record.first or record.ended  # an answer without text: its end is all there is
-        if not record.has_usage:
-            record.output_tokens = num_texts
-
-
-def _describe(failure: HTTPFailure) -> str:
-    return f"HTTP {failure.status}: {_message(str(failure))}" if failure.status else str(failure)
-
-
-def _message(text: str) -> str:
-    """OpenAI's error message out of a body, or the body."""
-    try:
-        error = json.loads(text)["error"]
-        text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
-        pass
-    return " ".join(text.split())[:300]
-
-
-async def drive(sender: Sender, load: Workload, max_concurrency: int | None, progress: Any) -> list[Record]:
-    """Every request at its time, at most `max_concurrency` open at once; the records in order of arrival."""
-    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
-
-    async def one(prompt: str | list[int]) -> Record:
-        async with gate or nullcontext():
-            record = await sender.send(prompt)
-        progress.update(1)
-        return record
-
-    start, tasks = time.perf_counter(), []
-    for prompt, arrival in zip(load.prompts, load.arrivals, strict=True):
-        wait = start + arrival - time.perf_counter()
-        if wait > 0:
-            await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one(prompt)))
-    return list(await asyncio.gather(*tasks))
-
 
 # ── judging ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,6 +47,8 @@ def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
         "ttft_ms": report.spread([r.ttft for r in good if r.ttft is not None]),
         "tpot_ms": report.spread([r.tpot for r in good if r.tpot is not None]),
         "itl_ms": report.spread([gap for r in good for gap in r.gaps]),
+        # Below 1: several tokens came in one event, by the server's choice or because it was behind.
+        "texts_per_token": round(sum(len(r.gaps) + 1 for r in good) / output, 3) if output else None,
         "e2el_ms": report.spread([r.latency for r in good if r.latency is not None]),
     }
 
@@ -243,10 +80,22 @@ def run(arguments: argparse.Namespace) -> int:
     report.check_writable(arguments.result)
     if arguments.prompt_kind == "ids" and arguments.endpoint == "chat":
         raise ConfigError("--prompt-kind ids needs --endpoint completions: a chat message is text")
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        model, records = runner.run(_measure(arguments))
-    figures = judge(records, dict(arguments.goodput))
+    prompts = _prompts(arguments, arguments.num_prompts, arguments.shared_prefix_len, arguments.seed)
+    load = Workload(prompts, poisson_arrivals(len(prompts), arguments.request_rate, arguments.seed))
+    num_streams = min(len(prompts), arguments.max_concurrency or len(prompts))
+    num_clients = clients.num_processes(arguments.client_processes, num_streams)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        model = runner.run(_warm_up(arguments))
+    with _progress(len(prompts)) as progress:
+        outcome = clients.send_all(arguments, model, load, progress.update, num_clients)
+    records = outcome.records
+    figures = judge(records, dict(arguments.goodput)) | {
+        "client_processes": len(outcome.cpu_seconds),
+        "client_cpu_seconds": round(sum(outcome.cpu_seconds), 3),
+        "client_busiest": round(outcome.busiest, 3),
+    }
     print(f"{model} at {arguments.base_url} ({arguments.endpoint})\n\n{show(figures)}")
+    print("\n".join(report.show_figures({"client": clients.show_share(outcome)})))
     requests = [
         {"ttft": r.ttft, "latency": r.latency, "prompt_tokens": r.prompt_tokens, "output_tokens": r.output_tokens}
         | {"started": r.started - records[0].started, "error": r.error}
@@ -258,19 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if figures["num_errors"] else 0
 
 
-def _loop_factory() -> Any:
-    """The faster loop where there is one, so that the client takes less of a machine it shares with the server."""
-    try:
-        import uvloop
-
-        return uvloop.new_event_loop
-    except ImportError:
-        return None
-
-
-async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Record]]:
-    key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
-    client = Client(Target.parse(arguments.base_url), key)
+async def _warm_up(arguments: argparse.Namespace) -> str:
+    """The model's name, once the first requests have been answered."""
+    client = client_for(arguments)
     try:
         model = arguments.model or await _first_model(client, arguments.base_url)
         sender = Sender(client, arguments, model)
@@ -278,10 +117,7 @@ async def _measure(arguments: argparse.Namespace) -> tuple[str, list[Record]]:
             trial = await sender.send(prompt)
             if trial.error:
                 raise RequestFailed(f"the first request to {arguments.base_url} failed: {trial.error}")
-        prompts = _prompts(arguments, arguments.num_prompts, arguments.shared_prefix_len, arguments.seed)
-        load = Workload(prompts, poisson_arrivals(len(prompts), arguments.request_rate, arguments.seed))
-        with _progress(len(prompts)) as progress:
-            return model, await drive(sender, load, arguments.max_concurrency, progress)
+        return str(model)
     finally:
         await client.close()
 
@@ -299,7 +135,7 @@ async def _first_model(client: Client, url: str) -> str:
     except OSError as error:
         raise EngineUnavailable(f"cannot reach {url}: {error}; is the server running?") from None
     except HTTPFailure as failure:
-        raise RequestFailed(f"{url}/v1/models: {_describe(failure)}") from None
+        raise RequestFailed(f"{url}/v1/models: {describe(failure)}") from None
     except (ValueError, KeyError, TypeError, IndexError):
         raise RequestFailed(f"{url}/v1/models lists no model: name one with --model") from None
 

@@ -16,7 +16,8 @@ import pytest
 from octavo import cli
 from octavo.bench import report, serve
 from octavo.bench.http_stream import Client, Target
-from octavo.bench.serve import Record, Sender, drive, is_good, judge
+from octavo.bench.sending import Record, Sender, drive
+from octavo.bench.serve import is_good, judge
 from octavo.bench.workload import WORDS, Workload, id_prompts, poisson_arrivals, word_prompts
 from octavo.errors import ConfigError
 
@@ -124,8 +125,7 @@ async def send_all(url: str, prompts: list[Any], *extra: str, concurrency: int |
     client = Client(Target.parse(url))
     sender = Sender(client, arguments(url, *extra), "scripted")
     try:
-        with serve._progress(len(prompts)) as progress:
-            return await drive(sender, Workload(prompts, [0.0] * len(prompts)), concurrency, progress)
+        return await drive(sender, Workload(prompts, [0.0] * len(prompts)), concurrency, lambda: None)
     finally:
         await client.close()
 
@@ -229,8 +229,7 @@ async def test_requests_leave_at_their_times() -> None:
     async with running() as (url, _):
         client = Client(Target.parse(url))
         load = Workload(["a", "b"], [0.0, 0.25])
-        with serve._progress(2) as progress:
-            first, second = await drive(Sender(client, arguments(url), "m"), load, None, progress)
+        first, second = await drive(Sender(client, arguments(url), "m"), load, None, lambda: None)
         await client.close()
     assert 0.25 <= second.started - first.started < 0.6
 
