@@ -93,11 +93,17 @@ def test_kernels_round_as_torch_does(kernels: ModuleType) -> None:
     torch.manual_seed(1)
     x = randn(300, 1000) * torch.logspace(-4, 4, 300, device=GPU)[:, None].bfloat16()
     x[7] = 0
-    (found, found_scales), (expected, scales) = quantise_rows(x), quantise(x)
-    torch.testing.assert_close(found_scales, scales, rtol=1e-6, atol=0)
-    # x · (448 / largest) and x / (largest / 448) differ in the last bit, which tips a number that lies between two.
-    assert (found.float() != expected.float()).float().mean() < 1e-3
-    assert error(found.float(), expected) < 1e-3
+    largest = x.double().abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+    exact = x.double() * 448 / largest
+    # Two roundings to 24 bits, of which a kernel's division may be off by two (div.full.f32), a product by half of one:
+    # a number halfway between two of 8 bits, as x of 8 bits often is (about 1 of 200), may tip to either side; others may not.
+    slack = 3 * 2.0**-23
+    either = [(exact * (1 + sign * slack)).float().to(torch.float8_e4m3fn).float() for sign in (-1, 1)]
+    low, high = torch.minimum(*either), torch.maximum(*either)
+    assert (low == high).float().mean() > 0.98
+    for numbers, scales in (quantise_rows(x), quantise(x)):
+        torch.testing.assert_close(scales.double(), largest / 448, rtol=slack, atol=0)
+        assert ((low <= numbers.float()) & (numbers.float() <= high)).all()
 
 
 def test_a_broken_row_breaks_no_other(kernels: ModuleType) -> None:

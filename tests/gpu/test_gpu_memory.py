@@ -78,9 +78,12 @@ def test_what_is_measured_is_what_is_taken_and_what_is_left_can_be(device: Devic
     weights = torch.empty(2 * GiB, dtype=torch.uint8, device=device.torch_device)
     memory = measured(device)
     assert memory.total == torch.cuda.mem_get_info()[1]
-    assert abs(memory.working - 2 * GiB) < 64 * MiB, "the parts that do not overlap are not added up"
-    assert abs(memory.working_rows - 512 * MiB) < 64 * MiB
-    assert memory.working_least < 64 * MiB
+    # Whole segments count, which no step gives back while it runs. 8192 tokens: 512 MiB kept and 1536 MiB beside it, three
+    # times the same; of those a part serves the rows' 512 MiB. 256 tokens: 16 MiB kept and 48 MiB, which are too small for
+    # the rows'. One: small tensors share a segment of 2 MiB, larger ones up to 10 MiB one of 20 MiB.
+    assert abs(memory.working - 2 * GiB) <= 20 * MiB, "the parts that do not overlap are not added up"
+    assert abs(memory.working_rows - (16 + 48 + 512) * MiB) <= 20 * MiB
+    assert memory.working_least <= (2 + 20) * MiB
     assert 2 * GiB <= memory.own < 3 * GiB + 512 * MiB
     pages = torch.empty(memory.for_pages, dtype=torch.uint8, device=device.torch_device)
     Steps(device).run(8192, 256, False)  # would raise where there is no room for it
