@@ -3,14 +3,14 @@ Knows nothing of what kernels compute. OCTAVO_PLAIN_LAUNCH=1 leaves every launch
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
-from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
-import torch
-import triton
+from torch import Tensor
+from torch.nn import Parameter
 from triton import knobs
+from triton.backends.compiler import BaseBackend
 from triton.runtime import driver, jit
 from triton.runtime.jit import JITFunction
 
@@ -21,6 +21,8 @@ _LAST_STEPS = (
     "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata, "
     "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *bound_args.values())",
 )
+# What it tells apart: number, what its function says of it.
+_SPECIALISED = ((1, ("constexpr", 1)), (2, ("i32", "")), (32, ("i32", "D")), (0.5, ("fp32", None)))
 _LAUNCHER_STEP = (
     "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, "
     "global_scratch, profile_scratch, *args)"
@@ -31,28 +33,22 @@ def _knows_triton() -> bool:
     """Whether this Triton has what is used here of its inner parts, in the form in which it is used."""
     try:
         source = " ".join(inspect.getsource(_RUN).split())
-        facts = jit.native_specialize_impl(triton.backends.compiler.BaseBackend, 32, False, True, True)
+        is_same = all(jit.native_specialize_impl(BaseBackend, x, False, True, True) == y for x, y in _SPECIALISED)
     except (AttributeError, OSError, TypeError):
         return False
-    return all(step in source for step in _LAST_STEPS) and facts == ("i32", "D")
+    return is_same and all(step in source for step in _LAST_STEPS)
 
 
 IS_DIRECT = os.environ.get("OCTAVO_PLAIN_LAUNCH", "0") in ("", "0") and _knows_triton()
 
 
 @cache
-def _knows_launcher(call: Any) -> bool:
-    """Whether a launcher's call is that of Triton 3.6 for NVIDIA: allocate scratch memory and go on to `launch`."""
-    return _LAUNCHER_STEP in " ".join(inspect.getsource(call).split())
-
-
-def _is_known(launcher: Any) -> bool:
-    return hasattr(type(launcher), "__call__") and _knows_launcher(type(launcher).__call__)  # noqa: B004
-
-
-@cache
-def _backend(device: int) -> Any:
-    return triton.compiler.make_backend(driver.active.get_current_target())
+def _knows_launcher(kind: Any) -> bool:
+    """Whether it is that of Triton 3.6 for NVIDIA: its call allocates scratch memory and goes on to `launch`."""
+    try:
+        return _LAUNCHER_STEP in " ".join(inspect.getsource(kind.__call__).split())
+    except (OSError, TypeError):
+        return False
 
 
 def _is_watched() -> bool:
@@ -65,18 +61,45 @@ def _is_watched() -> bool:
     return False
 
 
+def _look_at(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]] | None:
+    """All that Triton compiles a kernel anew for, and what to pass on. None: of something here only Triton knows that.
+
+    At least as fine as Triton's own distinctions on NVIDIA's GPUs: a tensor's type and whether it begins at a multiple of
+    16 bytes; whether a number is 1 or a multiple of 16. (Its function takes twice as long, and makes no pointers.)"""
+    facts: list[Any] = []
+    values: list[Any] = []
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            pointer = arg.data_ptr()
+            facts.append(arg.dtype if pointer & 15 == 0 else (arg.dtype,))
+            # Of a tensor elsewhere the launcher asks the driver what the GPU calls its address, or whether it has one.
+            values.append(pointer if arg.is_cuda else arg)
+            continue
+        if kind is int:
+            if not -0x80000000 <= arg <= 0x7FFFFFFF:  # other types than int32
+                return None
+            facts.append(1 if arg == 1 else 16 if arg & 15 == 0 else 0)
+        elif kind is float or arg is None:
+            facts.append(kind)
+        elif (fact := getattr(arg, "kind", None)) is not None:  # from Descriptors
+            facts.append(fact)
+        else:
+            return None
+        values.append(arg)
+    return facts, values
+
+
 class Launcher:
     """`Launcher(kernel)(grid, args, constants, options)` is `kernel[grid](*args, *constants, **options)`.
 
     The first launch of its kind goes through Triton, which compiles and loads the kernel; the next ones call what it
-    loaded. Two launches are of one kind if Triton's own function says so of each argument (type, alignment, whether 16
-    divides it, whether it is 1) and all constants and options are equal: a kernel that Triton would not have chosen is
-    never run. `constants` are the kernel's last parameters, all of them. The first `num_descriptors` arguments are from
-    a `Descriptors`, which knows their kind: Triton takes longer to tell it than to launch."""
+    loaded. Two launches are of one kind if all arguments look the same to Triton's compiler and all constants and
+    options are equal: a kernel that Triton would not have chosen is never run. `constants` are the kernel's last
+    parameters, all of them. Descriptors among `args` are told apart quickly if they are from `Descriptors`."""
 
-    def __init__(self, kernel: Any, num_descriptors: int = 0) -> None:
+    def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
-        self.num_descriptors = num_descriptors
         # The interpreter's functions are of another type.
         self._is_direct = IS_DIRECT and isinstance(kernel, JITFunction)
         self._loaded: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
@@ -85,25 +108,22 @@ class Launcher:
         self, grid: tuple[int, int, int], args: tuple[Any, ...], constants: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         # Somebody replaces Triton's launches in a rehearsal: theirs is what is wanted then.
-        if not self._is_direct or JITFunction.run is not _RUN or self.kernel.pre_run_hooks or _is_watched():
+        is_direct = self._is_direct and JITFunction.run is _RUN and not self.kernel.pre_run_hooks and not _is_watched()
+        seen = _look_at(args) if is_direct else None
+        if seen is None:
             self.kernel[grid](*args, *constants, **options)
             return
+        facts, values = seen
         active = driver.active
         device = active.get_current_device()
-        count = self.num_descriptors
-        facts = map(
-            jit.native_specialize_impl,
-            repeat(_backend(device)), args[count:] if count else args, repeat(False), repeat(True), repeat(True),
-        )  # fmt: skip
         modes = knobs.runtime.debug, knobs.compilation.instrumentation_mode
-        kinds = [descriptor.kind for descriptor in args[:count]] if count else ()
-        key = (device, modes, constants, *options.items(), *kinds, *facts)
+        key = (device, modes, constants, *options.items(), *facts)
         loaded = self._loaded.get(key)
         if loaded is None:
             self._launch_first(key, grid, args, constants, options)
             return
         launch, rest = loaded
-        launch(*grid, active.get_current_stream(device), *rest, *args, *constants)
+        launch(*grid, active.get_current_stream(device), *rest, *values, *constants)
 
     def _launch_first(
         self, key: tuple[Any, ...], grid: tuple[int, int, int], args: tuple[Any, ...],
@@ -114,25 +134,21 @@ class Launcher:
         kernel = self.kernel[grid](*args, *constants, **options)
         if kernel is None:  # a hook of Triton's cache may refuse to compile
             return
-        launcher, metadata = kernel.run, kernel.packed_metadata
-        if _is_known(launcher) and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
+        launcher, kind = kernel.run, cast(Hashable, type(kernel.run))
+        if _knows_launcher(kind) and launcher.global_scratch_size == launcher.profile_scratch_size == 0:
             ways = launcher.launch_cooperative_grid, launcher.launch_pdl, None, None
-            self._loaded[key] = launcher.launch, (kernel.function, *ways, metadata, None, None, None)
-        else:
-            self._loaded[key] = launcher, (kernel.function, metadata, None, None, None)
+            self._loaded[key] = launcher.launch, (kernel.function, *ways, kernel.packed_metadata, None, None, None)
 
 
 class Descriptors:
     """Makes descriptors of tensors in blocks of one layout: `make(base, shape, strides, block)` checks the first of its
     kind, and the next ones are copies of it that lie elsewhere."""
 
-    def __init__(self, make: Callable[[torch.Tensor, list[int], list[int], list[int]], Any]) -> None:
+    def __init__(self, make: Callable[[Tensor, list[int], list[int], list[int]], Any]) -> None:
         self._make = make
         self._models: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(
-        self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]
-    ) -> Any:
+    def __call__(self, base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...]) -> Any:
         key = (base.dtype, strides, block)
         model = self._models.get(key)
         if model is None:

@@ -54,7 +54,7 @@ def rms_norm(
 ) -> torch.Tensor:
     """x / sqrt(mean(x²) + epsilon) * weight over the last of two dimensions, in float32, rounded once. [T, D] → [T, D]"""
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert out.is_contiguous() and out.shape == x.shape
     _launch(x, None, weight, epsilon, out, pdl)
     return out
@@ -65,7 +65,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum. For ranks whose products are added up before the residual."""
     assert residual.is_contiguous() and residual.shape == x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, residual, weight, epsilon, out, pdl)
     return out
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels.launch import Launcher
+from octavo.kernels.launch import Descriptors, Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
@@ -228,6 +228,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 
 _launch_prefill = Launcher(_prefill)
+_blocks = Descriptors(TensorDescriptor)
 
 
 def paged_prefill(
@@ -280,4 +281,4 @@ def whole_blocks(heads: torch.Tensor, block_n: int) -> TensorDescriptor:
     """Blocks [block_n, D] of any head of consecutive tokens; behind the last token they are 0."""
     num_tokens, num_heads, size = heads.shape
     assert size & (size - 1) == 0
-    return TensorDescriptor(heads, [num_tokens, num_heads * size], [heads.stride(0), 1], [block_n, size])
+    return _blocks(heads, (num_tokens, num_heads * size), (heads.stride(0), 1), (block_n, size))

@@ -305,7 +305,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     )
 
 
-_launch_prefill = Launcher(_prefill, num_descriptors=2)
+_launch_prefill = Launcher(_prefill)
 _queries = Descriptors(lambda *parts: TensorDescriptor(*parts, QUERY_LAYOUT))
 _panels = Descriptors(lambda *parts: TensorDescriptor(*parts, PANEL_LAYOUT))
 

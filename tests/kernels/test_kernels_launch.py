@@ -15,9 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels import activation, launch, norm, paged_prefill, paged_prefill_hopper, rotation, turn
-from octavo.kernels.launch import Launcher
+from octavo.kernels.launch import Descriptors, Launcher
 from octavo.kernels.rehearse import rehearsal
 
 # Compiled kernels keep the driver that loaded them: this one must not be left to the tests of a process with a GPU.
@@ -75,7 +76,6 @@ class Driver:
 @pytest.fixture
 def gpu():
     """Nothing is loaded yet."""
-    launch._backend.cache_clear()
     for launcher in LAUNCHERS:
         launcher._loaded.clear()
         launcher.kernel.device_caches.clear()
@@ -87,10 +87,12 @@ def gpu():
     driver._active = before
 
 
-def same(left, right) -> bool:
-    if isinstance(left, torch.Tensor):
-        return left is right or (isinstance(right, torch.Tensor) and left.data_ptr() == right.data_ptr())
-    return type(left) is type(right) and left == right
+def same(passed, by_triton) -> bool:
+    """A tensor on a GPU is passed as its address, which is what Triton asks it for."""
+    if isinstance(by_triton, torch.Tensor):
+        address = passed.data_ptr() if isinstance(passed, torch.Tensor) else passed
+        return address == by_triton.data_ptr() and (by_triton.is_cuda or isinstance(passed, torch.Tensor))
+    return type(passed) is type(by_triton) and passed == by_triton
 
 
 def last_call() -> list:
@@ -115,6 +117,8 @@ def check(monkeypatch, call) -> None:
     for arguments in direct:
         assert len(arguments) == len(expected)
         assert all(map(same, arguments, expected)), (arguments, expected)
+    num_asked = [sum(isinstance(x, torch.Tensor) and x.is_cuda for x in arguments) for arguments in direct]
+    assert num_asked[1:] == [0, 0]
 
 
 @triton.jit(do_not_specialize=["free"])
@@ -245,8 +249,9 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
     pages, slots = torch.zeros(3, 2, 2, 16, 64, dtype=torch.bfloat16), torch.zeros(num_rows, dtype=torch.int64)
     factors, scale = torch.zeros(num_rows, 32, 2), torch.ones(64, dtype=torch.bfloat16)
     frequencies = torch.ones(32)
-    made = torch.empty(num_rows * 1000)
+    made = torch.empty(num_rows, 1000)
     monkeypatch.setattr(torch, "empty", lambda shape, **_: made)  # outputs lie where they lay
+    monkeypatch.setattr(torch, "empty_like", lambda x, **_: made)
     with pytest.MonkeyPatch.context() as inner:
         check(inner, lambda: norm.rms_norm(x, weight, 1e-6, out, pdl=pdl))
         check(inner, lambda: norm.rms_norm(x[:, 8:504], weight[:496], 1e-6, narrow, pdl=pdl))
@@ -277,6 +282,25 @@ def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, is_whole, is_
         base = heads.data_ptr()
         expected = [base, base if is_whole else pages.data_ptr()] if is_specialised else [base] if is_whole else []
         assert maps[-2:] == [expected, expected]
+
+
+def test_copied_descriptors_are_those_that_triton_makes():
+    make = Descriptors(TensorDescriptor)
+    tensors = [torch.zeros(rows, 4, 64, dtype=torch.bfloat16) for rows in (5, 9, 5)]
+    described = [make(x, (x.shape[0], 256), (256, 1), (16, 64)) for x in tensors]
+    for x, descriptor in zip(tensors, described, strict=True):
+        expected = TensorDescriptor(x, [x.shape[0], 256], [256, 1], [16, 64])
+        assert type(descriptor) is TensorDescriptor and descriptor.base is x
+        assert {name: descriptor.__dict__[name] for name in expected.__dict__ if name != "base"} == {
+            name: value for name, value in expected.__dict__.items() if name != "base"
+        }
+    assert described[0].kind is described[1].kind
+    assert described[0].kind is not make(tensors[0], (5, 256), (256, 1), (8, 64)).kind
+    assert described[0].kind is not make(tensors[0].half(), (5, 256), (256, 1), (16, 64)).kind
+    with pytest.raises(AssertionError):
+        make(tensors[1].view(-1)[1:], (8, 256), (256, 1), (16, 64))  # 2 bytes behind a multiple of 16
+    with pytest.raises(AssertionError):
+        make(tensors[1], (0, 256), (256, 1), (16, 64))
 
 
 def test_uses_the_inner_parts_of_the_triton_it_was_written_for():
