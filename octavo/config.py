@@ -11,6 +11,7 @@ AUTO = "auto"
 # Far beyond any use: with an upper end, infinity and what would overflow later are refused at the start.
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
+MAX_AUTO_API_PROCESSES = 8
 
 
 def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "", kind: str = "") -> Any:
@@ -87,7 +88,12 @@ class ServerConfig:
         "",
         "key that clients must send as 'Authorization: Bearer KEY'; several: separate by commas; also OCTAVO_API_KEY",
     )
-    api_processes: int = knob(1, "processes that parse, tokenize and stream", flag="api-processes,api-server-count")
+    api_processes: int | str = knob(
+        AUTO,
+        "processes that parse, tokenize and stream; auto: one for each four cores, at most 8",
+        flag="api-processes,api-server-count",
+        kind="tokens",
+    )
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
     allowed_origins: str = knob("", "origins a browser may call from (CORS), separated by commas; *: any")
     root_path: str = knob("", "path prefix under which a proxy serves this server")
@@ -101,6 +107,11 @@ class ServerConfig:
     def api_keys(self) -> list[str]:
         """The keys that open the door. Empty: it stands open."""
         return [key.strip() for key in self.api_key.split(",") if key.strip()]
+
+    def num_api_processes(self, num_cores: int) -> int:
+        # Three of four cores are left to the engine and to whatever else the machine does. Beyond eight, the engine would
+        # spend more on telling each of them its tokens than they could save.
+        return _or(self.api_processes, max(1, min(num_cores // 4, MAX_AUTO_API_PROCESSES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +154,7 @@ class Config:
                 self.parallel.tensor_parallel_size >= 1,
                 "at least 1",
             ),
-            ("--api-processes", self.server.api_processes, self.server.api_processes >= 1, "at least 1"),
+            ("--api-processes", self.server.api_processes, _positive(self.server.api_processes), "at least 1"),
             ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
             (
                 "--shutdown-timeout",

@@ -2,6 +2,7 @@
 Knows nothing of torch, HTTP or tokens."""
 
 import contextlib
+import os
 import selectors
 import shutil
 import signal
@@ -19,18 +20,21 @@ import zmq
 from octavo.config import Config
 from octavo.engine.budget import budget_lines
 from octavo.engine.process import EngineOrder
+from octavo.engine.reception import Reception
 from octavo.errors import ConfigError
 from octavo.messages import Dying, EngineReport
 from octavo.weights.source import ModelSource, resolve
 
 MAX_FOLDER_LEN = 90
+BACKLOG = 2048
+ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front names another: the same process without a model
 
 
 class ServerOrder(msgspec.Struct, frozen=True):
     """What the supervisor tells an API process to be."""
 
     config: Config
-    fd: int  # the listening socket, inherited
+    fd: int  # a socket, inherited, over which connections come: see octavo.engine.reception
     origin: int
     engine_address: str
     reply_address: str
@@ -51,8 +55,9 @@ def serve(config: Config) -> int:
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
     )
     folder = _socket_folder()
+    reception = Reception(listener)
     try:
-        with _Processes(config, source, listener, folder) as processes:
+        with _Processes(config, source, listener, reception, folder) as processes:
             signal.signal(signal.SIGTERM, _raise_stop)
             signal.signal(signal.SIGINT, _raise_stop)
             try:
@@ -62,14 +67,18 @@ def serve(config: Config) -> int:
                 _ignore_more_signals()
                 return processes.stop_in_order()
     finally:
-        listener.close()
+        reception.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Processes:
-    def __init__(self, config: Config, source: ModelSource, listener: socket.socket, folder: Path) -> None:
-        self._config, self._source, self._listener, self._folder = config, source, listener, folder
+    def __init__(
+        self, config: Config, source: ModelSource, listener: socket.socket, reception: Reception, folder: Path
+    ) -> None:
+        self._config, self._source, self._folder = config, source, folder
+        self._listener, self._reception = listener, reception
         self._served_name = config.model.served_model_name or source.name
+        self._num_servers = config.server.num_api_processes(_num_cores())
         self._engine: subprocess.Popen[bytes] | None = None
         self._servers: list[subprocess.Popen[bytes]] = []
         self._is_serving = False
@@ -94,12 +103,12 @@ class _Processes:
             self._served_name,
             engine_address,
         )
-        self._engine = _spawn("octavo.engine.process", order)
-        for origin in range(self._config.server.api_processes):
-            fd = self._listener.fileno()
+        self._engine = _spawn(ENGINE_MODULE, order)
+        for origin in range(self._num_servers):
+            channel = self._reception.add()
             server_order = ServerOrder(
                 self._config,
-                fd,
+                channel.fileno(),
                 origin,
                 engine_address,
                 self._reply_address(origin),
@@ -107,7 +116,8 @@ class _Processes:
                 self._served_name,
                 dict(self._source.default_sampling),
             )
-            self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(fd,)))
+            self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(channel.fileno(),)))
+            channel.close()
 
     def watch(self, started: float) -> int:
         """Print what the processes report, until one of them ends. Each says one line when it is ready."""
@@ -132,12 +142,13 @@ class _Processes:
     def _engine_is_ready(self, line: bytes) -> None:
         # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
         try:
-            self._listener.listen(2048)
+            self._reception.open(BACKLOG)
         except OSError as error:
             raise _cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
+        self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
@@ -202,6 +213,11 @@ def _socket_folder() -> Path:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix="octavo-", dir="/tmp"))
     return folder
+
+
+def _num_cores() -> int:
+    """Those this process may use, where the system says so: a container's share, not the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""An API process: loads the text room while the engine loads, then serves on an inherited socket, then drains.
+"""An API process: loads the text room while the engine loads, then serves what it is handed, then drains.
 Knows nothing of endpoints. Started by the supervisor with one JSON line on standard input.
 
 Standard input stays open for as long as the supervisor lives; its end means that nobody is left to serve for. One line on
@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 
 from octavo.engine.client import ZmqClient
+from octavo.engine.reception import take_connections
 from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.server.app import build_app
@@ -34,12 +35,53 @@ FAREWELL_SECONDS = 1.0  # what a response that is cut off gets to say so
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with signals left to us: it would stop listening at the first one, and nobody could be told to retry."""
+    """uvicorn, with its connections from the supervisor, which deals them out, and with signals left to us: it would stop
+    listening at the first one, and nobody could be told to retry."""
+
+    def __init__(self, config: uvicorn.Config, channel: socket.socket) -> None:
+        super().__init__(config)
+        self._channel = channel
+        self._opening: set[asyncio.Task[Any]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup(sockets=[])
+        self._channel.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._take_in)
         sys.stdout.buffer.write(b'{"ready":true}\n')
         sys.stdout.buffer.flush()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._close_channel()
+        await super().shutdown(sockets)
+
+    def _take_in(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connections = take_connections(self._channel)
+        except (EOFError, ConnectionError):  # the supervisor's end: standard input says so too
+            return self._close_channel()
+        for connection in connections:
+            connection.setblocking(False)
+            task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opened)
+
+    def _opened(self, task: asyncio.Task[Any]) -> None:
+        self._opening.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("a connection could not be opened: %s", error)  # its client is gone
+
+    def _protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return protocol
+
+    def _close_channel(self) -> None:
+        if self._channel.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._channel.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,16 +173,16 @@ def _http_server(order: ServerOrder, app: object) -> HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
-        )
+        ),
+        socket.socket(fileno=order.fd),
     )
 
 
 async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
-    listener = socket.socket(fileno=order.fd)
     # What is alive now stays alive: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve())
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

@@ -14,7 +14,9 @@ import msgspec
 import pytest
 import zmq
 
+from octavo.engine.reception import Reception
 from octavo.engine.supervisor import ServerOrder
+from octavo.errors import ConfigError
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
 from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 
@@ -75,19 +77,24 @@ class Server:
         self.streams: list[http.client.HTTPResponse] = []
         self.engine = WireEngine(f"ipc://{folder}/engine")
         self.engine.start()
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.reception = Reception(listener)
+        channel = self.reception.add()
         order = ServerOrder(
-            config(**options), self.listener.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m"
+            config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "octavo.server.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(self.listener.fileno(),),
+            pass_fds=(channel.fileno(),),
             start_new_session=True,
         )
+        channel.close()
+        self.reception.open(16)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -129,7 +136,7 @@ class Server:
             pipe.close()
         self.engine.ending.set()
         self.engine.join()
-        self.listener.close()
+        self.reception.close()
 
 
 @pytest.fixture
@@ -221,3 +228,14 @@ def test_a_start_up_mistake_is_one_line_and_exit_2(folder: Path) -> None:
         assert len(lines) == 1 and lines[0].startswith("octavo: error: ") and "missing.jinja" in lines[0]
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("wanted", "num_cores", "num"), [("auto", 1, 1), ("auto", 2, 1), ("auto", 7, 1), ("auto", 8, 2),
+                                                          ("auto", 16, 4), ("auto", 200, 8), (3, 1, 3), (12, 200, 12)])  # fmt: skip
+def test_how_many_api_processes(wanted: int | str, num_cores: int, num: int) -> None:
+    assert config(api_processes=wanted).server.num_api_processes(num_cores) == num
+
+
+def test_no_api_process_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--api-processes must be at least 1, got 0"):
+        config(api_processes=0)

@@ -1,0 +1,121 @@
+"""Connections are dealt out in turn, whoever is awake; a process that has ended or is full gets none."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from octavo.engine.reception import Reception, take_connections
+
+SECONDS = 20.0
+
+
+@pytest.fixture
+def reception() -> Iterator[Reception]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    reception = Reception(listener)
+    yield reception
+    reception.close()
+
+
+def connect(reception: Reception, num: int) -> list[socket.socket]:
+    return [socket.create_connection(reception._listener.getsockname(), SECONDS) for _ in range(num)]
+
+
+def take(channel: socket.socket, num: int) -> list[socket.socket]:
+    channel.setblocking(False)
+    taken: list[socket.socket] = []
+    deadline = time.monotonic() + SECONDS
+    while len(taken) < num and time.monotonic() < deadline:
+        taken += take_connections(channel)
+    return taken
+
+
+def close(*groups: list[socket.socket]) -> None:
+    for group in groups:
+        for each in group:
+            each.close()
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_burst_is_shared_evenly(reception: Reception) -> None:
+    channels = [reception.add() for _ in range(3)]
+    reception.open(64)
+    clients = connect(reception, 30)
+    shares = [take(channel, 10) for channel in channels]
+    assert [len(share) for share in shares] == [10, 10, 10]
+    ports = {connection.getpeername()[1] for share in shares for connection in share}
+    assert ports == {client.getsockname()[1] for client in clients}
+    assert all(share[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for share in shares)
+    # They are the connections themselves: what one side writes, the other reads.
+    by_port = {connection.getpeername()[1]: connection for share in shares for connection in share}
+    clients[7].sendall(b"hello")
+    taken = by_port[clients[7].getsockname()[1]]
+    taken.settimeout(SECONDS)
+    assert taken.recv(5) == b"hello"
+    close(clients, *shares, channels)
+
+
+def test_a_process_that_ended_is_passed_over(reception: Reception) -> None:
+    gone, alive = reception.add(), reception.add()
+    reception.open(64)
+    gone.close()
+    clients = connect(reception, 6)
+    taken = take(alive, 6)
+    assert len(taken) == 6
+    close(clients, taken, [alive])
+
+
+def test_with_nobody_left_a_client_is_turned_away(reception: Reception) -> None:
+    reception.add().close()
+    reception.open(64)
+    (client,) = connect(reception, 1)
+    assert client.recv(1) == b""
+    client.close()
+
+
+def test_what_finds_no_room_waits(reception: Reception) -> None:
+    channel = reception.add()
+    reception._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few messages
+    reception.open(64)
+    clients = connect(reception, 40)
+    taken = take(channel, 40)
+    assert len(taken) == 40
+    close(clients, taken, [channel])
+
+
+def test_the_end_of_the_channel_is_told(reception: Reception) -> None:
+    channel = reception.add()
+    channel.setblocking(False)
+    assert take_connections(channel) == []
+    reception._channels[0].close()
+    with pytest.raises(EOFError):
+        take_connections(channel)
+    channel.close()
+
+
+def test_closing_frees_the_port(reception: Reception) -> None:
+    reception.add().close()
+    reception.open(64)
+    address = reception._listener.getsockname()
+    reception.close()
+
+    def is_free() -> bool:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+                probe.listen()
+            except OSError:
+                return False
+            return True
+
+    until(is_free)
