@@ -1,5 +1,8 @@
 """The same load over HTTP and offline: what the server's front costs at many concurrent streams.
-Knows nothing of HTTP: the server is `octavo serve`, the client `octavo bench serve`, each in processes of its own."""
+Knows nothing of HTTP: the server is `octavo serve`, the client `octavo bench serve`, each in processes of its own.
+
+`python -m benchmarks.gpu --serve` runs it, and so does, with two flags more, for the number of processes on either side:
+python -m benchmarks.gpu.serve --model qwen3-0.6b [--api-processes N] [--client-processes N]"""
 
 import argparse
 import contextlib
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace, load: Load, seeds: Sequence[int], results
     # Both sides get the same rows, or one of them would batch what the other cannot.
     options = engine_options(arguments, max_num_seqs=load.num_streams)
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
-        served = _over_http(options, load, seeds, Path(folder))
+        served = _over_http(options, load, seeds, Path(folder), arguments)
     results.put("serve", {"load": dataclasses.asdict(load), "http": served})
     offline = _offline(arguments, load, seeds)
     rates = [figures["output_tokens_per_second"] for figures in served]
@@ -80,6 +83,8 @@ def show(
             table(("", "output tokens/s of each run", "median"), rows),
             f"HTTP / offline = {ratio:.3f} (must: {SERVED_SHARE:g} {'✓' if ratio >= SERVED_SHARE else '✗'}); "
             + "; ".join(spreads),
+            f"clients: {middle['client_processes']} processes, the busiest computing for {middle['client_busiest']:.0%} of "
+            f"the time; {middle['texts_per_token']:.2f} events a token",
             *(f"failed requests: {figures['errors']}" for figures in served if figures["num_errors"]),
         ]
     )
@@ -88,23 +93,28 @@ def show(
 # ── over HTTP ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _over_http(options: dict[str, Any], load: Load, seeds: Sequence[int], folder: Path) -> list[dict[str, Any]]:
+def _over_http(
+    options: dict[str, Any], load: Load, seeds: Sequence[int], folder: Path, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
     vocab_size = _vocab_size(options["model"])
     if not options.get("tokenizer") and not _has_tokenizer(Path(options["model"])):
         write_tokenizer(folder, vocab_size)
         options = options | {"tokenizer": str(folder)}
-    with _server(options) as url:
-        _clients(url, load, _WARMUP_SEED, vocab_size, folder)
-        return [_clients(url, load, seed, vocab_size, folder) for seed in seeds]
+    command = [sys.executable, "-m", "octavo.cli", "serve", *as_flags(options), "--port", "0"]
+    with server([*command, "--api-processes", getattr(arguments, "api_processes", config.AUTO)]) as (url, _):
+        more = ["--vocab-size", str(min(vocab_size, _MAX_ID))]
+        more += ["--client-processes", getattr(arguments, "client_processes", config.AUTO)]
+        clients(url, load, _WARMUP_SEED, folder, more)
+        return [clients(url, load, seed, folder, more) for seed in seeds]
 
 
-def _clients(url: str, load: Load, seed: int, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Figures of one run of `octavo bench serve`."""
+def clients(url: str, load: Load, seed: int, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Figures of one run of `octavo bench serve`; `more`: further flags of it."""
     file = folder / f"run-{seed}.json"
     command = [sys.executable, "-m", "octavo.cli", "bench", "serve", "--base-url", url, "--result", str(file)]
     command += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.num_streams)]
     command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--seed", str(seed)]
-    command += ["--prompt-kind", "ids", "--vocab-size", str(min(vocab_size, _MAX_ID)), "--ignore-eos"]
+    command += ["--prompt-kind", "ids", "--ignore-eos", *more]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
     if not file.exists():
         raise RuntimeError(f"the clients failed: {done.stderr.strip()[-2000:]}")
@@ -112,9 +122,8 @@ def _clients(url: str, load: Load, seed: int, vocab_size: int, folder: Path) -> 
 
 
 @contextlib.contextmanager
-def _server(options: dict[str, Any]) -> Iterator[str]:
-    """`octavo serve` for as long as it is entered; yields its URL."""
-    command = [sys.executable, "-m", "octavo.cli", "serve", *as_flags(options), "--port", "0"]
+def server(command: list[str]) -> Iterator[tuple[str, int]]:
+    """`octavo serve`, by this command, for as long as it is entered; yields its URL and process id."""
     process = subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     found: list[str] = []
@@ -135,7 +144,7 @@ def _server(options: dict[str, Any]) -> Iterator[str]:
         settled.wait(START_LIMIT_S)
         if not found:
             raise RuntimeError("the server did not start:\n" + "\n".join(lines[-20:]))
-        yield found[0]
+        yield found[0], process.pid
     finally:
         process.terminate()
         try:
@@ -189,3 +198,18 @@ def _offline(arguments: argparse.Namespace, load: Load, seeds: Sequence[int]) ->
         seconds = subject.generate([Item(prompt, load.output_len) for prompt in prompts])
         rates.append(round(load.num_requests * load.output_len / seconds, 1))
     return rates[1:]
+
+
+def main() -> int:
+    from benchmarks.gpu.__main__ import FIRST_SEED, build_parser
+
+    parser = build_parser()
+    for name, whose in (("--api-processes", "octavo serve"), ("--client-processes", "octavo bench serve")):
+        parser.add_argument(name, default=config.AUTO, metavar="N", help=f"as `{whose}` takes it (default: auto)")
+    arguments = parser.parse_args()
+    seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
+    return run(arguments, Load.scaled(arguments.streams, arguments.scale), seeds, Results(arguments.result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
