@@ -70,9 +70,8 @@ class EngineClient(ABC):
     async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
         """To be read once, right after submit, until every choice has ended. Leaving early aborts the request."""
         try:
-            async with contextlib.aclosing(self._streams.read(request_id)) as arrivals:
-                async for deltas in arrivals:
-                    yield deltas
+            while deltas := await self._streams.next(request_id):
+                yield deltas
         finally:
             if self._streams.close(request_id):
                 self._send(Abort(request_id))

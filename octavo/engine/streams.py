@@ -2,19 +2,23 @@
 Knows nothing of how the deltas got here."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 from octavo.errors import OctavoError
 from octavo.messages import TokenDelta
 
 
 class _Stream:
-    __slots__ = ("arrived", "deltas", "open_choices")
+    __slots__ = ("deltas", "open_choices", "reader")
 
     def __init__(self, num_choices: int) -> None:
         self.open_choices = set(range(num_choices))
         self.deltas: list[TokenDelta] = []
-        self.arrived = asyncio.Event()
+        self.reader: asyncio.Future[None] | None = None  # what the reader waits for, while it does
+
+    def wake(self) -> None:
+        reader, self.reader = self.reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
 
 class Streams:
@@ -37,7 +41,8 @@ class Streams:
                 stream.deltas.append(delta)
                 if delta.finish is not None:
                     stream.open_choices.discard(delta.index)
-                stream.arrived.set()
+                if stream.reader is not None:
+                    stream.wake()
 
     def end_choice(self, request_id: str, index: int) -> None:
         """No more deltas of this choice (−1: of any choice) are wanted."""
@@ -45,26 +50,26 @@ class Streams:
         if stream is not None:
             stream.open_choices = {choice for choice in stream.open_choices if index not in (-1, choice)}
             stream.deltas = [delta for delta in stream.deltas if index not in (-1, delta.index)]
-            stream.arrived.set()
+            stream.wake()
 
     def fail(self, error: OctavoError) -> None:
         """Every open stream, and every one to come, raises `error`."""
         self._failure = error
         for stream in self._streams.values():
-            stream.arrived.set()
+            stream.wake()
 
-    async def read(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
-        """What arrived since the last look, until every choice has ended."""
+    async def next(self, request_id: str) -> list[TokenDelta]:
+        """What arrived since the last look, in however many steps; waits for it. Empty: every choice has ended."""
         stream = self._streams[request_id]
-        while stream.open_choices or stream.deltas:
-            if not stream.deltas:
-                if self._failure is not None:
-                    raise self._failure
-                stream.arrived.clear()
-                await stream.arrived.wait()
-                continue
-            deltas, stream.deltas = stream.deltas, []
-            yield deltas
+        while not stream.deltas:
+            if not stream.open_choices:
+                return []
+            if self._failure is not None:
+                raise self._failure
+            stream.reader = asyncio.get_running_loop().create_future()
+            await stream.reader
+        deltas, stream.deltas = stream.deltas, []
+        return deltas
 
     def close(self, request_id: str) -> bool:
         """Forget the request. True: some of its choices had not ended."""

@@ -80,6 +80,9 @@ class _Passage:
         self._status = 0
         self.request_id = _request_id(self._headers.get("x-request-id", ""))
         scope["octavo.request_id"] = self.request_id
+        scope["octavo.send_body"] = (
+            send  # past the layers above, for streams whose head is out: none of them minds a body
+        )
 
     async def walk(self, app: ASGIApp) -> None:
         try:

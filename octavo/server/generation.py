@@ -26,8 +26,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text of one choice, or its end. `index` counts over all prompts: prompt × n + choice."""
 
     index: int
@@ -85,13 +84,11 @@ class Generation:
                         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return choices
 
-    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+    def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
-        if len(self._requests) == 1:
-            async with aclosing(self._follow(0)) as steps:
-                async for pieces in steps:
-                    yield pieces
-            return
+        return self._follow(0) if len(self._requests) == 1 else self._together()
+
+    async def _together(self) -> AsyncGenerator[list[Piece], None]:
         arrivals: asyncio.Queue[list[Piece] | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(number, arrivals)) for number in range(len(self._requests))]
         try:
@@ -137,7 +134,7 @@ class Generation:
     def _advance(self, number: int, deltas: list[TokenDelta]) -> list[Piece]:
         pieces = []
         base = number * len(self._choices[number])  # n is the same for every prompt
-        for index, (token_ids, finish) in _by_choice(deltas).items():
+        for index, token_ids, finish in _by_choice(deltas):
             choice = self._choices[number][index]
             if finish is not None:
                 self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
@@ -153,13 +150,16 @@ class Generation:
         return pieces
 
 
-def _by_choice(deltas: list[TokenDelta]) -> dict[int, tuple[list[int], Finish | None]]:
-    """What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
-    together: dict[int, tuple[list[int], Finish | None]] = {}
+def _by_choice(deltas: list[TokenDelta]) -> list[tuple[int, list[int], Finish | None]]:
+    """(choice, tokens, end). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
     for delta in deltas:
         if delta.finish is not None and delta.finish.reason == "error":
             raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+    if len(deltas) == 1:
+        return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish)]
+    together: dict[int, tuple[int, list[int], Finish | None]] = {}
+    for delta in deltas:
         before = together.get(delta.index)
-        token_ids = delta.token_ids if before is None else before[0] + delta.token_ids
-        together[delta.index] = (token_ids, delta.finish)
-    return together
+        token_ids = delta.token_ids if before is None else before[1] + delta.token_ids
+        together[delta.index] = (delta.index, token_ids, delta.finish)
+    return list(together.values())

@@ -182,6 +182,7 @@ async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop:
     # What is alive now stays alive: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # what a stream makes and drops has no cycles: look rarely
     serving = asyncio.create_task(server.serve())
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,7 +3,8 @@ Knows nothing of what the events say."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+import os
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -21,10 +22,26 @@ DONE = b"data: [DONE]\n\n"
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
+_MARK = os.urandom(16).hex()  # a text that no other field holds
 
 
 def event(body: msgspec.Struct) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
+
+
+class Frames:
+    """Events of one response that differ in a choice's index and text alone: what surrounds the text is encoded once."""
+
+    def __init__(self, build: Callable[[int, str], msgspec.Struct]) -> None:
+        self._build = build
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        frame = self._frames.get(index)
+        if frame is None:
+            before, after = event(self._build(index, _MARK)).split(_encode(_MARK))
+            frame = self._frames[index] = (before, after)
+        return frame[0] + _encode(text) + frame[1]
 
 
 async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -59,9 +76,11 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(self._service, receive, self._deliver(send, scope["octavo.request_id"]))
+        await until_gone(
+            self._service, receive, self._deliver(send, scope["octavo.send_body"], scope["octavo.request_id"])
+        )
 
-    async def _deliver(self, send: Send, request_id: str) -> None:
+    async def _deliver(self, send: Send, send_body: Send, request_id: str) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -69,7 +88,7 @@ class EventStream(Response):
             try:
                 await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for chunk in events:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
             except asyncio.CancelledError:
                 if not self._service.stopping:
                     raise

@@ -14,7 +14,9 @@ token is always its own literal text; there it passes through the byte alphabet,
 """
 
 import codecs
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -37,6 +39,9 @@ class BytePieces:
     ) -> None:
         self._pieces: list[bytes | None] = [None] * size
         self._spell = spell
+        # The text of each id met so far whose bytes are whole characters: in between characters it needs no decoder.
+        # Special ids, which some streams skip, are not among them.
+        self.whole: dict[int, str] = {}
         self.special_ids = special_ids
         self.strips_first_space = strips_first_space
 
@@ -48,6 +53,9 @@ class BytePieces:
         piece = self._pieces[token_id]
         if piece is None:
             piece = self._pieces[token_id] = self._spell(token_id)
+            if token_id not in self.special_ids:
+                with contextlib.suppress(UnicodeDecodeError):
+                    self.whole[token_id] = piece.decode()
         return piece
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool) -> str:
@@ -76,10 +84,13 @@ class ByteDetokenizer:
         self._pieces = pieces
         self._skip_special_tokens = skip_special_tokens
         self._strip_next = pieces.strips_first_space and not tail
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._whole = pieces.whole
+        self._utf8: codecs.BufferedIncrementalDecoder = Utf8Decoder("replace")
         self._utf8.decode(tail)
 
     def push(self, token_id: int) -> str:
+        if not (self._strip_next or self._utf8.buffer) and (text := self._whole.get(token_id)) is not None:
+            return text
         piece = self._pieces.piece(token_id, self._skip_special_tokens)
         if not piece:
             return ""

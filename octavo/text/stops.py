@@ -7,11 +7,11 @@ cannot any more: at most one character less than the longest stop string.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(msgspec.Struct, frozen=True, gc=False):
     text: str  # certain to be outside every stop string
     stop: str | None = None  # the stop string that was found; nothing may be fed after it
 

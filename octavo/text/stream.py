@@ -2,15 +2,15 @@
 Knows nothing of requests, engines or HTTP; the caller aborts the request when `stopped` turns True."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from octavo.messages import Finish, FinishReason, SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import Released, StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: FinishReason | None  # set once, on the last delta of the choice
     stop_reason: str | int | None  # the stop string, or the id of stop_token_ids, that ended it
@@ -37,6 +37,9 @@ class TextStream:
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> TextDelta:
         if self.stopped:
             return TextDelta("", None, None, self._num_tokens)
+        if finish is None and not self._params.stop:  # nearly every token of nearly every answer
+            self._num_tokens += len(token_ids)
+            return TextDelta("".join(map(self._detokenizer.push, token_ids)), None, None, self._num_tokens)
         ended_by = finish.stop_token if finish is not None and finish.reason == "stop" else None
         last = len(token_ids) - 1
         texts = []

@@ -17,7 +17,7 @@ from octavo.server.fields import GenerationFields, parse_fields
 from octavo.server.generation import Generation, Piece, Usage
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
 from octavo.server.service import Service
-from octavo.server.sse import DONE, EventStream, event, until_gone
+from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """developer is OpenAI's newer name of system; the templates of open models know only the older one."""
@@ -176,10 +176,20 @@ class _Response:
             self._event([ChunkChoice(index, Delta("assistant", ""))], generation.usage() if every else quiet)
             for index in range(generation.num_choices)
         )
+        frames = Frames(lambda index, text: ChatChunk(*self._head, [ChunkChoice(index, Delta(content=text))], quiet))
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
-                usage = generation.usage() if every else quiet
-                yield before + b"".join([self._event([_chunk_choice(piece)], usage) for piece in pieces])
+                if every:
+                    usage = generation.usage()
+                    chunks = [self._event([_chunk_choice(piece)], usage) for piece in pieces]
+                else:
+                    chunks = [
+                        frames.event(piece.index, piece.delta.text)
+                        if piece.delta.finish_reason is None
+                        else self._event([_chunk_choice(piece)], quiet)
+                        for piece in pieces
+                    ]
+                yield before + b"".join(chunks)
                 before = b""
         yield (self._event([], generation.usage()) if fields.wants_usage else b"") + DONE
 

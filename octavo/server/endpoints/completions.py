@@ -16,7 +16,7 @@ from octavo.server.fields import GenerationFields, parse_fields
 from octavo.server.generation import Generation, Piece, Usage
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
 from octavo.server.service import Service
-from octavo.server.sse import DONE, EventStream, event, until_gone
+from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -133,10 +133,21 @@ class _Response:
         generation, fields = self._generation, self._fields
         every = fields.wants_usage_in_every_chunk
         quiet: UnsetType | None = None if fields.wants_usage else UNSET
+        frames = Frames(lambda index, text: Completion(*self._head, [Choice(index, text)], quiet))
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
-                usage = generation.usage() if every else quiet
-                yield b"".join([event(Completion(*self._head, [_choice(piece)], usage)) for piece in pieces])
+                if every:
+                    usage = generation.usage()
+                    yield b"".join([event(Completion(*self._head, [_choice(piece)], usage)) for piece in pieces])
+                else:
+                    yield b"".join(
+                        [
+                            frames.event(piece.index, piece.delta.text)
+                            if piece.delta.finish_reason is None
+                            else event(Completion(*self._head, [_choice(piece)], quiet))
+                            for piece in pieces
+                        ]
+                    )
         last = event(Completion(*self._head, [], generation.usage())) if fields.wants_usage else b""
         yield last + DONE
 
