@@ -36,6 +36,7 @@ def build_parser() -> Parser:
     add = parts.add_argument
     add("--workload", type=_names, metavar="NAME", help=f"tokens per second of these loads, separated by commas: {', '.join(workloads.NAMES)}, or all")  # fmt: skip
     add("--limits", action="store_true", help="what the chip allows each workload, computed: needs no GPU")
+    add("--ceilings", action="store_true", help="the chip's own rates: bytes read, products in a burst and for seconds")
     add("--growth", action="store_true", help="decode step time for batch 1 to 1024 and context 128 to 32k (1024 rows unless --max-num-seqs says otherwise)")  # fmt: skip
     add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
     add("--cold-start", action="store_true", help="process start to first token, with no compiled kernels and with them")  # fmt: skip
@@ -80,8 +81,15 @@ def _seeds(text: str) -> list[int]:
 def _run(arguments: argparse.Namespace) -> int:
     """How many measurements failed."""
     in_process = arguments.workload or arguments.growth or arguments.trace is not None
-    if not (in_process or arguments.limits or arguments.cold_start or arguments.serve or arguments.accuracy_fp8):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --growth, --trace, --cold-start, --serve or --accuracy-fp8")  # fmt: skip
+    if not (
+        in_process
+        or arguments.limits
+        or arguments.ceilings
+        or arguments.cold_start
+        or arguments.serve
+        or arguments.accuracy_fp8
+    ):
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --serve or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
@@ -89,6 +97,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from benchmarks.gpu import bounds
 
         bounds.run(arguments, seeds, results)
+    if arguments.ceilings:
+        from benchmarks.gpu import ceilings
+
+        ceilings.run(results)
     # Parts with processes of their own come first: afterwards this process holds memory of the GPU.
     num_failed = _run_processes(arguments, seeds, results)
     if in_process:
