@@ -18,6 +18,7 @@ PANEL = gl.constexpr(64)  # columns: 128 bytes, the widest swizzle
 PANEL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8))  # 3.9 changed what is used here
 MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers take what the producer gives back
 
 
@@ -311,7 +312,10 @@ _panels = Descriptors(lambda *parts: TensorDescriptor(*parts, PANEL_LAYOUT))
 
 
 def fits(head_size: int, group: int, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Two or one panel of 64 columns; a group that fits into a consumer; pages of whole swizzle patterns."""
+    """Two or one panel of 64 columns; a group that fits into a consumer; pages of whole swizzle patterns. And a Triton whose
+    Gluon is the one this was written in."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON_VERSIONS:
+        return False
     is_half = dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype
     return is_half and head_size in (64, 128) and group <= 64 and page_size >= 8
 
