@@ -4,6 +4,7 @@ Knows nothing of requests and batches, nor of windows, soft caps and 8-bit store
 import functools
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
