@@ -13,16 +13,23 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.front_engine import MAX_MODEL_LEN, STEP_MS, VOCAB_SIZE
+from benchmarks.front_engine import MAX_MODEL_LEN, PAGE_SIZE, STEP_MS, VOCAB_SIZE, TimedSteps
 from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import Load, clients, server
 from benchmarks.gpu.show import table
 from octavo import cli
+from octavo.bench.workload import id_prompts
+from octavo.cache import KVCache
 from octavo.engine import supervisor
+from octavo.engine.loop import EngineLoop
+from octavo.messages import GenerateRequest, SamplingParams
+from octavo.observe.metrics import EngineMetrics
+from octavo.schedule import Scheduler
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = "--serve-for-benchmark"
@@ -78,20 +85,49 @@ def measure(arguments: argparse.Namespace, url: str, pid: int, folder: Path) -> 
         for profiler in profilers:
             profiler.wait()
         spent = {number: after[number] - before[number] for number in processes}
-        rows.append(_row(figures, processes, spent))
-    titles = ("tokens/s", "ITL p50", "p99", "engine", "API", "client", "texts/token", "CPU s of each API process")
+        rows.append((figures, spent))
+    without = offline(load, arguments.step_ms / 1000)
+    titles = (
+        "tokens/s",
+        "of offline",
+        "ITL p50",
+        "p99",
+        "engine",
+        "API",
+        "client",
+        "texts/token",
+        "CPU s of each API process",
+    )
     print(f"{arguments.streams} streams, {arguments.requests} requests, {arguments.input_len} tokens in, "
           f"{arguments.output_len} out, {arguments.step_ms:g} ms a step; CPU ms per 1,000 tokens")  # fmt: skip
-    print(table(titles, rows))
+    print(table(titles, [_row(figures, without, processes, spent) for figures, spent in rows]))
 
 
-def _row(figures: dict[str, Any], processes: dict[int, str], spent: dict[int, float]) -> list[str]:
+def offline(load: Load, step_seconds: float) -> float:
+    """Tokens per second of the same load and clock where all requests are handed over at once and nobody reads along."""
+    executor = TimedSteps(load.num_streams, step_seconds)
+    report = executor.start()
+    scheduler = Scheduler(
+        KVCache(report.num_pages, PAGE_SIZE), report.max_num_seqs, report.max_num_batched_tokens, PAGE_SIZE
+    )
+    loop = EngineLoop(scheduler, executor, EngineMetrics("none", report))
+    params = SamplingParams(max_tokens=load.output_len, seed=0, ignore_eos=True)
+    for number, prompt in enumerate(id_prompts(load.num_requests, load.input_len, 0, VOCAB_SIZE, seed=2)):
+        loop.add(GenerateRequest(f"request-{number}", prompt, params, [2]))
+    started = time.perf_counter()
+    while loop.has_work:
+        loop.step()
+    return load.num_requests * load.output_len / (time.perf_counter() - started)
+
+
+def _row(figures: dict[str, Any], offline_rate: float, processes: dict[int, str], spent: dict[int, float]) -> list[str]:
     thousands = figures["output_tokens"] / 1000
     of_api = [seconds for number, seconds in spent.items() if processes[number] == "API"]
     of_engine = [seconds for number, seconds in spent.items() if processes[number] == "engine"]
     return [
         f"{figures['output_tokens_per_second']:,.0f}",
-        *(f"{figures['itl_ms'][name]:.1f}" for name in ("p50", "p99")),
+        f"{figures['output_tokens_per_second'] / offline_rate:.3f}",
+        *(f"{figures['itl_ms'][name]:.1f}" if figures["itl_ms"] else "–" for name in ("p50", "p99")),
         *(f"{sum(seconds) / thousands * 1000:.1f}" for seconds in (of_engine, of_api)),
         f"{figures['client_cpu_seconds'] / thousands * 1000:.1f}",
         f"{figures['texts_per_token']:.2f}",

@@ -24,6 +24,7 @@ from vocabularies import (
     word_piece,
 )
 
+from octavo.text.detokenizer import BytePieces
 from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
 from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
 
@@ -196,3 +197,16 @@ def test_utf8_by_pieces_is_utf8_as_a_whole(pieces: list[bytes]) -> None:
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     text = "".join(utf8.decode(piece) for piece in pieces) + utf8.decode(b"", final=True)
     assert text == b"".join(pieces).decode("utf-8", "replace")
+
+
+def test_what_one_stream_has_met_changes_nothing_for_the_next() -> None:
+    """Texts are remembered by id: neither a special id that another stream showed nor an unfinished character may be."""
+    spelled = {0: b"a", 1: "é".encode(), 2: b"\xc3", 3: b"\xa9", 4: b"<end>", 5: b" b"}
+    pieces = BytePieces(6, spelled.__getitem__, frozenset({4}), strips_first_space=True)
+    ids = [5, 4, 0, 2, 3, 1, 2, 0, 5, 3, 4]
+    for skip in (False, True, False, True):
+        stream = pieces.detokenizer([], skip)
+        texts = [stream.push(token_id) for token_id in ids] + [stream.flush()]
+        assert "".join(texts) == pieces.decode(ids, skip)
+        assert texts[3:5] == ["", "é"]
+        assert texts[6:8] == ["", "\ufffda"]
