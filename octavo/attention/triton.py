@@ -29,6 +29,7 @@ class TritonAttention:
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._is_whole = False
+        self._chosen: dict[bool, Tile] = {}  # by whether a layer has a window or a soft cap
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
@@ -43,6 +44,7 @@ class TritonAttention:
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
         self._kv, self._max_rows = kv, max_rows
         self._decode = None
+        self._chosen = {}
 
     def plan(self, batch: Batch) -> None:
         self._works = {}
@@ -80,8 +82,22 @@ class TritonAttention:
     def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
         return ()  # work is cut on the device: a graph serves all lengths
 
-    def _capability(self, device: torch.device) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
+        """Remembered: a step of many layers asks for the same one."""
+        is_plain = bool(layer.window or layer.softcap)
+        tile = self._chosen.get(is_plain)
+        if tile is None:
+            on_gpu = kv.device.type == "cuda"
+            tile = self._chosen[is_plain] = choose_tile(
+                layer.head_size,
+                layer.num_heads // layer.num_kv_heads,
+                kv.shape[3],
+                dtype,
+                kv.dtype,
+                capability=torch.cuda.get_device_capability(kv.device) if on_gpu else (0, 0),
+                is_plain=is_plain,
+            )
+        return tile
 
     def _attend_decodes(
         self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch
@@ -112,15 +128,7 @@ class TritonAttention:
         self, layer: LayerHeads, heads: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, batch: Batch, is_whole: bool
     ) -> None:
         group = layer.num_heads // layer.num_kv_heads
-        tile = choose_tile(
-            layer.head_size,
-            group,
-            kv.shape[3],
-            heads.dtype,
-            kv.dtype,
-            capability=self._capability(heads.device),
-            is_plain=bool(layer.window or layer.softcap),
-        )
+        tile = self._tile_of(layer, heads.dtype, kv)
         tiles = self._tiles.get(tile)
         if tiles is None:
             tiles = self._tiles[tile] = _on_device(
