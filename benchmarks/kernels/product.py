@@ -203,14 +203,16 @@ def compile_share(share: int) -> None:
     for shape, rows in POINTS:
         for choice in candidates(shape, rows):
             kernels.setdefault(compiled(choice, shape.kind), (choice, shape.kind))
-    small = torch.randn(2 * 328 * 1000, device="cuda", dtype=torch.bfloat16)
+    small = torch.randn(2 * 336 * 1000, device="cuda", dtype=torch.bfloat16)
     watch = Watch()
     for choice, kind in list(kernels.values())[share::COMPILERS]:
         watch(f"{kind} {choice}")
         try:
             for split in (1, 2, 0):
                 for rows in (1, 77, 513):
-                    shape = Shape("small", 328, 1000, kind)
+                    shape = Shape(
+                        "small", 336, 1000, kind
+                    )  # outputs divide by 16, as all that matter do: no other kernel
                     inputs = Inputs(shape, rows, small, copies=1)
                     tried = choice._replace(split=split)
                     error = inputs.check(
