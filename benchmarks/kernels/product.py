@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from benchmarks.kernels.candidates.product_hopper import product
+from benchmarks.kernels.candidates.product_hopper_plan import Choice, plan
 from octavo.kernels.activation import gate_mul
-from octavo.kernels.product_hopper import product
-from octavo.kernels.product_hopper_plan import Choice, plan
 
 MATRIX, MEMORY = 795e12, 4.26e12  # bfloat16 operations and bytes per second, measured
 PROCESSORS = 132

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from octavo.kernels import product_hopper, product_hopper_plan, product_hopper_work
-from octavo.kernels.product_hopper import product
-from octavo.kernels.product_hopper_plan import BLOCK_K, Choice, Plan, choose, num_tiles, plan
+from benchmarks.kernels.candidates import product_hopper, product_hopper_plan, product_hopper_work
+from benchmarks.kernels.candidates.product_hopper import product
+from benchmarks.kernels.candidates.product_hopper_plan import BLOCK_K, Choice, Plan, choose, num_tiles, plan
 from tests.kernels import gluon_model
 from tests.kernels.gluon_model import Deadlock, Descriptor, Pointer
 
@@ -174,8 +174,8 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from octavo.kernels.product_hopper import MAX_REGISTERS, PANEL_LAYOUT, _product
-from octavo.kernels.product_hopper_plan import Choice
+from benchmarks.kernels.candidates.product_hopper import MAX_REGISTERS, PANEL_LAYOUT, _product
+from benchmarks.kernels.candidates.product_hopper_plan import Choice
 
 for tile, is_gated in (((128, 256), True), ((256, 192), False), ((64, 128), False)):
     choice = Choice(*tile)

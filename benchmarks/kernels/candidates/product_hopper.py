@@ -14,9 +14,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from benchmarks.kernels.candidates.product_hopper_plan import BLOCK_K, MAX_TILE, SHARED_TILES, Choice, plan
+from benchmarks.kernels.candidates.product_hopper_work import Shape, Work, count_pieces, find_piece, owner, place_tile
 from octavo.kernels.launch import Descriptors, Launcher
-from octavo.kernels.product_hopper_plan import BLOCK_K, MAX_TILE, SHARED_TILES, Choice, plan
-from octavo.kernels.product_hopper_work import Shape, Work, count_pieces, find_piece, owner, place_tile
 
 PANEL = gl.constexpr(BLOCK_K)  # numbers of K: 128 bytes, the widest swizzle
 PANEL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
