@@ -70,7 +70,7 @@ class TritonAttention:
             kv,
             batch.slots,
             is_whole,
-            pdl=heads.is_cuda,
+            pdl=True,
         )
         out = heads.new_empty((heads.shape[0], layer.num_heads * layer.head_size))
         if batch.num_decodes:
@@ -121,7 +121,7 @@ class TritonAttention:
             out[:num_rows],
             scale=layer.scale,
             softcap=layer.softcap,
-            pdl=heads.is_cuda,
+            pdl=True,
         )
 
     def _attend_long(

@@ -7,6 +7,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from octavo.errors import ConfigError
+from octavo.kernels.chip import starts_early
 from octavo.kernels.launch import Launcher
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -61,7 +62,7 @@ def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Te
         return out
     # Few rows: 8 numbers a thread, as many programs as possible. Many rows: 16, to have more bytes in flight.
     block = min(1 << (inner - 1).bit_length(), 512 if num_rows <= 64 else 2048)
-    pdl = pdl and gate_up.is_cuda
+    pdl = pdl and starts_early(gate_up.device)
     _launch_gate_mul(
         (num_rows, -(-inner // block), 1),
         (gate_up, out, inner, gate_up.stride(0)),

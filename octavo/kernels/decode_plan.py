@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.kernels.chip import starts_early
+
 # int32 numbers per item, of which five are used: row, begin, end, the row's first item, its number of items.
 FIELDS = tl.constexpr(8)
 # Chunks are whole multiples of this, so that rounding never leaves a row with fewer chunks than were counted for it.
@@ -85,6 +87,7 @@ def plan_rows(
     assert min_chunk % GRAIN.value == 0 and seq_lens.is_contiguous()
     num_rows = seq_lens.shape[0]
     num_items = num_rows + chunks
+    pdl = pdl and starts_early(seq_lens.device)
     assert 0 < num_items <= items.shape[0] and items.shape[1] == FIELDS.value
     _plan_kernel[(num_rows,)](
         *(seq_lens, prefix_len, items, num_rows, num_items, chunks, min_chunk),

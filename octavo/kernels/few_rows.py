@@ -7,6 +7,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.kernels.activation import ACTIVATIONS
+from octavo.kernels.chip import starts_early
 from octavo.kernels.few_rows_tile import MAX_ROWS, SCRATCH_NUMBERS, TileChoice, tile_product
 from octavo.kernels.few_rows_vector import VectorChoice, vector_product
 from octavo.kernels.norm import rms_norm
@@ -47,7 +48,7 @@ def few_rows_linear(
         out = residual
     if num_rows == 0:
         return out
-    pdl = pdl and x.is_cuda
+    pdl = pdl and starts_early(x.device)
     choice = choose(num_rows, n, k, gated is not None, num_processors(x.device))
     if isinstance(choice, VectorChoice):
         vector_product(x, weight, out, residual, bias, norm, gated or "", choice, pdl)

@@ -13,6 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
 from octavo.kernels.activation import activate
+from octavo.kernels.chip import shared_bytes
 
 MAX_ROWS = 128
 SCRATCH_NUMBERS = 1 << 22  # float32: 16 MiB for each device
@@ -158,6 +159,12 @@ def scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers, torch.zeros(MAX_SHARED_TILES, dtype=torch.int32, device=device)
 
 
+def stages_that_fit(choice: TileChoice, rows: int, item_bytes: int, shared: int) -> int:
+    """The tiles in flight that a GPU with so much shared memory has room for: those chosen, on the one they were timed on."""
+    tile_bytes = (choice.block_n + rows) * choice.block_k * item_bytes
+    return max(2, min(choice.num_stages, shared // tile_bytes))
+
+
 def tile_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -182,11 +189,12 @@ def tile_product(
         scratch, arrivals = scratch_of(x.device)
         assert num_tiles * split * choice.block_n * rows <= SCRATCH_NUMBERS and num_tiles <= MAX_SHARED_TILES
     # What the pipeline would ask for first, or the program's whole share if that is less.
-    columns = min(choice.block_k * choice.num_stages, triton.cdiv(k, split))
+    stages = stages_that_fit(choice, rows, x.element_size(), shared_bytes(x.device))
+    columns = min(choice.block_k * stages, triton.cdiv(k, split))
     options = {"launch_pdl": True} if pdl else {}
     _tile_product[(num_tiles, split)](
         x, weight, out, residual, bias, scratch, arrivals, num_rows, n, x.stride(0),
         K=k, BLOCK_N=block_n, BLOCK_K=choice.block_k, SPLIT=split, ROWS=rows, GATED=gated,
         PREFETCHED=triton.next_power_of_2(triton.cdiv(columns, 64)), PDL=pdl,
-        num_warps=choice.num_warps, num_stages=choice.num_stages, **options,
+        num_warps=choice.num_warps, num_stages=stages, **options,
     )  # fmt: skip

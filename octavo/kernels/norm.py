@@ -6,6 +6,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.chip import starts_early
 from octavo.kernels.launch import Launcher
 
 # One program holds whole rows: 65,536 numbers are 64 registers of each of 1,024 threads.
@@ -86,7 +87,7 @@ def _launch(
     # Few rows: all the threads there are on one row. Many: whole warps of 16-byte loads, about 4,096 numbers a program.
     rows = 1 if num_rows <= 256 else max(1, 4096 // padded)
     num_warps = min(32, max(1, rows * padded // (256 if num_rows <= 256 else 1024)))
-    pdl = pdl and x.is_cuda
+    pdl = pdl and starts_early(x.device)
     _launch_rms_norm(
         (-(-num_rows // rows), 1, 1),
         (x, residual, weight, out, num_rows, x.stride(0), epsilon),

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.kernels.chip import starts_early
 from octavo.kernels.decode_plan import (
     FIELDS,
     MIN_CHUNK,
@@ -323,6 +324,7 @@ class DecodeAttention:
         assert kv.shape[1:3] == (2, self._num_kv_heads) and kv.shape[4] == head_size and kv[0].is_contiguous()
         assert q.stride()[1:] == (head_size, 1) and page_table.stride(1) == 1 and out.stride(1) == 1
         config = config or decode_config(kv, num_rows)
+        pdl = pdl and starts_early(q.device)
         shared = self._shared(kv, scale, softcap)
         prefix: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if work.prefix_len is not None:

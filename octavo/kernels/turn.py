@@ -6,6 +6,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
+from octavo.kernels.chip import starts_early
 from octavo.kernels.launch import Launcher
 
 MAX_HEAD_SIZE = 256
@@ -120,7 +121,7 @@ def turn_and_store(
     padded = max(2, 1 << (size - 1).bit_length())
     # One 16-byte load a thread where a step is short of programs, two where it is not.
     heads_each = max(1, (1024 if num_tokens <= 64 else 2048) // padded)
-    pdl = pdl and heads.is_cuda
+    pdl = pdl and starts_early(heads.device)
     _launch_turn(
         (num_tokens, -(-all_heads // heads_each), 1),
         (heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon),
