@@ -213,6 +213,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     page_bytes: int
     notes: list[str] = []  # what `auto` decided, in words, for the start-up print
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
+    kv_dtype: str = ""  # what KV pages hold; empty: dtype
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -257,6 +258,7 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     memory: DeviceMemory | None = None  # None: there is no GPU
     fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
     fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
+    kv_dtype: str = ""  # what KV pages hold; empty: dtype
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):

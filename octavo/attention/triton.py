@@ -36,6 +36,9 @@ class TritonAttention:
             return f"it has heads of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not of {spec.head_size}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             return f"its pages hold {dtype} or 8-bit numbers, not {kv_dtype}"
+        is_8_bit = kv_dtype == torch.float8_e4m3fn
+        if is_8_bit and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "8-bit pages need a GPU of NVIDIA's Ada or Hopper generation, or later"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class EngineMetrics:
             "block_size": str(report.page_size),
             "num_gpu_blocks": str(report.num_pages),
             "num_cpu_blocks": str(report.num_host_pages),
-            "cache_dtype": report.dtype,
+            "cache_dtype": report.kv_dtype or report.dtype,
         }
         for name, help, samples in (
             ("vllm:num_requests_running", "Requests that hold a row.", [({}, state.num_running)]),

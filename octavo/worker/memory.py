@@ -65,6 +65,7 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         page_bytes=page_bytes,
         notes=notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
+        kv_dtype=first.kv_dtype,
     )
 
 

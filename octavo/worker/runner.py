@@ -251,19 +251,32 @@ class Runner:
     def _fill(self, checkpoint: Checkpoint, dtype: torch.dtype, available: int) -> None:
         shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
         whole = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
-        in_8_bits = whole - fp8_saving(self.model)
-        needed = in_8_bits if self.config.model.quantization == "fp8" else whole
+        needed = whole - fp8_saving(self.model) if self.config.model.quantization == "fp8" else whole
         if needed > available:
-            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, in_8_bits))
+            saving = self._offered_saving(dtype)
+            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
         if self.config.model.load_format == "dummy":
             tensors = dummy_tensors(shapes, self.device.torch_device, dtype)
         else:
             tensors = checkpoint.tensors(self.device.torch_device, dtype)
         self.model.load(tensors)
 
+    def _offered_saving(self, dtype: torch.dtype) -> int:
+        """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
+        if self.config.model.quantization == "fp8":
+            return 0
+        try:
+            check_fp8(self.device.torch_device, dtype)
+        except ConfigError:
+            return 0
+        return fp8_saving(self.model)
+
     def _report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
         limits, page_bytes = self.limits, self._page_bytes()
+        place = self.device.torch_device
         has_8_bits = memory is not None and self.kv_dtype == dtype
+        has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
+        saving = 0 if memory is None else self._offered_saving(dtype)
         host_available = pick("cpu").memory_available() // self.group.size
         return LoadReport(
             device=self.device.describe(),
@@ -279,8 +292,9 @@ class Runner:
             host_available_bytes=host_available,
             notes=self._notes,
             memory=memory,
-            fp8_weights_bytes=0 if memory is None else self.model.weights_bytes - fp8_saving(self.model),
+            fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
+            kv_dtype="fp8" if self.kv_dtype == torch.float8_e4m3fn else limits.dtype,
         )
 
     def _store_shape(self, num_pages: int) -> tuple[int, ...]:

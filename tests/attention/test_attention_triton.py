@@ -149,3 +149,14 @@ def test_many_long_rows() -> None:
         agree(Case(heads, [(length, 1) for length in lens], dtype=torch.bfloat16), tolerance=3e-2)
         rows = [(length, rng.choice((1, 7, 130))) for length in lens]
         agree(Case(heads, rows, dtype=torch.bfloat16), tolerance=3e-2)
+
+
+@pytest.mark.parametrize(("capability", "is_taken"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_8_bit_pages_are_refused_where_they_do_not_compile(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    spec, place = Case((4, 2, 64), []).spec, torch.device("cuda", 0)
+    refusal = TritonAttention().supports(spec, place, torch.bfloat16, torch.float8_e4m3fn)
+    assert (refusal is None) == is_taken
+    assert TritonAttention().supports(spec, place, torch.bfloat16, torch.bfloat16) is None

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -229,3 +230,14 @@ def test_a_step_of_256_rows_is_cheap() -> None:
         best = min(best, time.perf_counter() - started)
     print(f"{best * 1e6:.0f} us per step of 256 rows")
     assert best < 500e-6  # the budget is 60 us; the margin is for a busy machine
+
+
+def test_cache_dtype_is_what_the_pages_hold() -> None:
+    def label(report: EngineReport) -> str:
+        (info,) = [
+            line for line in EngineMetrics("m", report).text(EngineState()).splitlines() if "cache_dtype=" in line
+        ]
+        return info.split('cache_dtype="')[1].split('"')[0]
+
+    assert label(REPORT) == "float32"
+    assert label(msgspec.structs.replace(REPORT, kv_dtype="fp8")) == "fp8"

@@ -15,6 +15,8 @@ from octavo.errors import ConfigError
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.worker.cores import _quota, usable_cores
 from octavo.worker.memory import GiB, MiB, in_words, settle, weights_too_large
+from octavo.worker.runner import Runner
+from tests.worker.tiny import tiny_config, write_tiny_llama
 
 REPORT = LoadReport(
     device="cpu (2 threads)",
@@ -268,6 +270,21 @@ def test_weights_that_do_not_fit() -> None:
     )
     assert "--quantization" not in weights_too_large(16 * GiB, "bfloat16", 8 * GiB, 9 * GiB)
     assert "--dtype bfloat16 (8 GiB)" in weights_too_large(16 * GiB, "float32", 10 * GiB)
+
+
+def test_8_bits_are_not_offered_where_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tiny_llama(tmp_path / "llama")
+    (weights,) = source.path.glob("*.safetensors")
+    runner = Runner(tiny_config(), source)
+    # Enough for the weights with 8 bits, which are a little more than half as large.
+    monkeypatch.setattr(runner.device, "memory_available", lambda: weights.stat().st_size * 7 // 10)
+    with pytest.raises(ConfigError, match="the weights take") as refusal:
+        runner.load()
+    assert "--quantization" not in refusal.value.message
+
+
+def test_what_the_pages_hold_is_passed_on() -> None:
+    assert settle(CacheConfig(), [changed(kv_dtype="fp8")]).kv_dtype == "fp8"
 
 
 def test_swap_space_becomes_host_pages_out_of_the_same_memory_on_a_cpu() -> None:
