@@ -194,6 +194,9 @@ def resolve(config: Config, *, device: str, stored_dtype: str, context_len: int,
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > context_len:
         raise ConfigError(f"--max-model-len {wanted} is beyond the model's context of {context_len}; lower it")
+    page_size = config.cache.page_size
+    if not on_cpu and page_size & (page_size - 1):
+        raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
     rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
     return Limits(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.

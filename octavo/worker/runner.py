@@ -144,7 +144,7 @@ class Runner:
         if self._kernels is None:
             return
         num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
-        chunk = min(32, self.limits.max_model_len // 2)
+        chunk = max(1, min(32, self.limits.max_model_len // 2))
         with importlib.import_module("octavo.kernels.rehearse").rehearsal(usable_cores()):
             for tokens, rows, prefix_len in (
                 (1, 1, 0),

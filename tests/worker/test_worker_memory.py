@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config import CacheConfig
+from octavo.config import CacheConfig, resolve
 from octavo.engine.budget import budget_lines
 from octavo.errors import ConfigError
 from octavo.messages import DeviceMemory, LoadReport
@@ -285,6 +285,19 @@ def test_8_bits_are_not_offered_where_they_are_refused(tmp_path: Path, monkeypat
 
 def test_what_the_pages_hold_is_passed_on() -> None:
     assert settle(CacheConfig(), [changed(kv_dtype="fp8")]).kv_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("device", "page_size", "is_taken"), [("cuda", 24, False), ("cuda", 32, True), ("cpu", 24, True)]
+)
+def test_kernels_want_pages_of_a_power_of_two(device: str, page_size: int, is_taken: bool) -> None:
+    def ask() -> None:
+        resolve(tiny_config(page_size=page_size), device=device, stored_dtype="float32", context_len=128, num_cores=2)
+
+    if is_taken:
+        return ask()
+    with pytest.raises(ConfigError, match="--block-size must be a power of two on a GPU, got 24"):
+        ask()
 
 
 def test_swap_space_becomes_host_pages_out_of_the_same_memory_on_a_cpu() -> None:
