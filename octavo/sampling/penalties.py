@@ -47,7 +47,6 @@ def _held(
     offsets = np.cumsum(counts) - counts
     positions = np.arange(counts.sum()) - np.repeat(offsets - start, counts)
     cells = np.repeat(rows * tokens.shape[1], counts) + positions
-    device = tokens.device
-    ids = tokens.view(-1)[torch.from_numpy(cells).to(device)].long()
-    where = ids + torch.from_numpy(np.repeat(at * vocab_size, counts)).to(device)
-    return where, torch.from_numpy(np.repeat(amount, counts).astype(np.float32)).to(device)
+    ids = tokens.view(-1)[torch.from_numpy(cells).to(tokens.device)].long().cpu()
+    where = ids + torch.from_numpy(np.repeat(at * vocab_size, counts))
+    return where, torch.from_numpy(np.repeat(amount, counts).astype(np.float32))

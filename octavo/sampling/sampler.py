@@ -34,8 +34,9 @@ def sample(
             out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         kernels.sample(logits, tokens, state, rows, lens, out)
         return out
-    ids = _sample(logits.float(), tokens, state, rows, lens)
-    return ids if out is None else out.copy_(ids)
+    # A GPU without Triton waits here: what follows is NumPy's and torch's on the host.
+    ids = _sample(logits.float().cpu(), tokens, state, rows, lens)
+    return ids.to(logits.device) if out is None else out.copy_(ids)
 
 
 def _sample(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> torch.Tensor:

@@ -38,6 +38,16 @@ def test_the_kernels_choose_what_the_cpu_chooses(dtype: torch.dtype, device: tor
     assert torch.equal(sample_there(device, logits, tokens, state, rows, lens), expected)
 
 
+def test_plain_torch_serves_wherever_the_logits_are(device: torch.device) -> None:
+    """As on a GPU without Triton: the tokens of the CPU, where the logits are."""
+    rng = np.random.default_rng(2)
+    state, tokens, lens = random_state(rng, 16)
+    logits, rows = torch.from_numpy(rng.normal(0, 3, (16, VOCAB))).float(), np.arange(16)
+    expected = sample(logits.clone(), tokens, state, rows, lens)
+    there = sample(logits.to(device), tokens.to(device), state, rows, lens, by_kernels=False)
+    assert there.device == logits.to(device).device and torch.equal(there.cpu(), expected)
+
+
 def test_rows_without_penalties_are_sampled_as_they_are(device: torch.device) -> None:
     """A penalised row is widened apart: those beside it give the token that they give alone, and keep their type."""
     rng = np.random.default_rng(4)
