@@ -159,6 +159,9 @@ class FlashInferAttention:
             return f"it computes in bfloat16 or float16, not in {dtype}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             return f"its pages hold {dtype} or torch.float8_e4m3fn, not {kv_dtype}"
+        is_8_bit = kv_dtype == torch.float8_e4m3fn
+        if is_8_bit and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return "8-bit pages need a GPU of NVIDIA's Ada or Hopper generation, or later"
         if not _can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
             return "it compiles its kernels with nvcc, which is not here; install CUDA's, or flashinfer-jit-cache"
         return None

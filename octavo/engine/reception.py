@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 
+_PATIENCE_SECONDS = 1.0
 RETRY_SECONDS = 0.01  # while no API process has room for one more connection, or this one for one more descriptor
 
 
@@ -36,7 +37,7 @@ class Reception:
         with contextlib.suppress(OSError):  # never opened
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone would not
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_PATIENCE_SECONDS)  # where shutting the listener down wakes nobody, it ends with the process
         for each in (self._listener, *self._channels):
             each.close()
 
@@ -48,7 +49,8 @@ class Reception:
                 time.sleep(RETRY_SECONDS)  # a client that left already, or no descriptors for now
                 continue
             with connection:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with contextlib.suppress(OSError):  # some systems refuse it where the client has left already
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 while self._channels and not self._is_closed and not self._hand_over(connection):
                     time.sleep(RETRY_SECONDS)
 
