@@ -233,7 +233,10 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(64, torch.float32, torch.float32) == "it computes in bfloat16 or float16, not in torch.float32"
     wrong = "its pages hold torch.bfloat16 or torch.float8_e4m3fn, not torch.float16"
     assert refusal(128, kv_dtype=torch.float16) == wrong
-    assert refusal(128, kv_dtype=torch.float8_e4m3fn) is None
+    for capability, expected in (((9, 0), None), ((8, 0), "8-bit pages need a GPU of NVIDIA's Ada or Hopper")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        found = refusal(128, kv_dtype=torch.float8_e4m3fn)
+        assert found is None if expected is None else str(found).startswith(expected)
     assert refusal(64, torch.float16, torch.float16) is refusal(256) is None
     monkeypatch.setattr(flashinfer, "_can_compile", lambda: False)
     assert "compiles its kernels with nvcc, which is not here" in str(refusal(128))
