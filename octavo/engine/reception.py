@@ -37,7 +37,7 @@ class Reception:
         with contextlib.suppress(OSError):  # never opened
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone would not
         if self._thread.ident is not None:
-            self._thread.join(_PATIENCE_SECONDS)  # where shutting the listener down wakes nobody, it ends with the process
+            self._thread.join(_PATIENCE_SECONDS)  # where that wakes nobody, it ends with the process
         for each in (self._listener, *self._channels):
             each.close()
 
