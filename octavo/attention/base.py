@@ -33,6 +33,8 @@ class AttentionBackend(Protocol):
     name: str
     page_dim: int
     """The dimension of a store that counts pages, so that others can copy whole pages without knowing the layout."""
+    can_capture: bool
+    """Whether a CUDA graph of a decode step, plan() and run() together, serves every step of as many rows."""
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """None where it can run, else why not, in words."""
@@ -51,10 +53,6 @@ class AttentionBackend(Protocol):
         """heads [T, H + 2 Hkv, D] come from the product and may be changed. Turn q and k (turn.py), write k and v, made
         finite, at batch.slots, then attend with q over each row's pages → [T, H * D]. No row's output depends on cells
         that are not its own, whatever finite numbers they hold."""
-
-    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
-        """What of a decode step is baked into its launches: steps with equal keys and as many rows may share a CUDA
-        graph. `is_shared`: the batch brings a prefix_len. None: its steps cannot be captured."""
 
 
 def storable(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,6 @@ _BACKENDS = {
     "torch_cpu": ("octavo.attention.torch_cpu:TorchCpuAttention", "torch", "cpu"),
     "reference": ("octavo.attention.reference:ReferenceAttention", "torch", ""),
 }
-NAMES = tuple(_BACKENDS)
 
 
 def choose(

@@ -144,6 +144,7 @@ class _Wrappers:
 class FlashInferAttention:
     name = "flashinfer"
     page_dim = 0
+    can_capture = False
 
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
@@ -186,9 +187,6 @@ class FlashInferAttention:
         kv = self._kv[layer.index]
         q = self._write(layer, heads, rotation, kv, batch.slots)
         return self._wrappers_of(layer, q, kv).run(q, kv).flatten(1)
-
-    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
-        return None  # its plans are made on the host
 
     def _wrappers_of(self, layer: LayerHeads, q: torch.Tensor, kv: torch.Tensor) -> _Wrappers:
         kind = _Kind(

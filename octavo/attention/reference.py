@@ -12,6 +12,7 @@ from octavo.spec import ModelSpec
 class ReferenceAttention:
     name = "reference"
     page_dim = 0
+    can_capture = False
 
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
@@ -41,9 +42,6 @@ class ReferenceAttention:
             keys, values = kv[pages].flatten(0, 1)[:length].float().unbind(dim=1)  # [L, Hkv, D] each
             output[first:last] = _attend(layer, q[first:last].float(), keys, values).to(q.dtype)
         return output.flatten(1)
-
-    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
-        return None  # it reads lengths on the host
 
 
 def _attend(layer: LayerHeads, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

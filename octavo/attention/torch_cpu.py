@@ -44,6 +44,7 @@ class _LongRow:
 class TorchCpuAttention:
     name = "torch_cpu"
     page_dim = 0
+    can_capture = False
 
     def __init__(self) -> None:
         self._runs: list[torch.Tensor] = []  # each layer's store as [pages * 2 * Hkv, page_size * D]
@@ -147,9 +148,6 @@ class TorchCpuAttention:
             part = slice(row.first, row.last)
             output[part] = self._attend_long(layer, row, q[part], kv[part])
         return output
-
-    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
-        return None  # there is nothing to capture on a CPU
 
     def _decode(self, layer: LayerHeads, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
         """q [B, H, D] → [B, H * D]. Query heads that share a KV head are the rows of one small product."""

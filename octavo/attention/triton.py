@@ -20,6 +20,7 @@ _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256
 class TritonAttention:
     name = "triton"
     page_dim = 0
+    can_capture = True
 
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
@@ -81,9 +82,6 @@ class TritonAttention:
         if has_long:
             self._attend_long(layer, heads, kv, out, batch, is_whole)
         return out
-
-    def graph_key(self, num_rows: int, max_seq_len: int, is_shared: bool) -> tuple[int, ...] | None:
-        return ()  # work is cut on the device: a graph serves all lengths
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
         """Remembered: a step of many layers asks for the same one."""

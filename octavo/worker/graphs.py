@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.attention.base import AttentionBackend
 from octavo.batch import Batch
 from octavo.device import Device
 from octavo.layers.model import DecoderModel
@@ -30,20 +29,17 @@ class _Key:
     num_rows: int
     is_greedy: bool
     is_shared: bool
-    backend: tuple[int, ...]
 
 
 class Graphs:
     """Buffers at fixed addresses, which every graph reads and writes, and the graphs themselves."""
 
-    def __init__(
-        self, device: Device, rows: Rows, model: DecoderModel, attention: AttentionBackend, max_rows: int
-    ) -> None:
+    def __init__(self, device: Device, rows: Rows, model: DecoderModel, max_rows: int) -> None:
         from octavo.kernels import step  # these need Triton, which only a GPU machine must have
         from octavo.kernels.sampling import argmax
 
         self._kernels, self._argmax = step, argmax
-        self._rows, self._model, self._attention = rows, model, attention
+        self._rows, self._model = rows, model
         self._sizes = ladder(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]
@@ -79,14 +75,11 @@ class Graphs:
         """One step of rows [B] that hold `lens` tokens. Greedy: they are sampled and stored; else logits [B, V]: then
         store() must follow. Page changes are made first."""
         size = next(size for size in self._sizes if size >= len(rows))
-        max_seq_len = int(lens.max())
-        backend = self._attention.graph_key(size, max_seq_len, shared_len > 0)
-        assert backend is not None
-        key = _Key(size, is_greedy, shared_len > 0, backend)
+        key = _Key(size, is_greedy, shared_len > 0)
         self._send(size, rows, lens, changes, shared_len)
         graph = self._captured.get(key)
         if graph is None:
-            graph = self._captured[key] = self._capture(key, max_seq_len)
+            graph = self._captured[key] = self._capture(key)
         graph.replay()
         if is_greedy:
             return None
@@ -104,10 +97,8 @@ class Graphs:
 
     def rehearse(self, num_rows: int, is_shared: bool) -> None:
         """Make the calls of a step without capturing it."""
-        backend = self._attention.graph_key(num_rows, 1, is_shared)
-        assert backend is not None
-        key = _Key(num_rows, True, is_shared, backend)
-        self._step(key, self._batch(key, 1))
+        key = _Key(num_rows, True, is_shared)
+        self._step(key, self._batch(key))
 
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
         # A slot is free: a step is collected before the next but one is started, and there are four slots.
@@ -123,9 +114,9 @@ class Graphs:
             letter[layout.cells : layout.cells + num_changes] = changes.cells
             letter[layout.pages : layout.pages + num_changes] = changes.pages
 
-    def _capture(self, key: _Key, max_seq_len: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
-        batch = self._batch(key, max_seq_len)
+        batch = self._batch(key)
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         # Once outside the graph: kernels are compiled and libraries initialised, which a capture does not allow. What it
@@ -145,7 +136,7 @@ class Graphs:
         self.seconds_capturing += time.perf_counter() - started
         return graph
 
-    def _batch(self, key: _Key, max_seq_len: int) -> Batch:
+    def _batch(self, key: _Key) -> Batch:
         size = key.num_rows
         return Batch(
             input_ids=self._input_ids[:size],
@@ -156,7 +147,7 @@ class Graphs:
             page_table=self._page_table[:size],
             sample_at=self._every[:size],
             max_query_len=1,
-            max_seq_len=max_seq_len,
+            max_seq_len=self._rows.width - 1,  # whatever the rows of a later step hold
             num_decodes=size,
             query_lens_host=[],
             seq_lens_host=[],

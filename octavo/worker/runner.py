@@ -197,10 +197,10 @@ class Runner:
             self.device,
             self.staging,
         )
-        can_capture = self.device.is_cuda and self.attention.graph_key(1, 1, False) is not None
+        can_capture = self.device.is_cuda and self.attention.can_capture
         # Ranks talk to each other in the middle of a step; that is not captured yet.
         if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
-            self.graphs = Graphs(self.device, self.rows, self.model, self.attention, limits.max_num_seqs)
+            self.graphs = Graphs(self.device, self.rows, self.model, limits.max_num_seqs)
         self._answers = [self.device.pinned((limits.max_num_seqs,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
     def launch(self, plan: StepPlan) -> Step:

@@ -1,5 +1,6 @@
 """Every backend against reference.py, over shapes, dtypes, page sizes and mixes of decodes and chunks."""
 
+import dataclasses
 import itertools
 import random
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 
 from octavo.attention.base import AttentionBackend, LayerHeads
-from octavo.attention.choose import choose
+from octavo.attention.choose import _BACKENDS, choose
 from octavo.attention.reference import ReferenceAttention
+from octavo.config import ModelConfig
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 from tests.models.batches import Row, make_batch
@@ -194,3 +196,8 @@ def test_non_finite_keys_and_values_count_as_zero_in_every_backend(backend: str,
     )
     assert found.isfinite().all()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_the_flag_offers_every_backend() -> None:
+    (flag,) = (f for f in dataclasses.fields(ModelConfig) if f.name == "attention_backend")
+    assert flag.metadata["choices"] == ("auto", *_BACKENDS)
