@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from benchmarks.kernels import few_rows_chain as chain
 from benchmarks.kernels.few_rows_chain import EPSILON, Dimensions
-from benchmarks.kernels.few_rows_timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
-from octavo.kernels.activation import silu_mul
+from benchmarks.kernels.timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
+from octavo.kernels.activation import gate_mul
 from octavo.kernels.few_rows import choose, choose_tile, pays
 from octavo.kernels.few_rows_tile import SCRATCH_NUMBERS, TileChoice, tile_product
 from octavo.kernels.few_rows_vector import VectorChoice, vector_product
@@ -223,7 +223,7 @@ def elementwise(
         "norm": ([partial(rms_norm, x, norm, EPSILON) for x in rows(size.hidden)], 2 * hidden),
         "add norm": ([partial(add_rms_norm, x, x, norm, EPSILON) for x in rows(size.hidden)], 3 * hidden),
         "turn": ([partial(turn, x) for x in rows(all_heads * size.head_size)], 2 * heads + 4 * rotation.numel()),
-        "silu·mul": ([partial(silu_mul, x) for x in rows(2 * size.inner)], 3 * inner),
+        "silu·mul": ([partial(gate_mul, x, "silu") for x in rows(2 * size.inner)], 3 * inner),
     }
 
 
@@ -240,7 +240,7 @@ def check_elementwise(size: Dimensions, device: torch.device, is_rehearsal: bool
             add_rms_norm(x, residual, norm, EPSILON), F.rms_norm(total.float(), norm.shape, norm.float(), EPSILON)
         ),
         "residual": distance(residual, total),
-        "silu·mul": distance(silu_mul(gate_up), F.silu(gate) * up),
+        "silu·mul": distance(gate_mul(gate_up, "silu"), F.silu(gate) * up),
     }
     wrong = [name for name, error in errors.items() if not error < 3e-3]
     print(

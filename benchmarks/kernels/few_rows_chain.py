@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.kernels.few_rows_timing import distance, microseconds, replayed, share
+from benchmarks.kernels.timing import distance, microseconds, replayed, share
 from octavo.kernels.few_rows import choose, few_rows_linear
 from octavo.kernels.few_rows_vector import VectorChoice, vector_product
 from octavo.kernels.turn import turn_and_store

@@ -4,7 +4,6 @@ Knows nothing of the engine. `python -m benchmarks.kernels.fp8`; without a GPU a
 Times are of one call inside a CUDA graph of many, over so many copies of weights and inputs that L2 holds none of them."""
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ IS_REHEARSAL = not torch.cuda.is_available()
 if IS_REHEARSAL:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from octavo.kernels.activation import silu_mul  # noqa: E402
+from benchmarks.kernels import timing  # noqa: E402
+from benchmarks.kernels.timing import distance  # noqa: E402
+from octavo.kernels.activation import gate_mul  # noqa: E402
 from octavo.kernels.norm import rms_norm  # noqa: E402
 from octavo.kernels.quantise import quantise_rows, rms_norm_fp8, silu_mul_fp8  # noqa: E402
 from octavo.layers.fp8 import quantise  # noqa: E402
@@ -75,7 +76,7 @@ class Case:
         """What comes before the product, in bfloat16."""
         if self.shape.before == "norm":
             return rms_norm(x, self.norm, 1e-6)
-        return silu_mul(x) if self.shape.before == "gate" else x
+        return gate_mul(x, "silu") if self.shape.before == "gate" else x
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """… in 8 bits."""
@@ -93,32 +94,8 @@ class Case:
         return [lambda index=index: call(index) for index in range(len(self.weights))]  # type: ignore[misc]
 
 
-def distance(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.float() - expected.float()).norm() / expected.float().norm())
-
-
 def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Median time of one call, all of them one after the other in one CUDA graph."""
-    if IS_REHEARSAL:
-        start = time.perf_counter()
-        calls[0]()
-        return (time.perf_counter() - start) * 1e6
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return statistics.median(times)
+    return timing.microseconds(calls, IS_REHEARSAL, replays=7)
 
 
 def attempt(call: Callable[[], float]) -> float:

@@ -8,12 +8,13 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.kernels.timing import microseconds
 from octavo.kernels.decode_plan import DecodeConfig, DecodeWork, decode_config, num_chunks
 from octavo.kernels.paged_decode import DecodeAttention
 
@@ -186,24 +187,8 @@ class Bench:
         return self.tables(len(kv), shape.num_rows, -(-shape.context // PAGE), calls)
 
 
-def _graph_seconds(calls: list[Callable[[], None]]) -> float:
-    """Median over replays of one graph that makes all calls, per call."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    graph.replay()
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / len(calls))
-    return statistics.median(times)
+def _graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    return microseconds(list(calls), is_rehearsal=False) * 1e-6
 
 
 def _reference(q: torch.Tensor, kv: torch.Tensor, table: torch.Tensor, lengths: list[int]) -> torch.Tensor:

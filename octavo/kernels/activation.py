@@ -72,8 +72,3 @@ def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Te
         else {"num_warps": 2 if num_rows <= 64 else 4},
     )
     return out
-
-
-def silu_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """[T, 2 I] → [T, I]: silu(gate) * up."""
-    return gate_mul(gate_up, "silu", pdl=pdl)

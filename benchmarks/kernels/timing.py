@@ -1,4 +1,4 @@
-"""How the benchmarks of few rows take time on a GPU: graphs of many calls over cold copies, kernels compiled beforehand.
+"""How the benchmarks of kernels take time on a GPU: graphs of many calls over cold copies, kernels compiled beforehand.
 Knows nothing of what is timed. Without a GPU everything runs once, small, in Triton's interpreter: a rehearsal."""
 
 import os
