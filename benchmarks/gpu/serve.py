@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace, load: Load, seeds: Sequence[int], results
     results.put("serve", {"load": dataclasses.asdict(load), "http": served})
     offline = _offline(arguments, load, seeds)
     rates = [figures["output_tokens_per_second"] for figures in served]
-    ratio = statistics.median(rates) / statistics.median(offline)
+    ratio = round(statistics.median(rates) / statistics.median(offline), 3)
     results.put(
         "serve",
-        {"load": dataclasses.asdict(load), "http": served, "offline_rates": offline, "ratio": round(ratio, 4)},
+        {"load": dataclasses.asdict(load), "http": served, "offline_rates": offline, "ratio": ratio},
     )
     print("\n" + show(load, served, rates, offline, ratio))
     return sum(figures["num_errors"] > 0 for figures in served)
