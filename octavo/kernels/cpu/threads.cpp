@@ -1,0 +1,141 @@
+// The pool: a turn counter everybody watches, spinning briefly and then asleep.
+// Knows nothing of kernels.
+#include "threads.h"
+
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
+namespace octavo {
+namespace {
+
+// A worker watches this many pauses (some 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
+// an idle server's rest.
+constexpr int kPausesBeforeSleep = 4000;
+// Who waits for a thread that has lost its CPU gives its own away rather than burn it.
+constexpr int kPausesBeforeYield = 20000;
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+template <typename Done>
+void wait_until(Done done) {
+  for (int pauses = 0; !done(); ++pauses) {
+    if (pauses < kPausesBeforeYield) {
+      pause_briefly();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+    }
+  }
+#endif
+  return cpus;
+}
+
+void bind_to(int cpu) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(cpu, &set);
+  // Refused where a container forbids it: the work is then merely slower.
+  (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
+#else
+  (void)cpu;
+#endif
+}
+
+}  // namespace
+
+Threads::Threads(int num_threads, bool pin) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+  const std::vector<int> cpus = pin ? allowed_cpus() : std::vector<int>();
+  // More threads than CPUs: the scheduler shares them out better than we could.
+  const bool binds = pin && static_cast<int>(cpus.size()) >= num_threads_;
+  for (int thread = 1; thread < num_threads_; ++thread) {
+    const int cpu = binds ? cpus[thread] : -1;
+    workers_.emplace_back([this, thread, cpu] {
+      if (cpu >= 0) bind_to(cpu);
+      serve(thread);
+    });
+  }
+  if (binds) bind_to(cpus[0]);
+}
+
+Threads::~Threads() {
+  closing_ = true;
+  turn_.fetch_add(1);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+  }
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void Threads::run(Work work, void* context) {
+  if (num_threads_ == 1) {
+    work(context, 0, 1);
+    return;
+  }
+  work_ = work;
+  context_ = context;
+  num_working_.store(num_threads_ - 1, std::memory_order_relaxed);
+  turn_.fetch_add(1);  // sequentially consistent with num_asleep_: either we see the sleeper or it sees the turn
+  if (num_asleep_.load() > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    wake_.notify_all();
+  }
+  work(context, 0, num_threads_);
+  wait_until([this] { return num_working_.load(std::memory_order_acquire) == 0; });
+}
+
+void Threads::barrier() {
+  if (num_threads_ == 1) return;
+  const uint32_t phase = phase_.load(std::memory_order_relaxed);
+  if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+    num_arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+  } else {
+    wait_until([this, phase] { return phase_.load(std::memory_order_acquire) != phase; });
+  }
+}
+
+void Threads::serve(int thread) {
+  uint32_t seen = 0;
+  for (;;) {
+    for (int pauses = 0; turn_.load(std::memory_order_acquire) == seen; ++pauses) {
+      if (pauses < kPausesBeforeSleep) {
+        pause_briefly();
+        continue;
+      }
+      std::unique_lock<std::mutex> lock(mutex_);
+      num_asleep_.fetch_add(1);
+      wake_.wait(lock, [this, seen] { return turn_.load() != seen; });
+      num_asleep_.fetch_sub(1);
+    }
+    ++seen;
+    if (closing_) return;
+    work_(context_, thread, num_threads_);
+    num_working_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace octavo
+
+octavo::Threads* octavo_threads_new(int num_threads, int pin) { return new octavo::Threads(num_threads, pin != 0); }
+
+void octavo_threads_delete(octavo::Threads* threads) { delete threads; }
