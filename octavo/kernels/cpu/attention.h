@@ -1,0 +1,80 @@
+// Attention over KV pages: what a call is told. Plain pointers, so that any language can make the call.
+// Knows nothing of tensors, models or scheduling.
+//
+// pages are [num_pages, 2, Hkv, page_size * head_size] of float, or of int8 with scales [num_pages, 2, Hkv, page_size].
+// Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]: the scores of a
+// page's tokens are then the lanes of one vector, and no sum over lanes is ever taken. Whole pages may be copied freely.
+#pragma once
+#include <stdint.h>
+
+#include "threads.h"
+
+extern "C" {
+
+typedef struct {
+  const float* queries;   // [T, …]: a token's heads lie next to each other, tokens query_stride floats apart
+  int64_t query_stride;
+  float* output;          // [T, H * D], tokens output_stride floats apart
+  int64_t output_stride;
+  const void* pages;      // float, or int8 where scales is given
+  const float* scales;    // NULL: pages hold floats
+  const int32_t* query_start;  // [B + 1]
+  const int32_t* seq_lens;     // [B] tokens in the pages, this step's included; 0: a row of padding, its output is 0
+  const int32_t* page_table;   // [B, table_stride]
+  int64_t table_stride;
+  int32_t num_rows, num_heads, num_kv_heads, head_size, page_size;
+  int32_t window;  // a token sees itself and the window − 1 before it; 0: all before it
+  float scale, softcap;  // softcap 0: none
+} OctavoAttention;
+
+// head_size up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query, its own
+// row's cells and the page size alone: not on the other rows, on how its row was cut into steps, or on the threads.
+int octavo_attention(octavo::Threads* threads, const OctavoAttention* call);
+
+typedef struct {
+  float* heads;  // [T, H + 2 Hkv, D]: q is changed in place, k and v are read
+  int64_t token_stride;
+  const float* rotation;  // [T, D/2, 2] cosine and sine; NULL: none
+  const float* q_norm;    // [D]; NULL: none
+  const float* k_norm;
+  float epsilon;
+  const int64_t* slots;  // [T] page * page_size + offset; −1: written nowhere
+  void* pages;
+  float* scales;
+  int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size;
+} OctavoTurn;
+
+// Norm and turn q and k, then write k and v, made finite, to the pages.
+int octavo_turn(octavo::Threads* threads, const OctavoTurn* call);
+}
+
+namespace octavo {
+
+constexpr int kMaxQueries = 24;    // query vectors of a tile: one KV head's, of one or more tokens
+constexpr int kMaxHeadSize = 256;
+constexpr int kMaxChunk = 256;
+constexpr int kPadding = 16;       // the widest vector
+
+// Some tokens of one row and the query heads of one KV head that they bring.
+struct AttentionTile {
+  int32_t row, first, num_tokens, position;  // first: index into T; position: of that token in its row
+};
+
+// Of one query and one chunk of keys: the largest score, the sum of weights relative to it, and the weighted values.
+struct PartialHeader {
+  float top, sum;
+};
+
+struct AttentionVariant {
+  // Queries of the tile × keys of the chunk → partials, stride floats apart.
+  void (*chunk)(const OctavoAttention&, const AttentionTile&, int first_head, int num_heads, int chunk_size, int chunk,
+                float* partials, int64_t stride);
+  // into ← into and from together. Chunks are merged in their order.
+  void (*merge)(float* into, const float* from, int head_size);
+  void (*finish)(const float* partial, float* output, int head_size);
+  void (*turn)(const OctavoTurn&, int64_t begin, int64_t end);
+};
+
+extern const AttentionVariant attention_portable, attention_avx2, attention_avx512;
+
+}  // namespace octavo

@@ -1,0 +1,8 @@
+// Attention for avx2. Knows nothing of which machine it runs on.
+#define OCTAVO_AVX2
+#define OCTAVO_VARIANT avx2
+#include "attention_body.h"
+
+namespace octavo {
+extern const AttentionVariant attention_avx2 = avx2::variant;
+}

@@ -1,0 +1,8 @@
+// Attention for avx512. Knows nothing of which machine it runs on.
+#define OCTAVO_AVX512
+#define OCTAVO_VARIANT avx512
+#include "attention_body.h"
+
+namespace octavo {
+extern const AttentionVariant attention_avx512 = avx512::variant;
+}

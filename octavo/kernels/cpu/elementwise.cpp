@@ -1,0 +1,116 @@
+// Shares rows out over threads, and picks the instruction set.
+// Knows nothing of the arithmetic.
+#include "elementwise.h"
+
+#include <string.h>
+
+#include <vector>
+
+namespace octavo {
+
+Instructions best_instructions() {
+  const char* name = octavo_isa();
+  if (strcmp(name, "avx512vnni") == 0) return Instructions::avx512;
+  return strcmp(name, "avx2") == 0 ? Instructions::avx2 : Instructions::portable;
+}
+
+namespace {
+
+const ElementwiseVariant& elementwise_variant() {
+  switch (best_instructions()) {
+#if defined(__x86_64__)
+    case Instructions::avx512: return elementwise_avx512;
+    case Instructions::avx2: return elementwise_avx2;
+#endif
+    default: return elementwise_portable;
+  }
+}
+
+// Numbers that one thread goes through in about the time it takes to wake another.
+constexpr int64_t kWorthSharing = 8192;
+
+template <typename Body>
+void for_rows(Threads* threads, int64_t num_rows, int64_t size, Body body) {
+  if (num_rows * size < kWorthSharing) body(0, num_rows);
+  else parallel_for(threads, num_rows, body);
+}
+
+// fill(row, numbers) makes a row's numbers in a buffer that is quantised to the row's records of its tile.
+template <typename Fill>
+void quantise_rows(Threads* threads, int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups, Fill fill) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  const int64_t num_groups = size / 32, tiles = num_tiles(num_rows, tile_rows);
+  for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> numbers;
+    if ((int64_t)numbers.size() < size) numbers.resize((size_t)size);
+    int64_t tile = 0;
+    for (int64_t row = begin; row < end; ++row) {
+      while (tile_begin(tile + 1, tiles, num_rows) <= row) ++tile;
+      const int64_t first = tile_begin(tile, tiles, num_rows), height = tile_begin(tile + 1, tiles, num_rows) - first;
+      const float* made = fill(variant, row, numbers.data());
+      variant.quantise(made, num_groups, groups + first * num_groups + (row - first), height);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+void octavo_rms_norm(Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                     int64_t num_rows, int64_t size, float* y, int64_t y_stride) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      variant.rms_norm(x + row * x_stride, weight, epsilon, size, y + row * y_stride);
+    }
+  });
+}
+
+void octavo_silu_mul(Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size, float* y,
+                     int64_t y_stride) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  for_rows(threads, num_rows, 4 * size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      variant.silu_mul(x + row * x_stride, x + row * x_stride + size, size, y + row * y_stride);
+    }
+  });
+}
+
+void octavo_rms_norm_quantise(Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                              int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups) {
+  const auto fill = [&](const ElementwiseVariant& variant, int64_t row, float* numbers) {
+    const float* from = x + row * x_stride;
+    if (weight == nullptr) return from;
+    variant.rms_norm(from, weight, epsilon, size, numbers);
+    return (const float*)numbers;
+  };
+  quantise_rows(threads, num_rows, size, tile_rows, groups, fill);
+}
+
+void octavo_silu_mul_quantise(Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
+                              int32_t tile_rows, OctavoGroup* groups) {
+  const auto fill = [&](const ElementwiseVariant& variant, int64_t row, float* numbers) {
+    variant.silu_mul(x + row * x_stride, x + row * x_stride + size, size, numbers);
+    return (const float*)numbers;
+  };
+  quantise_rows(threads, num_rows, size, tile_rows, groups, fill);
+}
+
+void octavo_argmax(Threads* threads, const float* logits, int64_t stride, int64_t num_rows, int64_t size,
+                   int64_t* chosen) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) chosen[row] = variant.argmax(logits + row * stride, size);
+  });
+}
+
+void octavo_gather_rows(Threads* threads, const float* table, const int64_t* ids, int64_t num_ids, int64_t size, float* y,
+                        int64_t y_stride) {
+  for_rows(threads, num_ids, size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      memcpy(y + row * y_stride, table + ids[row] * size, sizeof(float) * (size_t)size);
+    }
+  });
+}

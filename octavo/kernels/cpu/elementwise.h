@@ -1,0 +1,50 @@
+// What a step does between products: norms, gates, quantising, choosing a token, looking rows up. The C interface.
+// Knows nothing of models. A row's numbers depend on that row alone, so neither batch mates nor threads show.
+#pragma once
+#include <stdint.h>
+
+#include "product.h"
+#include "threads.h"
+
+extern "C" {
+
+// y [num_rows, size] = x / sqrt(mean(x²) + epsilon) * weight; y may be x.
+void octavo_rms_norm(octavo::Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                     int64_t num_rows, int64_t size, float* y, int64_t y_stride);
+
+// y [num_rows, size] = silu(gate) * up of x [num_rows, 2 * size]: gate's numbers, then up's.
+void octavo_silu_mul(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size, float* y,
+                     int64_t y_stride);
+
+// The same two, and x itself, as records of 32 quantised numbers for a product with packed weights: what octavo_prepare
+// makes of their results. Size is a multiple of 32. weight NULL: x as it is. Rows lie in tiles of at most tile_rows, of
+// nearly equal height, and a tile holds the records of its rows group after group; 1: row after row.
+void octavo_rms_norm_quantise(octavo::Threads* threads, const float* x, int64_t x_stride, const float* weight,
+                              float epsilon, int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups);
+void octavo_silu_mul_quantise(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
+                              int32_t tile_rows, OctavoGroup* groups);
+
+// Of each row of logits: the first of the largest, or the first NaN, as torch has it.
+void octavo_argmax(octavo::Threads* threads, const float* logits, int64_t stride, int64_t num_rows, int64_t size,
+                   int64_t* chosen);
+
+// y [num_ids, size] = rows of table [*, size]. (Of packed tables: octavo_read_columns.)
+void octavo_gather_rows(octavo::Threads* threads, const float* table, const int64_t* ids, int64_t num_ids, int64_t size,
+                        float* y, int64_t y_stride);
+}
+
+namespace octavo {
+
+enum class Instructions { portable, avx2, avx512 };
+Instructions best_instructions();  // as octavo_isa has it
+
+struct ElementwiseVariant {
+  void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
+  void (*silu_mul)(const float* gate, const float* up, int64_t size, float* y);
+  void (*quantise)(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step);  // step: records apart
+  int64_t (*argmax)(const float* x, int64_t size);
+};
+
+extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512;
+
+}  // namespace octavo

@@ -1,0 +1,8 @@
+// Elementwise for avx2. Knows nothing of which machine it runs on.
+#define OCTAVO_AVX2
+#define OCTAVO_VARIANT avx2
+#include "elementwise_body.h"
+
+namespace octavo {
+extern const ElementwiseVariant elementwise_avx2 = avx2::elementwise;
+}

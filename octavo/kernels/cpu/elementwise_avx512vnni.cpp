@@ -1,0 +1,8 @@
+// Elementwise for avx512. Knows nothing of which machine it runs on.
+#define OCTAVO_AVX512
+#define OCTAVO_VARIANT avx512
+#include "elementwise_body.h"
+
+namespace octavo {
+extern const ElementwiseVariant elementwise_avx512 = avx512::elementwise;
+}

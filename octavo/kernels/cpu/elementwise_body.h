@@ -1,0 +1,94 @@
+// The arithmetic between products for one instruction set, one row at a time. Included by elementwise_<variant>.cpp.
+// Knows nothing of threads.
+#include "elementwise.h"
+#include "elementwise_vector.h"
+
+namespace octavo {
+namespace OCTAVO_VARIANT {
+
+static void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};  // four chains: a sum waits four cycles for the last
+  int64_t i = 0;
+  for (; i + 4 * W <= size; i += 4 * W) {
+    OCTAVO_UNROLL for (int j = 0; j < 4; ++j) {
+      const vec a = load(x + i + j * W);
+      sums[j] = fma(a, a, sums[j]);
+    }
+  }
+  for (; i < size; i += W) {
+    const vec a = size - i >= W ? load(x + i) : load_n(x + i, (int)(size - i));
+    sums[0] = fma(a, a, sums[0]);
+  }
+  const float squares = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  const vec factor = set1(1.0f / __builtin_sqrtf(squares / (float)size + epsilon));
+  for (i = 0; i + W <= size; i += W) store(y + i, mul(mul(load(x + i), factor), load(weight + i)));
+  if (i < size) {
+    const int n = (int)(size - i);
+    store_n(y + i, mul(mul(load_n(x + i, n), factor), load_n(weight + i, n)), n);
+  }
+}
+
+OCTAVO_INLINE vec gated(vec gate, vec up) {
+  const vec decay = exponential(sub(set1(0.0f), gate));
+  return mul(div(gate, add(set1(1.0f), decay)), up);
+}
+
+static void silu_mul(const float* gate, const float* up, int64_t size, float* y) {
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(y + i, gated(load(gate + i), load(up + i)));
+  if (i < size) {
+    const int n = (int)(size - i);
+    store_n(y + i, gated(load_n(gate + i, n), load_n(up + i, n)), n);
+  }
+}
+
+static void quantise(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step) {
+  constexpr int N = 32 / W;
+  for (int64_t group = 0; group < num_groups; ++group, x += 32, groups += step) {
+    vec a[N], top = set1(0.0f), sums = set1(0.0f);
+    bool is_broken = false;
+    OCTAVO_UNROLL for (int i = 0; i < N; ++i) {
+      a[i] = load(x + i * W);
+      is_broken |= has_nan(a[i]);
+      top = max(absolute(a[i]), top);
+    }
+    const float largest = reduce_max(top);
+    const vec inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
+    OCTAVO_UNROLL for (int i = 0; i < N; ++i) {
+      const vec whole = nearest(mul(a[i], inverse));
+      store_int8(groups->codes + i * W, whole);
+      sums = add(sums, whole);
+    }
+    const float sum = reduce_add(sums);  // exact: whole numbers
+    // What is broken stays broken, and in this row: its codes mean nothing, its scale says so.
+    groups->scale = is_broken || largest - largest != 0.0f ? __builtin_nanf("") : largest / 127.0f;
+    groups->scaled_sum = groups->scale * sum;
+    groups->minus_sum = sum - sum == 0.0f ? -(int32_t)sum : 0;
+    groups->unused = 0;
+  }
+}
+
+static int64_t argmax(const float* x, int64_t size) {
+  vec top = set1(-__builtin_inff());
+  bool is_broken = false;
+  int64_t i = 0;
+  for (; i + W <= size; i += W) {
+    const vec a = load(x + i);
+    is_broken |= has_nan(a);
+    top = max(a, top);
+  }
+  float largest = reduce_max(top);
+  for (; i < size; ++i) {
+    is_broken |= x[i] != x[i];
+    largest = x[i] > largest ? x[i] : largest;
+  }
+  for (i = 0; i < size; ++i) {
+    if (is_broken ? x[i] != x[i] : x[i] == largest) return i;
+  }
+  return 0;
+}
+
+static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, quantise, argmax};
+
+}  // namespace OCTAVO_VARIANT
+}  // namespace octavo
