@@ -1,0 +1,119 @@
+// y = x · Wᵀ on a CPU: the C interface of the product kernels, and how weights and activations lie in memory.
+// Knows nothing of models, nor of who allocated what: pointers and sizes in, numbers out. Nothing here allocates.
+//
+// Weights. 16 output columns (rows of W) form a panel, so that one 64-byte load feeds 16 of them with four K-values each.
+// Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them), padded to
+// 64 bytes, then for every group of 32 K-values 8 (8 bits) or 4 (4 bits) vectors of 16 columns × 4 bytes. A nibble vector v
+// holds K-values 4v … 4v+3 in its low halves and 16+4v … in its high ones, as GGUF does. Codes are unsigned:
+//   weight = scale · (code − centre)      or, with a minimum,      weight = scale · code + minimum.
+// Plain, a panel is [K] vectors of 16 float32. Columns and K-values that pad a panel are zero.
+//
+// Activations are prepared once and serve several products. Rows are cut into tiles of nearly equal height, at most
+// tile_rows of the running instruction set; a tile holds, group after group, its rows' records: opaque to everybody else.
+//
+// Every element of y is the same chain of operations over K, group after group, whatever the number of rows, the tile, the
+// thread or the instruction set: the same row gives the same bits in any batch.
+#pragma once
+
+#include <stdint.h>
+
+#include "threads.h"
+
+extern "C" {
+
+enum OctavoKind {
+  OCTAVO_FLOAT32 = 0,
+  OCTAVO_CODES8 = 1,          // 8 bits, centre 128: Q8_0
+  OCTAVO_CODES4 = 2,          // 4 bits, centre 8: Q4_0
+  OCTAVO_CODES4_MINIMUM = 3,  // 4 bits and a minimum: Q4_1
+};
+
+enum OctavoFinish {
+  OCTAVO_FINISH_PLAIN = 0,  // y [rows, columns] = x · Wᵀ (+ bias) (+ residual)
+  OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up; W is gate's columns, then up's, each a multiple of 16
+};
+
+// A group of 32 activations of one row.
+typedef struct {
+  int8_t codes[32];
+  float scale;
+  float scaled_sum;   // scale · Σ codes: what a weight's minimum is multiplied by
+  int32_t minus_sum;  // −Σ codes: what a weight's centre is multiplied by
+  int32_t unused;
+} OctavoGroup;
+
+typedef struct {
+  const void* weights;      // panels, 64-byte aligned
+  const void* activations;  // prepared for the same kind, number of rows and depth
+  float* y;
+  const float* bias;      // [columns] or null
+  const float* residual;  // as y; may be y itself; or null
+  int64_t y_stride;       // floats from row to row, of y and of residual
+  int64_t num_rows, num_columns, depth;
+  int32_t kind, finish;
+} OctavoProduct;
+
+// "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0 if it cannot run).
+const char* octavo_isa(void);
+int octavo_use_isa(const char* name);
+
+int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
+int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
+
+// rows [num_columns, depth]: float32, or GGUF quants of the kind. Depth is a multiple of 32 for all but float32.
+void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed);
+// float32 rows [num_columns, depth] quantised here: round to nearest, scale from the group's largest (or range, with minimum).
+void octavo_pack_quantised(octavo::Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
+                           void* packed);
+// out [num_ids, depth]: single columns of W as float32, so that an embedding tied to the head needs no second copy.
+void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int64_t depth, const int64_t* ids,
+                         int64_t num_ids, float* out);
+
+// x [num_rows, depth] with x_stride floats from row to row → prepared, 64-byte aligned.
+void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth,
+                    void* prepared);
+void octavo_product(octavo::Threads* threads, const OctavoProduct* product);
+
+// Reads every byte once, for a benchmark's ceiling. Returns something that depends on all of them.
+int64_t octavo_read_all(octavo::Threads* threads, const void* memory, int64_t num_bytes);
+}
+
+namespace octavo {
+
+constexpr int kPanel = 16;   // columns
+constexpr int kGroup = 32;   // K-values with a scale of their own
+constexpr int kSlice = 16;   // K-values of a float32 record
+
+// Shares of the work, for callers that are inside Threads::run already.
+struct ProductKernels {
+  const char* name;
+  int packed_tile_rows, float_tile_rows;
+  void (*prepare_share)(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
+                        int thread, int num_threads);
+  void (*product_share)(const OctavoProduct* product, int thread, int num_threads);
+  int64_t (*read_all)(const void* memory, int64_t num_bytes);
+};
+
+const ProductKernels& product_kernels();
+
+static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+// Bytes of a panel's scales (and minimums), which come before its codes.
+static inline int64_t scale_bytes(int kind, int64_t depth) {
+  if (kind == OCTAVO_FLOAT32) return 0;
+  return round_up(depth / kGroup * kPanel * 2 * (kind == OCTAVO_CODES4_MINIMUM ? 2 : 1), 64);
+}
+
+static inline int64_t panel_bytes(int kind, int64_t depth) {
+  switch (kind) {
+    case OCTAVO_FLOAT32: return round_up(depth, kSlice) * kPanel * 4;
+    case OCTAVO_CODES8: return scale_bytes(kind, depth) + depth * kPanel;
+    default: return scale_bytes(kind, depth) + depth * kPanel / 2;
+  }
+}
+
+// Where tile number `tile` of a batch begins, for 0 … num_tiles: heights differ by one at most.
+static inline int64_t num_tiles(int64_t num_rows, int tile_rows) { return (num_rows + tile_rows - 1) / tile_rows; }
+static inline int64_t tile_begin(int64_t tile, int64_t tiles, int64_t num_rows) { return num_rows * tile / tiles; }
+
+}  // namespace octavo

@@ -1,0 +1,115 @@
+// The product kernels for AVX2 with FMA and F16C: 16 lanes are two registers.
+// Knows nothing of tiles and layouts: product_kernel.h does.
+#include "product.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+namespace octavo {
+namespace {
+
+struct Lanes {
+  struct Floats {
+    __m256 a, b;
+  };
+  struct Ints {
+    __m256i a, b;
+  };
+  using Bytes = Ints;
+  // Of 16 registers: one row's two panels take four sums of integers and four of floats.
+  static constexpr int kPackedRows = 2;
+  static constexpr int kFloatRows = 3;
+
+  static Floats splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  static Floats load(const float* at) { return {_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)}; }
+  static void store(float* at, Floats value) {
+    _mm256_storeu_ps(at, value.a);
+    _mm256_storeu_ps(at + 8, value.b);
+  }
+  static Floats load_halves(const void* at) {
+    const __m128i* halves = static_cast<const __m128i*>(at);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+  }
+  static Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  static Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+  static Floats fma(Floats x, Floats y, Floats z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+  }
+  static Floats least(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+  static Floats greatest(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+  static Floats absolute(Floats x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+  }
+  static float largest(Floats x) {
+    const __m256 eight = _mm256_max_ps(x.a, x.b);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+  }
+
+  static Ints splat_int(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+  static Ints load_ints(const void* at) {
+    const __m256i* ints = static_cast<const __m256i*>(at);
+    return {_mm256_loadu_si256(ints), _mm256_loadu_si256(ints + 1)};
+  }
+  static Ints add_ints(Ints x, Ints y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+  static int32_t total(Ints x) {
+    const __m256i eight = _mm256_add_epi32(x.a, x.b);
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  }
+  template <int COUNT>
+  static Ints shift_left(Ints x) { return {_mm256_slli_epi32(x.a, COUNT), _mm256_slli_epi32(x.b, COUNT)}; }
+  static Ints nearest(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+  static Floats to_float(Ints x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  static Floats power_of_two(Ints n) {
+    const Ints bits = shift_left<23>(add_ints(n, splat_int(127)));
+    return {_mm256_castsi256_ps(bits.a), _mm256_castsi256_ps(bits.b)};
+  }
+  static void store_codes(int8_t* at, Ints x) {
+    const __m256i mixed = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+    const __m128i codes = _mm_packs_epi16(_mm256_castsi256_si128(mixed), _mm256_extracti128_si256(mixed, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), codes);
+  }
+
+  static Bytes load_bytes(const void* at) { return load_ints(at); }
+  static Bytes splat_bytes(const int8_t* four) {
+    int32_t all;
+    memcpy(&all, four, 4);
+    return splat_int(all);
+  }
+  static Bytes low_halves(Bytes x) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask)};
+  }
+  static Bytes high_halves(Bytes x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
+
+  // HALVES: weights are at most 15, and pairs of products fit 16 bits. Else they would not: even and odd bytes are
+  // multiplied apart, as 16-bit numbers.
+  template <bool HALVES>
+  static __m256i dot_half(__m256i sum, __m256i weights, __m256i x) {
+    if (HALVES) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(x, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+  }
+  template <bool HALVES>
+  static Ints dot(Ints sum, Bytes weights, Bytes x) {
+    return {dot_half<HALVES>(sum.a, weights.a, x.a), dot_half<HALVES>(sum.b, weights.b, x.b)};
+  }
+};
+
+#include "product_kernel.h"
+
+}  // namespace
+
+extern const ProductKernels kProductAvx2;
+const ProductKernels kProductAvx2 = {"avx2", Lanes::kPackedRows, Lanes::kFloatRows, prepare_share, product_share, read_all};
+
+}  // namespace octavo
+#endif

@@ -1,0 +1,71 @@
+// The product kernels for AVX-512 with VNNI: 16 lanes are one register.
+// Knows nothing of tiles and layouts: product_kernel.h does.
+#include "product.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+namespace octavo {
+namespace {
+
+struct Lanes {
+  using Floats = __m512;
+  using Ints = __m512i;
+  using Bytes = __m512i;
+  // Of 32 registers: 12 sums of integers and 12 of floats for two panels; the rest are weights, activations, scales.
+  static constexpr int kPackedRows = 6;
+  static constexpr int kFloatRows = 12;
+
+  static Floats splat(float value) { return _mm512_set1_ps(value); }
+  static Floats load(const float* at) { return _mm512_loadu_ps(at); }
+  static void store(float* at, Floats value) { _mm512_storeu_ps(at, value); }
+  static Floats load_halves(const void* at) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+  }
+  static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+  static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+  static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+  static Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static Floats absolute(Floats a) { return _mm512_abs_ps(a); }
+  static float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+
+  static Ints splat_int(int32_t value) { return _mm512_set1_epi32(value); }
+  static Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
+  static Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+  static int32_t total(Ints a) { return _mm512_reduce_add_epi32(a); }
+  template <int COUNT>
+  static Ints shift_left(Ints a) { return _mm512_slli_epi32(a, COUNT); }
+  static Ints nearest(Floats a) { return _mm512_cvtps_epi32(a); }
+  static Floats to_float(Ints a) { return _mm512_cvtepi32_ps(a); }
+  static Floats power_of_two(Ints n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+  }
+  static void store_codes(int8_t* at, Ints a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtsepi32_epi8(a));
+  }
+
+  static Bytes load_bytes(const void* at) { return _mm512_loadu_si512(at); }
+  static Bytes splat_bytes(const int8_t* four) {
+    int32_t all;
+    memcpy(&all, four, 4);
+    return _mm512_set1_epi32(all);
+  }
+  static Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+  static Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  template <bool HALVES>
+  static Ints dot(Ints sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
+};
+
+#include "product_kernel.h"
+
+}  // namespace
+
+extern const ProductKernels kProductAvx512Vnni;
+const ProductKernels kProductAvx512Vnni = {"avx512vnni",  Lanes::kPackedRows, Lanes::kFloatRows,
+                                           prepare_share, product_share,      read_all};
+
+}  // namespace octavo
+#endif

@@ -1,0 +1,303 @@
+// The product kernels, written once over Lanes: included by one file per instruction set, inside its anonymous namespace.
+// Knows no instruction. Uses no inline function of the standard library: the linker could pick another file's copy, compiled
+// for a CPU this one is not.
+//
+// Lanes gives: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows.
+
+using L = Lanes;
+using Floats = L::Floats;
+using Ints = L::Ints;
+using Bytes = L::Bytes;
+
+// exp(x) for x in [−87, 88], clamped outside: 2ⁿ · a polynomial of degree 6 (Cephes); relative error about 1e-7.
+inline Floats exponential(Floats x) {
+  x = L::least(L::greatest(x, L::splat(-87.0f)), L::splat(88.0f));
+  const Ints n = L::nearest(L::mul(x, L::splat(1.44269504088896341f)));
+  const Floats whole = L::to_float(n);
+  x = L::fma(whole, L::splat(-0.693359375f), x);
+  x = L::fma(whole, L::splat(2.12194440e-4f), x);
+  Floats y = L::splat(1.9875691500e-4f);
+  y = L::fma(y, x, L::splat(1.3981999507e-3f));
+  y = L::fma(y, x, L::splat(8.3334519073e-3f));
+  y = L::fma(y, x, L::splat(4.1665795894e-2f));
+  y = L::fma(y, x, L::splat(1.6666665459e-1f));
+  y = L::fma(y, x, L::splat(5.0000001201e-1f));
+  y = L::add(L::fma(y, L::mul(x, x), x), L::splat(1.0f));
+  return L::mul(y, L::power_of_two(n));
+}
+
+inline Floats silu(Floats x) {
+  const Floats decay = exponential(L::mul(x, L::splat(-1.0f)));
+  return L::div(x, L::add(decay, L::splat(1.0f)));
+}
+
+// ── what is done with a finished vector of 16 columns ───────────────────────────────────────────────
+
+inline void finish_plain(const OctavoProduct* product, int64_t row, int64_t column, Floats value) {
+  const int64_t at = row * product->y_stride + column;
+  const int64_t num_left = product->num_columns - column;
+  if (num_left >= kPanel) {
+    if (product->bias) value = L::add(value, L::load(product->bias + column));
+    if (product->residual) value = L::add(value, L::load(product->residual + at));
+    L::store(product->y + at, value);
+    return;
+  }
+  float lanes[kPanel];
+  L::store(lanes, value);
+  for (int64_t lane = 0; lane < num_left; ++lane) {
+    if (product->bias) lanes[lane] += product->bias[column + lane];
+    if (product->residual) lanes[lane] += product->residual[at + lane];
+    product->y[at + lane] = lanes[lane];
+  }
+}
+
+template <int ROWS, int PANELS>
+inline void finish(const OctavoProduct* product, int64_t row, const int64_t* panels, Floats (&sums)[ROWS][PANELS]) {
+  for (int r = 0; r < ROWS; ++r) {
+    if (PANELS == 2 && product->finish == OCTAVO_FINISH_GATED) {
+      const Floats value = L::mul(silu(sums[r][0]), sums[r][PANELS - 1]);
+      L::store(product->y + (row + r) * product->y_stride + panels[0] * kPanel, value);
+    } else {
+      for (int p = 0; p < PANELS; ++p) finish_plain(product, row + r, panels[p] * kPanel, sums[r][p]);
+    }
+  }
+}
+
+// ── tiles ───────────────────────────────────────────────────────────────────────────────────────────
+
+// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on.
+struct Fetch {
+  const uint8_t* at;
+  int64_t num_lines;
+};
+
+inline void fetch_some(Fetch& fetch) {
+  for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + line * 64, 0, 2);
+  fetch.at += fetch.num_lines * 64;
+}
+
+template <int KIND>
+struct PackedTile {
+  static constexpr bool kMinimum = KIND == OCTAVO_CODES4_MINIMUM;
+  static constexpr int kVectors = KIND == OCTAVO_CODES8 ? 8 : 4;  // of 64 bytes, in a group
+  static constexpr int kRows = Lanes::kPackedRows;
+  static constexpr int kStep = kGroup;  // K-values of a step of the loop
+  using Record = OctavoGroup;
+
+  template <int ROWS, int PANELS>
+  static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
+                                                         const int64_t* panels, Fetch fetch,
+                                                         Floats (&total)[ROWS][PANELS]) {
+    const int64_t depth = product->depth, num_groups = depth / kGroup;
+    const int64_t stride = panel_bytes(KIND, depth), skip = scale_bytes(KIND, depth);
+    const uint8_t* scales[PANELS];
+    const uint8_t* codes[PANELS];
+    for (int p = 0; p < PANELS; ++p) {
+      scales[p] = static_cast<const uint8_t*>(product->weights) + panels[p] * stride;
+      codes[p] = scales[p] + skip;
+    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
+
+    for (int64_t group = 0; group < num_groups; ++group, records += ROWS) {
+      fetch_some(fetch);
+      Ints dots[ROWS][PANELS];
+      for (int r = 0; r < ROWS; ++r) {
+        // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts at the last term, and stays exact.
+        const Ints start = kMinimum ? L::splat_int(0)
+                                    : L::shift_left<KIND == OCTAVO_CODES8 ? 7 : 3>(L::splat_int(records[r].minus_sum));
+        for (int p = 0; p < PANELS; ++p) dots[r][p] = start;
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        Bytes raw[PANELS], low[PANELS];
+        for (int p = 0; p < PANELS; ++p) {
+          raw[p] = L::load_bytes(codes[p] + v * 64);
+          low[p] = KIND == OCTAVO_CODES8 ? raw[p] : L::low_halves(raw[p]);
+        }
+        for (int r = 0; r < ROWS; ++r) {
+          const Bytes x = L::splat_bytes(records[r].codes + 4 * v);
+          for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<KIND != OCTAVO_CODES8>(dots[r][p], low[p], x);
+        }
+        if (KIND != OCTAVO_CODES8) {
+          for (int p = 0; p < PANELS; ++p) raw[p] = L::high_halves(raw[p]);
+          for (int r = 0; r < ROWS; ++r) {
+            const Bytes x = L::splat_bytes(records[r].codes + 16 + 4 * v);
+            for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<true>(dots[r][p], raw[p], x);
+          }
+        }
+      }
+      Floats scale[PANELS];
+      for (int p = 0; p < PANELS; ++p) scale[p] = L::load_halves(scales[p]);
+      for (int r = 0; r < ROWS; ++r) {
+        const Floats x_scale = L::splat(records[r].scale);
+        for (int p = 0; p < PANELS; ++p)
+          total[r][p] = L::fma(L::to_float(dots[r][p]), L::mul(scale[p], x_scale), total[r][p]);
+      }
+      if (kMinimum) {
+        Floats minimum[PANELS];
+        for (int p = 0; p < PANELS; ++p) minimum[p] = L::load_halves(scales[p] + num_groups * kPanel * 2);
+        for (int r = 0; r < ROWS; ++r) {
+          const Floats scaled_sum = L::splat(records[r].scaled_sum);
+          for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(minimum[p], scaled_sum, total[r][p]);
+        }
+      }
+      for (int p = 0; p < PANELS; ++p) {
+        codes[p] += kVectors * 64;
+        scales[p] += kPanel * 2;
+      }
+    }
+  }
+};
+
+struct FloatTile {
+  static constexpr int kRows = Lanes::kFloatRows;
+  static constexpr int kStep = kSlice;
+  struct Record {
+    float values[kSlice];
+  };
+
+  template <int ROWS, int PANELS>
+  static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
+                                                         const int64_t* panels, Fetch fetch,
+                                                         Floats (&total)[ROWS][PANELS]) {
+    const int64_t num_slices = (product->depth + kSlice - 1) / kSlice;
+    const float* weights[PANELS];
+    for (int p = 0; p < PANELS; ++p)
+      weights[p] = static_cast<const float*>(product->weights) + panels[p] * num_slices * kSlice * kPanel;
+    for (int r = 0; r < ROWS; ++r)
+      for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
+
+    for (int64_t slice = 0; slice < num_slices; ++slice, records += ROWS) {
+      fetch_some(fetch);
+#pragma GCC unroll 4
+      for (int k = 0; k < kSlice; ++k) {
+        Floats w[PANELS];
+        for (int p = 0; p < PANELS; ++p) w[p] = L::load(weights[p] + k * kPanel);
+        for (int r = 0; r < ROWS; ++r) {
+          const Floats x = L::splat(records[r].values[k]);
+          for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(x, w[p], total[r][p]);
+        }
+      }
+      for (int p = 0; p < PANELS; ++p) weights[p] += kSlice * kPanel;
+    }
+  }
+};
+
+template <typename Tile, int ROWS, int PANELS>
+__attribute__((noinline)) void run_tile(const OctavoProduct* product, const void* records, int64_t row,
+                                        const int64_t* panels, Fetch fetch) {
+  Floats total[ROWS][PANELS];
+  Tile::template sums<ROWS, PANELS>(product, static_cast<const typename Tile::Record*>(records), panels, fetch, total);
+  finish<ROWS, PANELS>(product, row, panels, total);
+}
+
+using RunTile = void (*)(const OctavoProduct*, const void*, int64_t, const int64_t*, Fetch);
+
+// run_tile for 1 … kRows rows, at [rows − 1].
+template <typename Tile, int PANELS, int ROWS = Tile::kRows>
+struct RunTiles : RunTiles<Tile, PANELS, ROWS - 1> {
+  RunTiles() { this->of[ROWS - 1] = run_tile<Tile, ROWS, PANELS>; }
+};
+template <typename Tile, int PANELS>
+struct RunTiles<Tile, PANELS, 0> {
+  RunTile of[Tile::kRows];
+};
+
+// ── a thread's share of a product ───────────────────────────────────────────────────────────────────
+
+// One row is bound by memory: one panel at a time is one stream of addresses, fetched this many bytes ahead of its use.
+constexpr int64_t kAhead = 4096;
+
+template <typename Tile>
+void share_of_product(const OctavoProduct* product, int thread, int num_threads) {
+  const RunTiles<Tile, 1> single;
+  const RunTiles<Tile, 2> pair;
+  const bool gated = product->finish == OCTAVO_FINISH_GATED;
+  const int64_t num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
+  const Share share = share_of(num_panels, thread, num_threads);
+  const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, Tile::kRows);
+  const int64_t num_steps = (product->depth + Tile::kStep - 1) / Tile::kStep;
+  const int64_t num_bytes = panel_bytes(product->kind, product->depth);
+  const uint8_t* weights = static_cast<const uint8_t*>(product->weights);
+  const auto* records = static_cast<const typename Tile::Record*>(product->activations);
+  const bool streams = num_rows == 1 && !gated;
+
+  for (int64_t panel = share.begin; panel < share.end;) {
+    const int width = !gated && (streams || panel + 1 == share.end) ? 1 : 2;
+    const int64_t panels[2] = {panel, gated ? panel + num_panels : panel + 1};
+    const int64_t next = panel + (gated ? 1 : width);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
+      // The next panels come in while these are multiplied, a part with every tile.
+      const int64_t num_lines = num_bytes * (gated ? 1 : width) / 64 / (num_steps * tiles) + 1;
+      Fetch fetch = {weights + panel * num_bytes + (streams ? kAhead : num_bytes * (next - panel) + num_lines * 64 * num_steps * tile), num_lines};
+      (width == 1 ? single.of : pair.of)[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
+    }
+    panel = next;
+  }
+}
+
+void product_share(const OctavoProduct* product, int thread, int num_threads) {
+  switch (product->kind) {
+    case OCTAVO_FLOAT32: return share_of_product<FloatTile>(product, thread, num_threads);
+    case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, thread, num_threads);
+    case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, thread, num_threads);
+    default: return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, thread, num_threads);
+  }
+}
+
+// ── activations ─────────────────────────────────────────────────────────────────────────────────────
+
+inline void prepare_group(const float* x, OctavoGroup* group) {
+  const Floats first = L::load(x), second = L::load(x + 16);
+  const float largest = L::largest(L::greatest(L::absolute(first), L::absolute(second)));
+  // Below this its inverse would overflow, and the group is nothing to a sum of float32.
+  const Floats inverse = L::splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
+  const Ints low = L::nearest(L::mul(first, inverse)), high = L::nearest(L::mul(second, inverse));
+  L::store_codes(group->codes, low);
+  L::store_codes(group->codes + 16, high);
+  const int32_t sum = L::total(L::add_ints(low, high));
+  group->scale = largest / 127.0f;
+  group->scaled_sum = group->scale * static_cast<float>(sum);
+  group->minus_sum = -sum;
+}
+
+inline void prepare_slice(const float* x, int64_t num_left, FloatTile::Record* slice) {
+  for (int64_t k = 0; k < kSlice; ++k) slice->values[k] = k < num_left ? x[k] : 0.0f;
+}
+
+void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
+                   int thread, int num_threads) {
+  const bool plain = kind == OCTAVO_FLOAT32;
+  const int64_t tiles = num_tiles(num_rows, plain ? FloatTile::kRows : Lanes::kPackedRows);
+  const int64_t step = plain ? kSlice : kGroup, num_steps = (depth + step - 1) / step;
+  const Share share = share_of(num_rows, thread, num_threads);
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
+    for (int64_t row = begin; row < end; ++row) {
+      if (row < share.begin || row >= share.end) continue;
+      for (int64_t i = 0; i < num_steps; ++i) {
+        const float* values = x + row * x_stride + i * step;
+        const int64_t at = begin * num_steps + i * (end - begin) + row - begin;
+        if (plain) {
+          prepare_slice(values, depth - i * step, static_cast<FloatTile::Record*>(prepared) + at);
+        } else {
+          prepare_group(values, static_cast<OctavoGroup*>(prepared) + at);
+        }
+      }
+    }
+  }
+}
+
+int64_t read_all(const void* memory, int64_t num_bytes) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(memory);
+  Ints sums[4] = {L::splat_int(0), L::splat_int(0), L::splat_int(0), L::splat_int(0)};
+  for (int64_t at = 0; at + 256 <= num_bytes; at += 256) {
+    for (int i = 0; i < 4; ++i) {
+      __builtin_prefetch(bytes + at + i * 64 + kAhead, 0, 2);
+      sums[i] = L::add_ints(sums[i], L::load_ints(bytes + at + i * 64));
+    }
+  }
+  return L::total(L::add_ints(L::add_ints(sums[0], sums[1]), L::add_ints(sums[2], sums[3])));
+}
