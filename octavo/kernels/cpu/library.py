@@ -1,0 +1,214 @@
+"""The native kernels as Python functions over torch tensors; the library is compiled or found at the first use.
+Knows nothing of layers. A tensor that does not fit is our own mistake: asserted here, since C would just read on."""
+
+import ctypes
+import functools
+import mmap
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu.build import library_path
+
+GROUP = 32  # weights along K that share a scale
+PANEL = 16  # columns kept together
+_ALIGNMENT = 64
+
+
+class Kind(IntEnum):
+    """How weights are stored, as OctavoKind in product.h."""
+
+    FLOAT32 = 0
+    CODES8 = 1  # Q8_0
+    CODES4 = 2  # Q4_0
+    CODES4_MINIMUM = 3  # Q4_1
+
+
+GGUF_KINDS = {"Q8_0": Kind.CODES8, "Q4_0": Kind.CODES4, "Q4_1": Kind.CODES4_MINIMUM}
+_QUANT_BYTES = {Kind.CODES8: 34, Kind.CODES4: 18, Kind.CODES4_MINIMUM: 20}
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("activations", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("y_stride", ctypes.c_int64),
+        ("num_rows", ctypes.c_int64),
+        ("num_columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("finish", ctypes.c_int32),
+    ]
+
+
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {
+    "octavo_threads_new": (_POINTER, [_INT, _INT]),
+    "octavo_threads_delete": (None, [_POINTER]),
+    "octavo_isa": (ctypes.c_char_p, []),
+    "octavo_use_isa": (_INT, [ctypes.c_char_p]),
+    "octavo_packed_bytes": (_LONG, [_INT, _LONG, _LONG]),
+    "octavo_prepared_bytes": (_LONG, [_INT, _LONG, _LONG]),
+    "octavo_pack": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
+    "octavo_pack_quantised": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
+    "octavo_read_columns": (None, [_INT, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
+    "octavo_prepare": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
+    "octavo_product": (None, [_POINTER, ctypes.POINTER(_Product)]),
+    "octavo_read_all": (_LONG, [_POINTER, _POINTER, _LONG]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Raises build.NoCompiler where there is neither a library nor a compiler."""
+    loaded = ctypes.CDLL(str(library_path()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def isa() -> str:
+    name: bytes = library().octavo_isa()
+    return name.decode()
+
+
+def use_isa(name: str) -> bool:
+    """Whether this CPU can: then every later call uses it. Activations prepared before are void."""
+    return bool(library().octavo_use_isa(name.encode()))
+
+
+class Threads:
+    """Threads that work together on one call; the calling thread is the first of them. One owner at a time."""
+
+    def __init__(self, num_threads: int, pin: bool = False) -> None:
+        self.num_threads = num_threads
+        self.pointer: int = library().octavo_threads_new(num_threads, int(pin))
+
+    def close(self) -> None:
+        if self.pointer:
+            library().octavo_threads_delete(self.pointer)
+            self.pointer = 0
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """W [num_columns, depth] in panels."""
+
+    memory: Tensor  # [bytes] uint8, aligned
+    kind: Kind
+    num_columns: int
+    depth: int
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 → rows of W, [T, depth] float32."""
+        assert ids.dtype == torch.int64 and ids.is_contiguous()
+        assert ids.numel() == 0 or 0 <= int(ids.min()) <= int(ids.max()) < self.num_columns
+        out = torch.empty(len(ids), self.depth)
+        library().octavo_read_columns(
+            self.kind, self.memory.data_ptr(), self.num_columns, self.depth, ids.data_ptr(), len(ids), out.data_ptr()
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """x [num_rows, depth], ready for products with weights of one kind (packed kinds share one form)."""
+
+    memory: Tensor
+    is_quantised: bool
+    num_rows: int
+    depth: int
+
+
+def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
+    """rows: float32 [N, K] for FLOAT32; else GGUF quants, uint8 [N, bytes of a row]."""
+    assert rows.is_contiguous() and rows.dim() == 2
+    if kind == Kind.FLOAT32:
+        assert rows.dtype == torch.float32
+        depth = rows.shape[1]
+    else:
+        assert rows.dtype == torch.uint8 and rows.shape[1] % _QUANT_BYTES[kind] == 0
+        depth = rows.shape[1] // _QUANT_BYTES[kind] * GROUP
+    return _packed(library().octavo_pack, threads, rows, kind, depth)
+
+
+def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
+    """float32 rows [N, K], rounded to `kind` here."""
+    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind != Kind.FLOAT32
+    return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
+
+
+def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) -> PackedWeight:
+    memory = aligned(library().octavo_packed_bytes(kind, len(rows), depth))
+    function(threads.pointer, kind, rows.data_ptr(), len(rows), depth, memory.data_ptr())
+    return PackedWeight(memory, kind, len(rows), depth)
+
+
+def prepare(threads: Threads, x: Tensor, kind: Kind) -> Prepared:
+    """x [M, K] float32, rows apart by any stride → quantised per group of 32, or laid out, once for several products."""
+    assert x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1
+    num_rows, depth = x.shape
+    assert kind == Kind.FLOAT32 or depth % GROUP == 0
+    memory = aligned(library().octavo_prepared_bytes(kind, num_rows, depth))
+    library().octavo_prepare(
+        threads.pointer, kind, x.data_ptr(), x.stride(0), num_rows, depth, memory.data_ptr()
+    )  # fmt: skip
+    return Prepared(memory, kind != Kind.FLOAT32, num_rows, depth)
+
+
+def product(
+    threads: Threads,
+    x: Prepared,
+    weight: PackedWeight,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y); gated: y [M, N/2] = silu(first half) · second half."""
+    assert x.depth == weight.depth and x.is_quantised == (weight.kind != Kind.FLOAT32)
+    width = weight.num_columns // 2 if gated else weight.num_columns
+    assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
+    assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)
+    assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous())
+    assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape)
+    call = _Product(
+        weight.memory.data_ptr(),
+        x.memory.data_ptr(),
+        y.data_ptr(),
+        bias.data_ptr() if bias is not None else None,
+        residual.data_ptr() if residual is not None else None,
+        y.stride(0),
+        x.num_rows,
+        weight.num_columns,
+        x.depth,
+        weight.kind,
+        int(gated),
+    )
+    library().octavo_product(threads.pointer, ctypes.byref(call))
+    return y
+
+
+def read_all(threads: Threads, memory: Tensor) -> int:
+    """Reads the tensor once with the same threads: what a benchmark calls the memory's own speed."""
+    total: int = library().octavo_read_all(threads.pointer, memory.data_ptr(), memory.nbytes)
+    return total
+
+
+def aligned(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] on a cache line of its own; large ones on huge pages where the system gives them."""
+    if num_bytes >= 1 << 21:
+        memory = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+    room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
+    start = -room.data_ptr() % _ALIGNMENT
+    return room[start : start + num_bytes]

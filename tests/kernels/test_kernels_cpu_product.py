@@ -1,0 +1,218 @@
+"""Products on the CPU: exact against numpy's model of the same arithmetic; the same bits in any batch, on any threads.
+Knows nothing of speed."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels.cpu import build, library
+from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, pack, pack_quantised, prepare, product
+from octavo.weights.gguf_tensors import dequantise
+
+try:
+    library.library()
+except build.NoCompiler as error:  # nothing to test
+    pytest.skip(str(error), allow_module_level=True)
+
+PACKED = list(GGUF_KINDS.values())
+ISAS = ["avx512vnni", "avx2", "portable"]
+QUANT_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+NAMES = {kind: name for name, kind in GGUF_KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def threads():
+    pool = Threads(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request):
+    before = library.isa()
+    if not library.use_isa(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    library.use_isa(before)
+
+
+def quants(kind: Kind, num_columns: int, depth: int, seed: int) -> torch.Tensor:
+    """Random GGUF rows, every code possible: uint8 [N, bytes of a row]."""
+    rng = np.random.default_rng(seed)
+    num_bytes = QUANT_BYTES[NAMES[kind]]
+    rows = rng.integers(0, 256, (num_columns, depth // 32, num_bytes), dtype=np.uint8)
+    rows[..., :2] = rng.normal(0, 0.02, (num_columns, depth // 32, 1)).astype(np.float16).view(np.uint8)
+    if kind == Kind.CODES4_MINIMUM:
+        rows[..., 2:4] = rng.normal(0, 0.1, (num_columns, depth // 32, 1)).astype(np.float16).view(np.uint8)
+    return torch.from_numpy(rows.reshape(num_columns, -1))
+
+
+def activations(num_rows: int, depth: int, seed: int) -> torch.Tensor:
+    """With outliers, an empty group and a tiny one."""
+    x = torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(seed))
+    x[:, :: max(1, depth // 5)] *= 60
+    x[0, :32] = 0
+    x[-1, -32:] *= 1e-20
+    return x
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 fused multiply-add. The product is exact in float64; where the sum is not, rounding it to odd there makes
+    the second rounding, to float32, the only one."""
+    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + addend
+    back = total - product
+    error = (product - (total - back)) + (addend - back)
+    bits = total.view(np.int64)
+    away = np.where((error > 0) == (total > 0), 1, -1)
+    odd = np.where((error != 0) & (bits & 1 == 0), bits + away, bits).view(np.float64)
+    return odd.astype(np.float32)
+
+
+def model(x: np.ndarray, rows: np.ndarray, kind: Kind) -> np.ndarray:
+    """The kernel's arithmetic: integers within a group, then one float32 chain over the groups."""
+    num_rows, depth = x.shape
+    groups = x.reshape(num_rows, -1, 32)
+    largest = np.abs(groups).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest > np.float32(1e-30), np.float32(127) / largest, np.float32(0)).astype(np.float32)
+    codes = np.rint(groups * inverse[..., None]).astype(np.int64)
+    scale = largest / np.float32(127)
+    scaled_sum = scale * codes.sum(-1).astype(np.float32)
+
+    quant = rows.reshape(len(rows), depth // 32, -1)
+    half = lambda at: np.ascontiguousarray(quant[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)  # noqa: E731
+    if kind == Kind.CODES8:
+        weights = quant[..., 2:].view(np.int8).astype(np.int64)
+    else:
+        packed = quant[..., 4 if kind == Kind.CODES4_MINIMUM else 2 :]
+        weights = np.concatenate([packed & 15, packed >> 4], -1).astype(np.int64)
+        weights -= 8 if kind == Kind.CODES4 else 0
+    dots = np.einsum("mgk,ngk->gmn", codes, weights).astype(np.float32)
+    y = np.zeros((num_rows, len(rows)), np.float32)
+    for group in range(depth // 32):
+        y = fma(dots[group], half(0)[:, group] * scale[:, group, None], y)
+        if kind == Kind.CODES4_MINIMUM:
+            y = fma(np.broadcast_to(half(2)[:, group], y.shape), scaled_sum[:, group, None], y)
+    return y
+
+
+def run(threads: Threads, x: torch.Tensor, weight: PackedWeight, **options) -> torch.Tensor:
+    width = weight.num_columns // 2 if options.get("gated") else weight.num_columns
+    y = torch.full((len(x), width), float("nan"))
+    if options.get("residual") is not None:
+        y = options["residual"] = options["residual"].clone()  # in place, as a layer has it
+    return product(threads, prepare(threads, x, weight.kind), weight, y, **options)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("shape", [(1, 16, 32), (1, 576, 576), (2, 33, 64), (7, 100, 160), (13, 960, 576), (64, 48, 1536)])
+def test_packed_is_the_model_to_the_bit(threads, isa, kind, shape):
+    num_rows, num_columns, depth = shape
+    rows, x = quants(kind, num_columns, depth, seed=1), activations(num_rows, depth, seed=2)
+    expected = model(x.numpy(), rows.numpy(), kind)
+    assert torch.equal(run(threads, x, pack(threads, rows, kind)), torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_is_near_the_product_in_float(threads, kind):
+    rows, x = quants(kind, 320, 576, seed=3), torch.randn(9, 576)
+    weights = dequantise(rows.flatten(), NAMES[kind]).view(320, 576)
+    expected = x.double() @ weights.double().T
+    error = (run(threads, x, pack(threads, rows, kind)) - expected).norm() / expected.norm()
+    assert error < 0.008
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 1), (1, 576, 576), (5, 33, 50), (13, 100, 160), (30, 96, 1536)])
+def test_float_is_the_chain_over_depth(threads, isa, shape):
+    num_rows, num_columns, depth = shape
+    w, x = torch.randn(num_columns, depth), torch.randn(num_rows, depth)
+    expected = np.zeros((num_rows, num_columns), np.float32)
+    for k in range(depth):
+        expected = fma(np.broadcast_to(x.numpy()[:, k, None], expected.shape), w.numpy()[:, k][None], expected)
+    assert torch.equal(run(threads, x, pack(threads, w, Kind.FLOAT32)), torch.from_numpy(expected))
+
+
+@pytest.fixture(scope="module")
+def weights(threads):
+    made = {kind: pack(threads, quants(kind, 7 * 32, 192, seed=4), kind) for kind in PACKED}
+    made[Kind.FLOAT32] = pack(threads, torch.randn(7 * 32, 192), Kind.FLOAT32)
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(list(Kind)),
+    num_rows=st.integers(1, 150),
+    num_threads=st.integers(1, 5),
+    gated=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_threads, gated, seed):
+    x, alone, together = activations(num_rows, 192, seed), Threads(1), Threads(num_threads)
+    try:
+        whole = run(together, x, weights[kind], gated=gated)
+        for row in {0, num_rows // 2, num_rows - 1}:
+            assert torch.equal(run(alone, x[row : row + 1], weights[kind], gated=gated), whole[row : row + 1])
+        order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[: seed % num_rows + 1]
+        assert torch.equal(run(alone, x[order], weights[kind], gated=gated), whole[order])
+    finally:
+        alone.close()
+        together.close()
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_instruction_sets_agree_to_the_bit(threads, weights, kind):
+    x, before, seen = activations(11, 192, seed=5), library.isa(), {}
+    try:
+        for name in ISAS:
+            if library.use_isa(name):
+                seen[name] = run(threads, x, weights[kind], gated=True)
+    finally:
+        library.use_isa(before)
+    assert all(torch.equal(y, seen["portable"]) for y in seen.values())
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_finishes(threads, isa, weights, kind, num_rows):
+    x, width = activations(num_rows, 192, seed=6), 7 * 32
+    plain = run(threads, x, weights[kind])
+    bias, residual = torch.randn(width), torch.randn(num_rows, width)
+    assert torch.equal(run(threads, x, weights[kind], bias=bias), plain + bias)
+    assert torch.equal(run(threads, x, weights[kind], residual=residual), plain + residual)
+    assert torch.equal(run(threads, x, weights[kind], bias=bias, residual=residual), plain + bias + residual)
+    gate, up = plain[:, : width // 2], plain[:, width // 2 :]
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    torch.testing.assert_close(run(threads, x, weights[kind], gated=True), expected.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_rows_of_a_wider_tensor_and_a_ragged_end(threads):
+    rows, x = quants(Kind.CODES8, 21, 64, seed=7), torch.randn(3, 100)
+    weight, y = pack(threads, rows, Kind.CODES8), torch.zeros(3, 30)
+    product(threads, prepare(threads, x[:, 10:74], weight.kind), weight, y[:, 5:26], bias=torch.ones(21))
+    assert torch.equal(y[:, 5:26], run(threads, x[:, 10:74].contiguous(), weight) + 1)
+    assert not y[:, :5].any() and not y[:, 26:].any()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_columns_come_back(threads, kind):
+    rows, ids = quants(kind, 37, 96, seed=8), torch.tensor([36, 0, 17, 16, 0])
+    expected = dequantise(rows.flatten(), NAMES[kind]).view(37, 96)[ids]
+    torch.testing.assert_close(pack(threads, rows, kind).columns(ids), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_float_columns_come_back(threads):
+    w = torch.randn(37, 50)
+    assert torch.equal(pack(threads, w, Kind.FLOAT32).columns(torch.arange(37)), w)
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [(Kind.CODES8, 0.006), (Kind.CODES4, 0.11), (Kind.CODES4_MINIMUM, 0.09)])
+def test_quantising_weights_loses_what_the_bits_allow(threads, kind, allowed):
+    w = torch.randn(50, 256)
+    w[3, :32] = 0
+    back = pack_quantised(threads, w, kind).columns(torch.arange(50))
+    assert (back - w).norm() / w.norm() < allowed
+    assert not back[3, :32].any()
