@@ -149,7 +149,7 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   const int group = a.num_heads / a.num_kv_heads;
   const int blocks_per_group = (group + kMaxQueries - 1) / kMaxQueries;
   Work work{a, attention_variant(), chunk_size_of(a.page_size), (group + blocks_per_group - 1) / blocks_per_group,
-            a.num_kv_heads * blocks_per_group, (a.head_size + 2 * kPadding - 1) / kPadding * kPadding, {}, {}};
+            a.num_kv_heads * blocks_per_group, (a.head_size + 2 * kPadding - 1) / kPadding * kPadding, {}, {}, {}, {}};
   const int64_t num_partials = cut(work);
   static thread_local std::vector<float> partials;  // kept: a step makes this call once a layer
   if ((int64_t)partials.size() < num_partials * work.stride) partials.resize((size_t)(num_partials * work.stride));

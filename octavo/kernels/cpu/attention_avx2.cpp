@@ -1,4 +1,5 @@
 // Attention for avx2. Knows nothing of which machine it runs on.
+#if defined(__x86_64__)
 #define OCTAVO_AVX2
 #define OCTAVO_VARIANT avx2
 #include "attention_body.h"
@@ -6,3 +7,4 @@
 namespace octavo {
 extern const AttentionVariant attention_avx2 = avx2::variant;
 }
+#endif

@@ -1,4 +1,5 @@
 // Attention for avx512. Knows nothing of which machine it runs on.
+#if defined(__x86_64__)
 #define OCTAVO_AVX512
 #define OCTAVO_VARIANT avx512
 #include "attention_body.h"
@@ -6,3 +7,4 @@
 namespace octavo {
 extern const AttentionVariant attention_avx512 = avx512::variant;
 }
+#endif

@@ -1,4 +1,5 @@
 // Elementwise for avx2. Knows nothing of which machine it runs on.
+#if defined(__x86_64__)
 #define OCTAVO_AVX2
 #define OCTAVO_VARIANT avx2
 #include "elementwise_body.h"
@@ -6,3 +7,4 @@
 namespace octavo {
 extern const ElementwiseVariant elementwise_avx2 = avx2::elementwise;
 }
+#endif

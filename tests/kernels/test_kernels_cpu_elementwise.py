@@ -1,0 +1,122 @@
+"""Native norms, gates, quantising, the largest logit and rows of a table against torch, on any number of threads."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from octavo.kernels.cpu import elementwise
+from octavo.kernels.cpu.build import NoCompiler, library_path
+
+try:
+    library_path()
+except NoCompiler as missing:
+    pytest.skip(str(missing), allow_module_level=True)
+
+ISAS = ["avx512vnni", "avx2", "portable"]
+RECORD = np.dtype(
+    [("codes", "i1", 32), ("scale", "f4"), ("scaled_sum", "f4"), ("minus_sum", "i4"), ("unused", "i4")]
+)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = [elementwise.Pool(num) for num in (1, 2, 3)]
+    yield made
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, pools):
+    before = pools[0].library.octavo_isa().decode()
+    if not pools[0].use_isa(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield request.param
+    pools[0].use_isa(before)
+
+
+def on_all(pools, call):
+    """The result, which is the same on any number of threads."""
+    first, *others = [call(pool) for pool in pools]
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+@pytest.mark.parametrize("size", [8, 20, 576, 1000])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_rms_norm(isa, pools, rows, size) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, size) * 5, torch.randn(size)
+    found = on_all(pools, lambda pool: elementwise.rms_norm(pool, x, weight, 1e-5))
+    torch.testing.assert_close(found, F.rms_norm(x, (size,), weight, 1e-5), atol=1e-6, rtol=1e-5)
+    alone = [elementwise.rms_norm(pools[0], row[None], weight, 1e-5) for row in x]
+    assert torch.equal(found, torch.cat(alone))
+
+
+@pytest.mark.parametrize("size", [8, 20, 1536])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_silu_mul(isa, pools, rows, size) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 2 * size) * 10
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -88.0])
+    found = on_all(pools, lambda pool: elementwise.silu_mul(pool, x))
+    torch.testing.assert_close(found, F.silu(x[:, :size]) * x[:, size:], atol=1e-6, rtol=1e-5)
+
+
+def check_records(records: torch.Tensor, x: torch.Tensor) -> None:
+    """Row after row."""
+    found = records.numpy().view(RECORD)[:, 0]
+    groups = x.numpy().reshape(-1, 32)
+    largest = np.abs(groups).max(1)
+    assert np.allclose(found["scale"], largest / 127, rtol=1e-5)
+    assert np.array_equal(found["minus_sum"], -found["codes"].astype(int).sum(1))
+    assert np.allclose(found["scaled_sum"], found["scale"] * found["codes"].astype(int).sum(1), rtol=1e-6)
+    error = np.abs(found["codes"] * found["scale"][:, None] - groups)
+    assert (error <= 0.501 * found["scale"][:, None] + 1e-6).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_quantised(isa, pools, rows) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 576) * 4, torch.rand(576) + 0.5
+    x[0, :32] = 0.0
+    check_records(on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, None, 0.0)), x)
+    normed = elementwise.rms_norm(pools[0], x, weight, 1e-5)
+    records = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5))
+    check_records(records, normed)
+    check_records(
+        on_all(pools, lambda pool: elementwise.silu_mul_quantise(pool, x)), elementwise.silu_mul(pools[0], x)
+    )
+    # In tiles: the same records in another order.
+    tiled = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5, tile_rows=4))
+    num_tiles, expected = -(-rows // 4), []
+    by_row = records.view(rows, 18, 48)
+    for tile in range(num_tiles):
+        expected.append(by_row[rows * tile // num_tiles : rows * (tile + 1) // num_tiles].transpose(0, 1).reshape(-1, 48))
+    assert torch.equal(tiled, torch.cat(expected))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_broken_stays_broken_in_its_own_group(isa, pools, value) -> None:
+    x = torch.randn(2, 64)
+    x[0, 40] = value
+    found = elementwise.rms_norm_quantise(pools[0], x, None, 0.0).numpy().view(RECORD)[:, 0]
+    assert np.isnan(found["scale"]).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("size", [1, 5, 49152, 1003])
+def test_argmax(isa, pools, size) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(9, size).mul(3).round()  # many are equal: the first counts
+    logits[1] = -torch.inf
+    logits[2, size // 2] = torch.nan
+    logits[3, -1] = torch.inf
+    found = on_all(pools, lambda pool: elementwise.argmax(pool, logits))
+    expected = [int(np.argmax(row.numpy())) for row in logits]
+    assert found.tolist() == expected
+
+
+def test_gather_rows(isa, pools) -> None:
+    table, ids = torch.randn(50, 72), torch.randint(0, 50, (200,))
+    assert torch.equal(on_all(pools, lambda pool: elementwise.gather_rows(pool, table, ids)), table[ids])
