@@ -56,9 +56,7 @@ class NativeAttention:
         self.pages = torch.full(shape, stale).to(torch.int8 if self.is_int8 else torch.float32)
         self.scales = torch.full(shape[:4], 3.0) if self.is_int8 else None
 
-    def run(
-        self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch
-    ) -> torch.Tensor:
+    def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         norms = layer.norms
         turn_and_store(
             self.pool, heads, layer.num_heads, self.pages, batch.slots, rotation,
@@ -160,7 +158,9 @@ def walk(pool: Pool, is_int8: bool, layer: LayerHeads, tokens, cuts, stale: floa
         steps = [(index, min(rng.choice(cuts), lengths[index] - rows[index].computed)) for index in chosen]
         steps = [s for s in steps if s[1] == 1] + [s for s in steps if s[1] > 1]  # as make_batch sorts them
         heads = torch.cat([tokens[index][rows[index].computed :][:count] for index, count in steps])
-        output = backend.run(layer, heads.clone(), None, make_batch([(rows[i], count) for i, count in steps], page_size))
+        output = backend.run(
+            layer, heads.clone(), None, make_batch([(rows[i], count) for i, count in steps], page_size)
+        )
         for (index, _), part in zip(steps, output.split([count for _, count in steps]), strict=True):
             found[index].append(part)
     return [torch.cat(parts) for parts in found]

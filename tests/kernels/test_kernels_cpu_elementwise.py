@@ -14,9 +14,7 @@ except NoCompiler as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 ISAS = ["avx512vnni", "avx2", "portable"]
-RECORD = np.dtype(
-    [("codes", "i1", 32), ("scale", "f4"), ("scaled_sum", "f4"), ("minus_sum", "i4"), ("unused", "i4")]
-)
+RECORD = np.dtype([("codes", "i1", 32), ("scale", "f4"), ("scaled_sum", "f4"), ("minus_sum", "i4"), ("unused", "i4")])
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +83,15 @@ def test_quantised(isa, pools, rows) -> None:
     normed = elementwise.rms_norm(pools[0], x, weight, 1e-5)
     records = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5))
     check_records(records, normed)
-    check_records(
-        on_all(pools, lambda pool: elementwise.silu_mul_quantise(pool, x)), elementwise.silu_mul(pools[0], x)
-    )
+    check_records(on_all(pools, lambda pool: elementwise.silu_mul_quantise(pool, x)), elementwise.silu_mul(pools[0], x))
     # In tiles: the same records in another order.
     tiled = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5, tile_rows=4))
     num_tiles, expected = -(-rows // 4), []
     by_row = records.view(rows, 18, 48)
     for tile in range(num_tiles):
-        expected.append(by_row[rows * tile // num_tiles : rows * (tile + 1) // num_tiles].transpose(0, 1).reshape(-1, 48))
+        expected.append(
+            by_row[rows * tile // num_tiles : rows * (tile + 1) // num_tiles].transpose(0, 1).reshape(-1, 48)
+        )
     assert torch.equal(tiled, torch.cat(expected))
 
 

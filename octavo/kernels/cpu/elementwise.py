@@ -80,9 +80,7 @@ def rms_norm_quantise(
 def silu_mul_quantise(pool: Pool, x: torch.Tensor, tile_rows: int = 1) -> torch.Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     records = torch.empty(rows * size // 32, GROUP_BYTES, dtype=torch.uint8)
-    pool.library.octavo_silu_mul_quantise(
-        pool.handle, pointer(x), x.stride(0), rows, size, tile_rows, pointer(records)
-    )
+    pool.library.octavo_silu_mul_quantise(pool.handle, pointer(x), x.stride(0), rows, size, tile_rows, pointer(records))
     return records
 
 
