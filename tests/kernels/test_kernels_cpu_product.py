@@ -108,7 +108,9 @@ def run(threads: Threads, x: torch.Tensor, weight: PackedWeight, **options) -> t
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("shape", [(1, 16, 32), (1, 576, 576), (2, 33, 64), (7, 100, 160), (13, 960, 576), (64, 48, 1536)])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 32), (1, 576, 576), (2, 33, 64), (7, 100, 160), (13, 960, 576), (64, 48, 1536)]
+)
 def test_packed_is_the_model_to_the_bit(threads, isa, kind, shape):
     num_rows, num_columns, depth = shape
     rows, x = quants(kind, num_columns, depth, seed=1), activations(num_rows, depth, seed=2)

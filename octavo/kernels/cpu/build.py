@@ -87,7 +87,9 @@ def _fingerprint(compiler: str) -> str:
     """Of everything the library depends on. The compiler counts by file, size and date: asking its version costs a start."""
     about = os.stat(os.path.realpath(compiler))
     digest = hashlib.sha256(
-        repr((FLAGS, ISA_FLAGS, platform.machine(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns)).encode()
+        repr(
+            (FLAGS, ISA_FLAGS, platform.machine(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns)
+        ).encode()
     )
     for source in _sources(".cpp", ".h"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")

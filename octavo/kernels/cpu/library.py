@@ -4,6 +4,8 @@ Knows nothing of layers. A tensor that does not fit is our own mistake: asserted
 import ctypes
 import functools
 import mmap
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -59,6 +61,8 @@ _SIGNATURES = {
     "octavo_read_columns": (None, [_INT, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "octavo_prepare": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
     "octavo_product": (None, [_POINTER, ctypes.POINTER(_Product)]),
+    "octavo_products": (None, [_POINTER, ctypes.POINTER(_Product), _LONG]),
+    "octavo_dot_all": (_LONG, [_POINTER, _LONG]),
     "octavo_read_all": (_LONG, [_POINTER, _POINTER, _LONG]),
 }
 
@@ -173,13 +177,33 @@ def product(
     gated: bool = False,
 ) -> Tensor:
     """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y); gated: y [M, N/2] = silu(first half) · second half."""
+    call = product_call(x, weight, y, bias=bias, residual=residual, gated=gated)
+    library().octavo_product(threads.pointer, ctypes.byref(call))
+    return y
+
+
+def products(threads: Threads, calls: Sequence[_Product]) -> None:
+    """Several in one call, one after the other."""
+    library().octavo_products(threads.pointer, (_Product * len(calls))(*calls), len(calls))
+
+
+def product_call(
+    x: Prepared,
+    weight: PackedWeight,
+    y: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> _Product:
+    """What product() does, to be done later: holds addresses only, so the caller keeps every tensor alive."""
     assert x.depth == weight.depth and x.is_quantised == (weight.kind != Kind.FLOAT32)
     width = weight.num_columns // 2 if gated else weight.num_columns
     assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
     assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)
     assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous())
     assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape)
-    call = _Product(
+    return _Product(
         weight.memory.data_ptr(),
         x.memory.data_ptr(),
         y.data_ptr(),
@@ -192,14 +216,19 @@ def product(
         weight.kind,
         int(gated),
     )
-    library().octavo_product(threads.pointer, ctypes.byref(call))
-    return y
 
 
 def read_all(threads: Threads, memory: Tensor) -> int:
     """Reads the tensor once with the same threads: what a benchmark calls the memory's own speed."""
     total: int = library().octavo_read_all(threads.pointer, memory.data_ptr(), memory.nbytes)
     return total
+
+
+def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
+    """Operations per second of dot instructions on registers alone, all threads together."""
+    start = time.perf_counter()
+    library().octavo_dot_all(threads.pointer, num_dots)
+    return 2 * 64 * num_dots * threads.num_threads / (time.perf_counter() - start)
 
 
 def aligned(num_bytes: int) -> Tensor:

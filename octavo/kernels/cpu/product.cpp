@@ -228,8 +228,18 @@ void octavo_prepare(Threads* threads, int kind, const float* x, int64_t x_stride
 }
 
 void octavo_product(Threads* threads, const OctavoProduct* product) {
+  octavo_products(threads, product, 1);
+}
+
+void octavo_products(Threads* threads, const OctavoProduct* products, int64_t num_products) {
   const auto share = product_kernels().product_share;
-  auto body = [=](int thread, int num_threads) { share(product, thread, num_threads); };
+  auto body = [=](int thread, int num_threads) {
+    for (int64_t i = 0; i < num_products; ++i) {
+      share(products + i, i + 1 < num_products ? products + i + 1 : nullptr, thread, num_threads);
+      // A residual may be what the product before wrote, in another thread's share.
+      if (i + 1 < num_products) threads->barrier();
+    }
+  };
   run_on(threads, body);
 }
 
@@ -239,5 +249,12 @@ int64_t octavo_read_all(Threads* threads, const void* memory, int64_t num_bytes)
   parallel_for(threads, num_bytes / 4096, [&](int64_t begin, int64_t end) {
     sum += read(static_cast<const uint8_t*>(memory) + begin * 4096, (end - begin) * 4096);
   });
+  return sum;
+}
+
+int64_t octavo_dot_all(Threads* threads, int64_t num_dots) {
+  std::atomic<int64_t> sum{0};
+  auto body = [&](int, int) { sum += product_kernels().dot_all(num_dots); };
+  run_on(threads, body);
   return sum;
 }

@@ -73,9 +73,13 @@ void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int6
 void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth,
                     void* prepared);
 void octavo_product(octavo::Threads* threads, const OctavoProduct* product);
+// One after the other, without going back to the caller in between.
+void octavo_products(octavo::Threads* threads, const OctavoProduct* products, int64_t num_products);
 
 // Reads every byte once, for a benchmark's ceiling. Returns something that depends on all of them.
 int64_t octavo_read_all(octavo::Threads* threads, const void* memory, int64_t num_bytes);
+// num_dots times 16 × 4 products of bytes on every thread, on registers alone: the other ceiling.
+int64_t octavo_dot_all(octavo::Threads* threads, int64_t num_dots);
 }
 
 namespace octavo {
@@ -90,8 +94,10 @@ struct ProductKernels {
   int packed_tile_rows, float_tile_rows;
   void (*prepare_share)(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                         int thread, int num_threads);
-  void (*product_share)(const OctavoProduct* product, int thread, int num_threads);
+  // next: the product after this one, whose weights are fetched towards the end; or null.
+  void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
+  int64_t (*dot_all)(int64_t num_dots);
 };
 
 const ProductKernels& product_kernels();

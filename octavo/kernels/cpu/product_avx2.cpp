@@ -76,6 +76,9 @@ struct Lanes {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), codes);
   }
 
+  // The compiler must not reason about it.
+  static void keep(Ints& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
+
   static Bytes load_bytes(const void* at) { return load_ints(at); }
   static Bytes splat_bytes(const int8_t* four) {
     int32_t all;
@@ -109,7 +112,7 @@ struct Lanes {
 }  // namespace
 
 extern const ProductKernels kProductAvx2;
-const ProductKernels kProductAvx2 = {"avx2", Lanes::kPackedRows, Lanes::kFloatRows, prepare_share, product_share, read_all};
+const ProductKernels kProductAvx2 = {"avx2", Lanes::kPackedRows, Lanes::kFloatRows, prepare_share, product_share, read_all, dot_all};
 
 }  // namespace octavo
 #endif

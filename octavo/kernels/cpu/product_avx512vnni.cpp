@@ -47,6 +47,9 @@ struct Lanes {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtsepi32_epi8(a));
   }
 
+  // The compiler must not reason about it.
+  static void keep(Ints& a) { __asm__ volatile("" : "+v"(a)); }
+
   static Bytes load_bytes(const void* at) { return _mm512_loadu_si512(at); }
   static Bytes splat_bytes(const int8_t* four) {
     int32_t all;
@@ -65,7 +68,7 @@ struct Lanes {
 
 extern const ProductKernels kProductAvx512Vnni;
 const ProductKernels kProductAvx512Vnni = {"avx512vnni",  Lanes::kPackedRows, Lanes::kFloatRows,
-                                           prepare_share, product_share,      read_all};
+                                           prepare_share, product_share,      read_all, dot_all};
 
 }  // namespace octavo
 #endif

@@ -65,14 +65,24 @@ inline void finish(const OctavoProduct* product, int64_t row, const int64_t* pan
 
 // ── tiles ───────────────────────────────────────────────────────────────────────────────────────────
 
-// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on.
+// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on, and as
+// many `second` bytes further (0: none) where two panels lie apart. At `limit`, where the thread's share ends, it goes on
+// with `then`, its share of the next product.
 struct Fetch {
-  const uint8_t* at;
-  int64_t num_lines;
+  const uint8_t *at, *limit, *then;
+  int64_t num_lines, second, then_second;
 };
 
 inline void fetch_some(Fetch& fetch) {
+  if (fetch.at >= fetch.limit) {
+    if (!fetch.then) return;
+    fetch.at = fetch.then + (fetch.at - fetch.limit);
+    fetch.limit = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
+    fetch.second = fetch.then_second;
+  }
   for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + line * 64, 0, 2);
+  if (fetch.second)
+    for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + fetch.second + line * 64, 0, 2);
   fetch.at += fetch.num_lines * 64;
 }
 
@@ -207,43 +217,68 @@ struct RunTiles<Tile, PANELS, 0> {
 // ── a thread's share of a product ───────────────────────────────────────────────────────────────────
 
 // One row is bound by memory: one panel at a time is one stream of addresses, fetched this many bytes ahead of its use.
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kAhead = 8192;
+
+// A thread's panels of a product: of a gated one, those of the gate; their partners lie `apart` bytes further.
+struct Panels {
+  Share share;
+  int64_t num_panels, num_bytes, apart;
+  const uint8_t* weights;
+};
+
+inline Panels panels_of(const OctavoProduct* product, int thread, int num_threads) {
+  const bool gated = product->finish == OCTAVO_FINISH_GATED;
+  Panels panels;
+  panels.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
+  panels.share = share_of(panels.num_panels, thread, num_threads);
+  panels.num_bytes = panel_bytes(product->kind, product->depth);
+  panels.apart = gated ? panels.num_panels * panels.num_bytes : 0;
+  panels.weights = static_cast<const uint8_t*>(product->weights);
+  return panels;
+}
 
 template <typename Tile>
-void share_of_product(const OctavoProduct* product, int thread, int num_threads) {
+void share_of_product(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads) {
   const RunTiles<Tile, 1> single;
   const RunTiles<Tile, 2> pair;
-  const bool gated = product->finish == OCTAVO_FINISH_GATED;
-  const int64_t num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
-  const Share share = share_of(num_panels, thread, num_threads);
+  const Panels mine = panels_of(product, thread, num_threads);
+  const bool gated = mine.apart != 0;
   const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, Tile::kRows);
   const int64_t num_steps = (product->depth + Tile::kStep - 1) / Tile::kStep;
-  const int64_t num_bytes = panel_bytes(product->kind, product->depth);
-  const uint8_t* weights = static_cast<const uint8_t*>(product->weights);
   const auto* records = static_cast<const typename Tile::Record*>(product->activations);
-  const bool streams = num_rows == 1 && !gated;
 
-  for (int64_t panel = share.begin; panel < share.end;) {
-    const int width = !gated && (streams || panel + 1 == share.end) ? 1 : 2;
-    const int64_t panels[2] = {panel, gated ? panel + num_panels : panel + 1};
-    const int64_t next = panel + (gated ? 1 : width);
+  Fetch later = {};
+  later.limit = mine.weights + mine.share.end * mine.num_bytes;
+  later.second = mine.apart;
+  if (next) {
+    const Panels after = panels_of(next, thread, num_threads);
+    later.then = after.weights + after.share.begin * after.num_bytes;
+    later.then_second = after.apart;
+  }
+
+  for (int64_t panel = mine.share.begin; panel < mine.share.end;) {
+    const int width = gated || (num_rows > 1 && panel + 1 < mine.share.end) ? 2 : 1;
+    const int64_t panels[2] = {panel, gated ? panel + mine.num_panels : panel + 1};
+    const int64_t num_passed = gated ? 1 : width;
+    // The next panels come in while these are multiplied, a part with every tile.
+    later.num_lines = mine.num_bytes * num_passed / 64 / (num_steps * tiles) + 1;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
-      // The next panels come in while these are multiplied, a part with every tile.
-      const int64_t num_lines = num_bytes * (gated ? 1 : width) / 64 / (num_steps * tiles) + 1;
-      Fetch fetch = {weights + panel * num_bytes + (streams ? kAhead : num_bytes * (next - panel) + num_lines * 64 * num_steps * tile), num_lines};
+      const int64_t ahead = num_rows == 1 ? kAhead : num_passed * mine.num_bytes + later.num_lines * 64 * num_steps * tile;
+      Fetch fetch = later;
+      fetch.at = mine.weights + panel * mine.num_bytes + ahead;
       (width == 1 ? single.of : pair.of)[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
     }
-    panel = next;
+    panel += num_passed;
   }
 }
 
-void product_share(const OctavoProduct* product, int thread, int num_threads) {
+void product_share(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads) {
   switch (product->kind) {
-    case OCTAVO_FLOAT32: return share_of_product<FloatTile>(product, thread, num_threads);
-    case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, thread, num_threads);
-    case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, thread, num_threads);
-    default: return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, thread, num_threads);
+    case OCTAVO_FLOAT32: return share_of_product<FloatTile>(product, next, thread, num_threads);
+    case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, next, thread, num_threads);
+    case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, next, thread, num_threads);
+    default: return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, next, thread, num_threads);
   }
 }
 
@@ -295,9 +330,27 @@ int64_t read_all(const void* memory, int64_t num_bytes) {
   Ints sums[4] = {L::splat_int(0), L::splat_int(0), L::splat_int(0), L::splat_int(0)};
   for (int64_t at = 0; at + 256 <= num_bytes; at += 256) {
     for (int i = 0; i < 4; ++i) {
-      __builtin_prefetch(bytes + at + i * 64 + kAhead, 0, 2);
+      __builtin_prefetch(bytes + at + i * 64 + 4096, 0, 2);
       sums[i] = L::add_ints(sums[i], L::load_ints(bytes + at + i * 64));
     }
   }
   return L::total(L::add_ints(L::add_ints(sums[0], sums[1]), L::add_ints(sums[2], sums[3])));
+}
+
+int64_t dot_all(int64_t num_dots) {
+  const int8_t four[4] = {1, 2, 3, 4};
+  Bytes x = L::splat_bytes(four);
+  Ints sums[12];
+#pragma GCC unroll 12
+  for (int j = 0; j < 12; ++j) sums[j] = L::splat_int(0);
+  for (int64_t i = 0; i < num_dots; i += 12) {
+#pragma GCC unroll 12
+    for (int j = 0; j < 12; ++j) {
+      sums[j] = L::template dot<false>(sums[j], x, x);
+      L::keep(sums[j]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 1; i < 12; ++i) sums[0] = L::add_ints(sums[0], sums[i]);
+  return L::total(sums[0]);
 }

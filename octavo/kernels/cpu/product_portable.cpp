@@ -92,6 +92,9 @@ struct Lanes {
     for (int i = 0; i < 16; ++i) at[i] = static_cast<int8_t>(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]);
   }
 
+  // The compiler must not reason about it.
+  static void keep(Ints& x) { __asm__ volatile("" : "+m"(x)); }
+
   static Bytes load_bytes(const void* at) {
     Bytes out;
     memcpy(out.v, at, 64);
@@ -125,6 +128,6 @@ struct Lanes {
 
 extern const ProductKernels kProductPortable;
 const ProductKernels kProductPortable = {"portable",    Lanes::kPackedRows, Lanes::kFloatRows,
-                                         prepare_share, product_share,      read_all};
+                                         prepare_share, product_share,      read_all, dot_all};
 
 }  // namespace octavo

@@ -1,0 +1,160 @@
+"""How near the native products come to this machine's own limits, by kind of weight, shape and number of rows.
+Knows nothing of Octavo but the product kernels. Run: python -m benchmarks.cpu_product --threads 2
+
+Weights are cold: one call multiplies by a model's worth of copies in turn. The ceilings are measured in the same run with
+the same threads: bandwidth by reading as much memory, the integer rate by dot instructions on registers
+alone (oneDNN's u8 · s8 product reaches it, nearly). A shared machine is noisy: reading and multiplying take turns, a share of
+reading is the median of the rounds' own ratios, and every other figure is the best of several rounds' medians of calls of about a millisecond: a longer one would lose its core to other jobs."""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from octavo.kernels.cpu import library
+from octavo.kernels.cpu.library import (
+    PANEL,
+    Kind,
+    PackedWeight,
+    Threads,
+    aligned,
+    pack_quantised,
+    prepare,
+    product_call,
+    products,
+)
+
+SHAPES = {  # name: (inputs, outputs)
+    "135M qkv": (576, 960),
+    "135M attention out": (576, 576),
+    "135M gate and up": (576, 3072),
+    "135M down": (1536, 576),
+    "135M head": (576, 49152),
+    "1.1B attention out": (2048, 2048),
+    "1.1B gate and up": (2048, 11264),
+    "1.1B down": (5632, 2048),
+}
+CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # of one timed call, at most
+KINDS = {"int8": Kind.CODES8, "q4_0": Kind.CODES4, "q4_1": Kind.CODES4_MINIMUM, "float32": Kind.FLOAT32}
+
+
+def copies_of(threads: Threads, kind: Kind, depth: int, num_columns: int, copies: int) -> list[PackedWeight]:
+    """In one piece of memory, as a model's weights are."""
+    rows = torch.randn(num_columns, depth)
+    first = library.pack(threads, rows, kind) if kind == Kind.FLOAT32 else pack_quantised(threads, rows, kind)
+    size = first.memory.numel()
+    whole = aligned(size * copies)
+    whole.view(copies, size)[:] = first.memory
+    return [PackedWeight(view, kind, num_columns, depth) for view in whole.view(copies, size)]
+
+
+def pieces(weight: PackedWeight, num_columns: int) -> list[PackedWeight]:
+    """The same weight cut into narrower ones, of num_columns (a multiple of PANEL) or less."""
+    panel = weight.memory.numel() // -(-weight.num_columns // PANEL)
+    return [
+        PackedWeight(
+            weight.memory[start // PANEL * panel :][: num_columns // PANEL * panel],
+            weight.kind,
+            min(num_columns, weight.num_columns - start),
+            weight.depth,
+        )
+        for start in range(0, weight.num_columns, num_columns)
+    ]
+
+
+def short_calls(weights: list[PackedWeight], num_rows: int) -> tuple[list[list[PackedWeight]], int]:
+    """What each call multiplies by, about a millisecond of work; and the columns of a piece."""
+    weight = weights[0]
+    column_bytes = weight.memory.numel() / weight.num_columns
+    num_columns = int(min(CALL_BYTES / column_bytes, CALL_OPS / (2 * num_rows * weight.depth)))
+    if num_columns < weight.num_columns:
+        width = max(64, num_columns // 64 * 64)
+        return [[piece] for weight in weights for piece in pieces(weight, width)[: weight.num_columns // width]], width
+    together = num_columns // weight.num_columns
+    return [weights[at : at + together] for at in range(0, len(weights) - together + 1, together)], weight.num_columns
+
+
+class Turns:
+    """Calls in turn, so that each finds its memory cold; medians of a few, and the best of them."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self._calls, self._next, self.seconds = calls, 0, float("inf")
+
+    def measure(self, num_calls: int) -> float:
+        times = []
+        for _ in range(num_calls):
+            call = self._calls[self._next % len(self._calls)]
+            self._next += 1
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        median = statistics.median(times)
+        self.seconds = min(self.seconds, median)
+        return median
+
+
+def measure(threads: Threads, kind: Kind, depth: int, num_columns: int, rows: list[int], megabytes: int, rounds: int):
+    """Bytes of a weight; seconds to read it; for each number of rows seconds to multiply by it and the share of reading."""
+    size: int = library.library().octavo_packed_bytes(kind, num_columns, depth)
+    weights = copies_of(threads, kind, depth, num_columns, max(2, megabytes * 1_000_000 // size))
+    taken: dict[int, tuple[Turns, float]] = {}
+    held = []
+    for num_rows in rows:
+        prepared = prepare(threads, torch.randn(num_rows, depth), kind)
+        calls, width = short_calls(weights, num_rows)
+        y = torch.empty(num_rows, width)
+        made = [[product_call(prepared, weight, y[:, : weight.num_columns]) for weight in call] for call in calls]
+        held.append((prepared, y))
+        turns = Turns([partial(products, threads, call) for call in made])
+        taken[num_rows] = turns, num_columns / (len(calls[0]) * width)
+    whole = aligned(size * len(weights)).fill_(1)
+    at_once = min(CALL_BYTES, len(whole)) // 4096 * 4096
+    reading = Turns([partial(library.read_all, threads, part) for part in whole.split(at_once)[:-1] or [whole]])
+    shares: dict[int, list[float]] = {num_rows: [] for num_rows in rows}
+    for _ in range(rounds):
+        for num_rows, (turns, parts) in taken.items():
+            read = reading.measure(5) * size / at_once
+            shares[num_rows].append(read / (turns.measure(5) * parts))
+    found = {n: (turns.seconds * parts, statistics.median(shares[n])) for n, (turns, parts) in taken.items()}
+    return size, reading.seconds * size / at_once, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--shapes", default="", help="only those whose name contains this")
+    parser.add_argument("--megabytes", type=int, default=160, help="of weights in turn")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--isa", default="")
+    arguments = parser.parse_args()
+    if arguments.isa and not library.use_isa(arguments.isa):
+        parser.error(f"this CPU has no {arguments.isa}")
+
+    torch.set_num_threads(1)
+    threads = Threads(arguments.threads, pin=True)
+    rate = max(library.dot_rate(threads) for _ in range(50)) / 1e9
+    print(f"{library.isa()}, {arguments.threads} threads; dot instructions {rate:.0f} GOP/s")
+    print(f"{'':28}{'MB':>6}{'read GB/s':>10}  rows: GB/s (share of read) GOP/s (share) µs")
+    for kind_name in arguments.kinds:
+        for shape, (depth, num_columns) in SHAPES.items():
+            if arguments.shapes not in shape:
+                continue
+            size, read, taken = measure(
+                threads, KINDS[kind_name], depth, num_columns, arguments.rows, arguments.megabytes, arguments.rounds
+            )
+            line = f"{kind_name:9}{shape:19}{size / 1e6:6.1f}{size / read / 1e9:10.1f} "
+            for num_rows, (seconds, share) in taken.items():
+                ops = 2 * num_rows * num_columns * depth / seconds / 1e9
+                line += f" | {num_rows}: {size / seconds / 1e9:.1f} ({share:.0%}) {ops:.0f} ({ops / rate:.0%})"
+                line += f" {seconds * 1e6:.0f}"
+            print(line, flush=True)
+    threads.close()
+
+
+if __name__ == "__main__":
+    main()
