@@ -9,6 +9,7 @@
 namespace octavo {
 namespace OCTAVO_VARIANT {
 
+constexpr int kAhead = 4;
 constexpr int kScoreStride = kMaxChunk + kPadding;
 
 template <class T>
@@ -20,13 +21,19 @@ struct Chunk {
   const T* values[kMaxChunk];        // of each page from first_page on
   const float* key_scales[kMaxChunk];
   const float* value_scales[kMaxChunk];
+  // Pages lie anywhere and the processor foresees nothing across them: while one is multiplied, the one that comes
+  // kAhead pages later is asked for. Of each vector of keys and of each page of values: what then comes.
+  const char* after_keys[kMaxChunk];
+  const char* after_values[kMaxChunk];
+  bool is_asking;                    // few queries: memory is what takes the time
   int page_size, head_size;
   int first_page;                    // within the chunk
   int begin, end;                    // keys of the chunk that some query of the tile sees
 };
 
-template <int NQ, int NV, class T>
-static void score_block(const float* q, const T* const* keys, int page_size, int head_size, float* out) {
+template <int NQ, int NV, bool ASKING, class T>
+static void score_block(const float* q, const T* const* keys, const char* const* after, int page_size, int head_size,
+                        float* out) {
   vec sums[NQ][NV];
   OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) OCTAVO_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = set1(0.0f);
   const T* at[NV];
@@ -35,6 +42,7 @@ static void score_block(const float* q, const T* const* keys, int page_size, int
     vec k[NV];
     OCTAVO_UNROLL for (int v = 0; v < NV; ++v) {
       k[v] = load(at[v]);
+      if (ASKING) __builtin_prefetch(after[v] + d * page_size * (int)sizeof(T), 0, 2);
       at[v] += page_size;
     }
     OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) {
@@ -59,17 +67,17 @@ static void score_short(const float* q, int num_queries, const T* keys, int lane
   }
 }
 
-template <int NQ, class T>
+template <int NQ, bool ASKING, class T>
 static void score_queries(const float* q, const Chunk<T>& c, float* out) {
   int v = 0;
   for (; v + TILE_VECTORS <= c.num_vectors; v += TILE_VECTORS) {
-    score_block<NQ, TILE_VECTORS>(q, c.keys + v, c.page_size, c.head_size, out + c.at[v]);
+    score_block<NQ, TILE_VECTORS, ASKING>(q, c.keys + v, c.after_keys + v, c.page_size, c.head_size, out + c.at[v]);
   }
   if (TILE_VECTORS > 2 && v + 2 <= c.num_vectors) {
-    score_block<NQ, 2>(q, c.keys + v, c.page_size, c.head_size, out + c.at[v]);
+    score_block<NQ, 2, ASKING>(q, c.keys + v, c.after_keys + v, c.page_size, c.head_size, out + c.at[v]);
     v += 2;
   }
-  if (v < c.num_vectors) score_block<NQ, 1>(q, c.keys + v, c.page_size, c.head_size, out + c.at[v]);
+  if (v < c.num_vectors) score_block<NQ, 1, ASKING>(q, c.keys + v, c.after_keys + v, c.page_size, c.head_size, out + c.at[v]);
 }
 
 template <class T>
@@ -81,19 +89,19 @@ static void score(const float* q, int num_queries, const Chunk<T>& c, float* out
     return;
   }
   switch (num_queries) {
-    case 1: return score_queries<1>(q, c, out);
-    case 2: return score_queries<2>(q, c, out);
-    case 3: return score_queries<3>(q, c, out);
+    case 1: return c.is_asking ? score_queries<1, true>(q, c, out) : score_queries<1, false>(q, c, out);
+    case 2: return c.is_asking ? score_queries<2, true>(q, c, out) : score_queries<2, false>(q, c, out);
+    case 3: return c.is_asking ? score_queries<3, true>(q, c, out) : score_queries<3, false>(q, c, out);
 #if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
-    case 4: return score_queries<4>(q, c, out);
-    case 5: return score_queries<5>(q, c, out);
-    case 6: return score_queries<6>(q, c, out);
+    case 4: return c.is_asking ? score_queries<4, true>(q, c, out) : score_queries<4, false>(q, c, out);
+    case 5: return c.is_asking ? score_queries<5, true>(q, c, out) : score_queries<5, false>(q, c, out);
+    case 6: return c.is_asking ? score_queries<6, true>(q, c, out) : score_queries<6, false>(q, c, out);
 #endif
   }
 }
 
 // Weighted values of NQ queries, NV vectors of the head. TAIL: the last vector has `lanes` lanes.
-template <int NQ, int NV, bool TAIL, class T>
+template <int NQ, int NV, bool TAIL, bool ASKING, class T>
 static void gather_block(const float* weights, const Chunk<T>& c, int offset, int lanes, float* out, int64_t stride) {
   vec sums[NQ][NV];
   OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) OCTAVO_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = set1(0.0f);
@@ -104,48 +112,51 @@ static void gather_block(const float* weights, const Chunk<T>& c, int offset, in
     const int to = c.end - start < c.page_size ? c.end - start : c.page_size;
     const T* value = c.values[page - c.first_page] + (int64_t)from * c.head_size + offset;
     const float* weight = weights + start;
+    const char* after = c.after_values[page - c.first_page] + (from * c.head_size + offset) * (int)sizeof(T);
     for (int key = from; key < to; ++key, value += c.head_size) {
       vec x[NV];
       OCTAVO_UNROLL for (int v = 0; v < NV; ++v) {
         x[v] = TAIL && v == NV - 1 ? load_n(value + v * W, lanes) : load(value + v * W);
+        if (ASKING) __builtin_prefetch(after + v * W * (int)sizeof(T), 0, 2);
       }
       OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) {
         const vec w = set1(weight[i * kScoreStride + key]);
         OCTAVO_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = fma(w, x[v], sums[i][v]);
       }
+      after += c.head_size * (int)sizeof(T);
     }
   }
   OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) OCTAVO_UNROLL for (int v = 0; v < NV; ++v)
       store(out + i * stride + v * W, sums[i][v]);
 }
 
-template <int NQ, class T>
+template <int NQ, bool ASKING, class T>
 static void gather_queries(const float* weights, const Chunk<T>& c, float* out, int64_t stride) {
   int offset = 0;
   for (; offset + TILE_VECTORS * W <= c.head_size; offset += TILE_VECTORS * W) {
-    gather_block<NQ, TILE_VECTORS, false>(weights, c, offset, W, out + offset, stride);
+    gather_block<NQ, TILE_VECTORS, false, ASKING>(weights, c, offset, W, out + offset, stride);
   }
   if (TILE_VECTORS > 2 && offset + 2 * W <= c.head_size) {
-    gather_block<NQ, 2, false>(weights, c, offset, W, out + offset, stride);
+    gather_block<NQ, 2, false, ASKING>(weights, c, offset, W, out + offset, stride);
     offset += 2 * W;
   }
   for (; offset < c.head_size; offset += W) {
     const int lanes = c.head_size - offset;
-    if (lanes >= W) gather_block<NQ, 1, false>(weights, c, offset, W, out + offset, stride);
-    else gather_block<NQ, 1, true>(weights, c, offset, lanes, out + offset, stride);
+    if (lanes >= W) gather_block<NQ, 1, false, ASKING>(weights, c, offset, W, out + offset, stride);
+    else gather_block<NQ, 1, true, ASKING>(weights, c, offset, lanes, out + offset, stride);
   }
 }
 
 template <class T>
 static void gather(const float* weights, int num_queries, const Chunk<T>& c, float* out, int64_t stride) {
   switch (num_queries) {
-    case 1: return gather_queries<1>(weights, c, out, stride);
-    case 2: return gather_queries<2>(weights, c, out, stride);
-    case 3: return gather_queries<3>(weights, c, out, stride);
+    case 1: return c.is_asking ? gather_queries<1, true>(weights, c, out, stride) : gather_queries<1, false>(weights, c, out, stride);
+    case 2: return c.is_asking ? gather_queries<2, true>(weights, c, out, stride) : gather_queries<2, false>(weights, c, out, stride);
+    case 3: return c.is_asking ? gather_queries<3, true>(weights, c, out, stride) : gather_queries<3, false>(weights, c, out, stride);
 #if defined(OCTAVO_AVX512) || defined(OCTAVO_AVX2)
-    case 4: return gather_queries<4>(weights, c, out, stride);
-    case 5: return gather_queries<5>(weights, c, out, stride);
-    case 6: return gather_queries<6>(weights, c, out, stride);
+    case 4: return c.is_asking ? gather_queries<4, true>(weights, c, out, stride) : gather_queries<4, false>(weights, c, out, stride);
+    case 5: return c.is_asking ? gather_queries<5, true>(weights, c, out, stride) : gather_queries<5, false>(weights, c, out, stride);
+    case 6: return c.is_asking ? gather_queries<6, true>(weights, c, out, stride) : gather_queries<6, false>(weights, c, out, stride);
 #endif
   }
 }
@@ -201,6 +212,22 @@ static void find_cells(const OctavoAttention& a, const AttentionTile& tile, int 
   }
 }
 
+// next_run: where the same pages hold the next KV head, whose turn is likely to come next.
+template <class T>
+static void look_ahead(Chunk<T>& c, int num_pages, int64_t next_run) {
+  const int per_page = (c.page_size + W - 1) / W;
+  const auto nth = [&](int page) {  // in the order of use: keys, values, the next head's keys
+    if (page < num_pages) return (const char*)c.keys[page * per_page];
+    if (page < 2 * num_pages) return (const char*)c.values[page - num_pages];
+    const int next = page - 2 * num_pages < num_pages ? page - 2 * num_pages : num_pages - 1;
+    return (const char*)(c.keys[next * per_page] + next_run);
+  };
+  for (int v = 0; v < c.num_vectors; ++v) {
+    c.after_keys[v] = nth(v / per_page + kAhead) + v % per_page * W * (int)sizeof(T);
+  }
+  for (int page = 0; page < num_pages; ++page) c.after_values[page] = nth(num_pages + page + kAhead);
+}
+
 template <class T>
 static void scale_by_cells(const Chunk<T>& c, const float* const* scales, float* numbers) {
   for (int key = c.begin; key < c.end; ++key) {
@@ -226,6 +253,8 @@ static void attend_chunk(const OctavoAttention& a, const AttentionTile& tile, in
     return;
   }
   find_cells(a, tile, first_head / (a.num_heads / a.num_kv_heads), start, c);
+  c.is_asking = num_queries <= TILE_QUERIES;
+  look_ahead(c, (c.end - 1) / c.page_size - c.first_page + 1, (int64_t)a.page_size * a.head_size);
 
   alignas(64) float q[kMaxQueries * kMaxHeadSize];
   alignas(64) float scores[kMaxQueries * kScoreStride];
