@@ -13,6 +13,7 @@ from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
 from octavo.kernels.cpu.attention import attend, turn_and_store
+from octavo.kernels.cpu.library import Threads, isa, library
 
 HEADS, KV_HEADS, SIZE, PAGE = 9, 3, 64, 16  # SmolLM2-135M
 LAYERS = 8  # stores that take turns, so that a layer's pages are as cold as in a step of a model
@@ -64,7 +65,7 @@ def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: min(times) for name, times in found.items()}
 
 
-def attention(pool: elementwise.Pool, batch: Batch, num_pages: int, label: str) -> None:
+def attention(pool: Threads, batch: Batch, num_pages: int, label: str) -> None:
     shape = (num_pages, 2, KV_HEADS, PAGE, SIZE)
     stores = [torch.randn(shape) for _ in range(LAYERS)]
     narrow = [torch.randint(-127, 128, shape, dtype=torch.int8) for _ in range(LAYERS)]
@@ -91,7 +92,7 @@ def attention(pool: elementwise.Pool, batch: Batch, num_pages: int, label: str) 
 
     def read() -> None:
         for store in stores:
-            pool.library.octavo_read_all(pool.handle, store.data_ptr(), store.nbytes)
+            library().octavo_read_all(pool.pointer, store.data_ptr(), store.nbytes)
 
     times = microseconds(
         {
@@ -110,7 +111,7 @@ def attention(pool: elementwise.Pool, batch: Batch, num_pages: int, label: str) 
     )
 
 
-def between(pool: elementwise.Pool, num_rows: int) -> None:
+def between(pool: Threads, num_rows: int) -> None:
     x, gate_up, logits = torch.randn(num_rows, 576), torch.randn(num_rows, 3072), torch.randn(num_rows, 49152)
     weight, table, ids = torch.randn(576), torch.randn(49152, 576), torch.randint(0, 49152, (num_rows,))
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
@@ -136,9 +137,8 @@ def between(pool: elementwise.Pool, num_rows: int) -> None:
 def main() -> None:
     num_threads = int(sys.argv[1]) if len(sys.argv) > 1 else 2
     torch.set_num_threads(num_threads)
-    pool = elementwise.Pool(num_threads)
-    pool.library.octavo_read_all.argtypes = (elementwise.c_void_p, elementwise.c_void_p, elementwise.c_int64)
-    print(f"{num_threads} threads, {pool.library.octavo_isa().decode()}; turn + store + attention of a layer, µs")
+    pool = Threads(num_threads)
+    print(f"{num_threads} threads, {isa()}; turn + store + attention of a layer, µs")
     print(f"{'':>22} {'native':>9} {'int8':>9} {'torch_cpu':>9} {'ratio':>9} {'GB/s':>8} {'read':>8} {'share':>6}")
     for num_rows in (1, 8, 32):
         for context in (128, 512, 2048):

@@ -11,7 +11,8 @@ from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.kernels.cpu.attention import attend, turn_and_store
 from octavo.kernels.cpu.build import NoCompiler, library_path
-from octavo.kernels.cpu.elementwise import Pool
+from octavo.kernels.cpu.library import Threads, use_isa
+from octavo.kernels.cpu.library import isa as chosen_isa
 from tests.models.batches import Row, make_batch
 
 try:
@@ -32,24 +33,24 @@ MIXES = {
 
 @pytest.fixture(scope="module", params=[2])
 def pool(request):
-    made = Pool(request.param)
+    made = Threads(request.param)
     yield made
     made.close()
 
 
 @pytest.fixture(params=ISAS)
 def isa(request, pool):
-    before = pool.library.octavo_isa().decode()
-    if not pool.use_isa(request.param):
+    before = chosen_isa()
+    if not use_isa(request.param):
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    pool.use_isa(before)
+    use_isa(before)
 
 
 class NativeAttention:
     """The backend that is to come, as far as a test needs it."""
 
-    def __init__(self, pool: Pool, is_int8: bool = False) -> None:
+    def __init__(self, pool: Threads, is_int8: bool = False) -> None:
         self.pool, self.is_int8 = pool, is_int8
 
     def bind(self, shape: tuple[int, ...], stale: float) -> None:
@@ -144,7 +145,7 @@ def test_int8_pages_are_near(isa, pool, heads, page_size) -> None:
     assert (found - expected).square().mean().sqrt() < 6e-3 * expected.square().mean().sqrt() + 3e-3
 
 
-def walk(pool: Pool, is_int8: bool, layer: LayerHeads, tokens, cuts, stale: float, seed: int) -> list[torch.Tensor]:
+def walk(pool: Threads, is_int8: bool, layer: LayerHeads, tokens, cuts, stale: float, seed: int) -> list[torch.Tensor]:
     """Rows' tokens through random steps with one another: each row's outputs, whatever the steps were."""
     rng, page_size = random.Random(seed), 16
     lengths = [len(part) for part in tokens]
@@ -173,7 +174,7 @@ def test_bits_depend_on_neither_threads_nor_batch_mates_nor_chunks(isa, is_int8,
     layer = layer_of(heads, window=window)
     generator = torch.Generator().manual_seed(9)
     tokens = [torch.randn(length, 15, 64, generator=generator) for length in (310, 40, 1, 150)]
-    pools = [Pool(num) for num in (1, 2, 3)]
+    pools = [Threads(num) for num in (1, 2, 3)]
     try:
         expected = [walk(pools[0], is_int8, layer, [one], [len(one)], 0.0, 0)[0] for one in tokens]
         for seed, cuts in enumerate([[1], [1, 2, 7], [400], [1, 30, 64], [16, 100], [9]]):

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from octavo.kernels.cpu import elementwise
 from octavo.kernels.cpu.build import NoCompiler, library_path
+from octavo.kernels.cpu.library import Threads, use_isa
+from octavo.kernels.cpu.library import isa as chosen_isa
 
 try:
     library_path()
@@ -19,7 +21,7 @@ RECORD = np.dtype([("codes", "i1", 32), ("scale", "f4"), ("scaled_sum", "f4"), (
 
 @pytest.fixture(scope="module")
 def pools():
-    made = [elementwise.Pool(num) for num in (1, 2, 3)]
+    made = [Threads(num) for num in (1, 2, 3)]
     yield made
     for pool in made:
         pool.close()
@@ -27,11 +29,11 @@ def pools():
 
 @pytest.fixture(params=ISAS)
 def isa(request, pools):
-    before = pools[0].library.octavo_isa().decode()
-    if not pools[0].use_isa(request.param):
+    before = chosen_isa()
+    if not use_isa(request.param):
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    pools[0].use_isa(before)
+    use_isa(before)
 
 
 def on_all(pools, call):

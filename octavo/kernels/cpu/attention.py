@@ -3,11 +3,13 @@ Knows nothing of models, batches or backends. float32; pages are [pages, 2, Hkv,
 scales [pages, 2, Hkv, page_size]. Inside a page keys lie transposed (attention.h): only these two calls may read one."""
 
 import ctypes
+import functools
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
 
 import torch
 
-from octavo.kernels.cpu.elementwise import Pool, pointer
+from octavo.kernels.cpu.elementwise import pointer
+from octavo.kernels.cpu.library import Threads, library
 
 MAX_HEAD_SIZE = 256
 MAX_PAGE_SIZE = 256
@@ -32,14 +34,15 @@ class _Turn(ctypes.Structure):
     )  # fmt: skip
 
 
-ARGUMENTS = {
-    "octavo_attention": (c_void_p, POINTER(_Attention)),
-    "octavo_turn": (c_void_p, POINTER(_Turn)),
-}
+@functools.cache
+def functions() -> ctypes.CDLL:
+    library().octavo_attention.argtypes = (c_void_p, POINTER(_Attention))
+    library().octavo_turn.argtypes = (c_void_p, POINTER(_Turn))
+    return library()
 
 
 def turn_and_store(
-    pool: Pool,
+    threads: Threads,
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q is changed in place
     num_heads: int,
     pages: torch.Tensor,
@@ -54,11 +57,12 @@ def turn_and_store(
         pointer(heads), heads.stride(0), pointer(rotation), pointer(q_norm), pointer(k_norm), epsilon, pointer(slots),
         pointer(pages), pointer(scales), heads.shape[0], num_heads, pages.shape[2], heads.shape[2], pages.shape[3],
     )  # fmt: skip
-    assert pool.library.octavo_turn(pool.handle, byref(call)) == 0
+    status = functions().octavo_turn(threads.pointer, byref(call))
+    assert status == 0, "a head or a page too large"
 
 
 def attend(
-    pool: Pool,
+    threads: Threads,
     heads: torch.Tensor,  # [T, ≥ H, D]: q comes first
     num_heads: int,
     pages: torch.Tensor,
@@ -80,5 +84,6 @@ def attend(
         pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0], num_heads,
         pages.shape[2], head_size, pages.shape[3], window, scale, softcap,
     )  # fmt: skip
-    assert pool.library.octavo_attention(pool.handle, byref(call)) == 0
+    status = functions().octavo_attention(threads.pointer, byref(call))
+    assert status == 0, "a head or a page too large"
     return output
