@@ -31,7 +31,7 @@ constexpr int64_t kWorthSharing = 8192;
 
 template <typename Body>
 void for_rows(Threads* threads, int64_t num_rows, int64_t size, Body body) {
-  if (num_rows * size < kWorthSharing) body(0, num_rows);
+  if (num_rows == 1 || num_rows * size < kWorthSharing) body(0, num_rows);
   else parallel_for(threads, num_rows, body);
 }
 
