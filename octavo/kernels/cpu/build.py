@@ -1,5 +1,5 @@
 """The native kernels of this folder → one shared library, compiled once per machine and kept in the user's cache folder.
-Knows nothing of what the kernels do. `python -m octavo.kernels.cpu.build` prints where the library is."""
+Knows nothing of what the kernels do."""
 
 import hashlib
 import os
@@ -100,7 +100,3 @@ def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoCompiler(f"{command[0]} failed: {done.stderr.strip()[:2000]}")
-
-
-if __name__ == "__main__":
-    print(library_path())

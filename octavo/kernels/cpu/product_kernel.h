@@ -344,6 +344,7 @@ int64_t dot_all(int64_t num_dots) {
 #pragma GCC unroll 12
   for (int j = 0; j < 12; ++j) sums[j] = L::splat_int(0);
   for (int64_t i = 0; i < num_dots; i += 12) {
+    L::keep(x);
 #pragma GCC unroll 12
     for (int j = 0; j < 12; ++j) {
       sums[j] = L::template dot<false>(sums[j], x, x);

@@ -93,7 +93,8 @@ struct Lanes {
   }
 
   // The compiler must not reason about it.
-  static void keep(Ints& x) { __asm__ volatile("" : "+m"(x)); }
+  template <typename Vector>
+  static void keep(Vector& x) { __asm__ volatile("" : "+m"(x)); }
 
   static Bytes load_bytes(const void* at) {
     Bytes out;
