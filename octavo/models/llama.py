@@ -72,7 +72,8 @@ def _check_rope(config: dict[str, Any]) -> None:
 
 
 class Layer(nn.Module):
-    """`window` and `head_norms` are for families that are a Llama but for these."""
+    """`window`, `head_norms` and `output_bias` (None: one where q, k and v have one) are for families that are a Llama
+    but for these."""
 
     def __init__(
         self,
@@ -83,13 +84,21 @@ class Layer(nn.Module):
         *,
         window: int = 0,
         head_norms: HeadNorms | None = None,
+        output_bias: bool | None = None,
     ) -> None:
         super().__init__()
         bias = bool(config.get("attention_bias", False))
         self.head_size = spec.head_size
         norm, mlp_norm = (RMSNorm(spec.hidden_size, epsilon(config), context) for _ in range(2))
         self.attention = SelfAttention(
-            index, spec, norm, context, qkv_bias=bias, output_bias=bias, window=window, head_norms=head_norms
+            index,
+            spec,
+            norm,
+            context,
+            qkv_bias=bias,
+            output_bias=bias if output_bias is None else output_bias,
+            window=window,
+            head_norms=head_norms,
         )
         self.mlp = GatedMLP(
             spec.hidden_size,
