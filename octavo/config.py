@@ -24,7 +24,12 @@ class ModelConfig:
     model: str = knob("", "folder, .gguf file or hub id; empty: the embedded SmolLM2-135M-Instruct", flag="MODEL")
     tokenizer: str = knob("", "folder or file to take the tokenizer from; empty: the model's own")
     revision: str = knob("", "hub revision; empty: main")
-    dtype: str = knob(AUTO, "arithmetic and storage type", choices=(AUTO, "float32", "bfloat16", "float16"))
+    dtype: str = knob(
+        AUTO,
+        "type of arithmetic and of weights; auto: the checkpoint's on a GPU; on a CPU float32, with packed weights left as they "
+        "are. On a CPU float32 is exact: weights are decoded; bfloat16: native kernels hold weights so and compute in float32",
+        choices=(AUTO, "float32", "bfloat16", "float16"),
+    )
     max_model_len: int | str = knob(
         AUTO, "longest prompt plus output, in tokens (8k = 8192); auto: what model and memory allow", kind="tokens"
     )
@@ -34,12 +39,14 @@ class ModelConfig:
         AUTO, "auto: weights from the model; dummy: random weights, for benchmarks", choices=(AUTO, "dummy")
     )
     quantization: str = knob(
-        "none",
-        "fp8: products hold 8-bit weights and round their inputs (GPU); embedding and head stay as they are",
-        choices=("none", "fp8"),
+        AUTO,
+        "how products hold weights. auto: as the checkpoint does, so a GGUF file's stay packed on a CPU with native kernels (not "
+        "with an explicit --dtype); none: in --dtype, never packed; fp8 (GPU): in 8 bits, with inputs rounded too, embedding and "
+        "head as they are; int8, int4 (CPU): rounded to 8 bits in groups of 32, or to 4 bits with a minimum for each group",
+        choices=(AUTO, "none", "fp8", "int8", "int4"),
     )
     attention_backend: str = knob(
-        AUTO, "what computes attention", choices=(AUTO, "triton", "flashinfer", "torch_cpu", "reference")
+        AUTO, "what computes attention", choices=(AUTO, "triton", "flashinfer", "native_cpu", "torch_cpu", "reference")
     )
     enforce_eager: bool = knob(False, "launch every kernel by itself: no CUDA graphs")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
@@ -53,7 +60,10 @@ class CacheConfig:
         AUTO, "size of the KV store (2G, 512M, bytes); auto: measured", kind="bytes"
     )
     kv_cache_dtype: str = knob(
-        AUTO, "what KV pages hold; auto: the model's type, fp8: half of its bytes", choices=(AUTO, "fp8")
+        AUTO,
+        "what KV pages hold; auto: the model's type; fp8: half of its bytes (GPU); int8: about a quarter of float32's (CPU with "
+        "native kernels)",
+        choices=(AUTO, "fp8", "int8"),
     )
     gpu_memory_utilization: float = knob(
         0.92, "share of the GPU's memory for weights, KV pages and working space when the KV size is auto"
@@ -178,9 +188,10 @@ def _positive(value: int | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The integers every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
+    """What every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
 
     dtype: str
+    keeps_packed: bool  # weights that come packed stay so, where there are kernels that multiply them
     max_model_len: int
     max_model_len_is_auto: bool
     max_num_seqs: int
@@ -194,19 +205,39 @@ def resolve(config: Config, *, device: str, stored_dtype: str, context_len: int,
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > context_len:
         raise ConfigError(f"--max-model-len {wanted} is beyond the model's context of {context_len}; lower it")
-    page_size = config.cache.page_size
-    if not on_cpu and page_size & (page_size - 1):
-        raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
+    (_check_on_cpu if on_cpu else _check_on_gpu)(config)
     rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
     return Limits(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
+        # A person who names a type wants the weights in it; only who leaves both open gets them as they come.
+        keeps_packed=on_cpu and config.model.dtype == AUTO and config.model.quantization == AUTO,
         max_model_len=_or(wanted, context_len),
         max_model_len_is_auto=wanted == AUTO,
         max_num_seqs=rows,
         max_num_batched_tokens=_or(config.scheduler.max_num_batched_tokens, max(rows, 512 if on_cpu else 8192)),
         cpu_threads=_or(config.parallel.cpu_threads, max(1, num_cores // config.parallel.tensor_parallel_size)),
     )
+
+
+def _check_on_cpu(config: Config) -> None:
+    how, dtype = config.model.quantization, config.model.dtype
+    if how in ("int8", "int4") and dtype not in (AUTO, "float32"):
+        raise ConfigError(f"--quantization {how} computes in float32, --dtype asks for {dtype}: leave one of them out")
+
+
+def _check_on_gpu(config: Config) -> None:
+    page_size, how = config.cache.page_size, config.model.quantization
+    if page_size & (page_size - 1):
+        raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
+    if how in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {how} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
+        )
+    if config.cache.kv_cache_dtype == "int8":
+        raise ConfigError(
+            "--kv-cache-dtype int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
+        )
 
 
 def _or(value: int | str, otherwise: int) -> int:

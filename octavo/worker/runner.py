@@ -96,6 +96,7 @@ class Runner:
         torch.set_num_threads(self.limits.cpu_threads)
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         place = self.device.torch_device
+        _check_native(config)
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
         self.attention, why = choose(self.spec, place, dtype, self.kv_dtype, config.model.attention_backend)
         self._notes.append(why)
@@ -109,7 +110,7 @@ class Runner:
             self.attention,
             config.cache.page_size,
             self._kernels,
-            "" if config.model.quantization == "none" else config.model.quantization,
+            "fp8" if config.model.quantization == "fp8" else "",
         )
         available = self.device.memory_available()
         with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
@@ -299,6 +300,16 @@ class Runner:
 
     def _store_shape(self, num_pages: int) -> tuple[int, ...]:
         return self.attention.kv_shape(self.spec, num_pages, self.config.cache.page_size, self.group.size)
+
+
+def _check_native(config: Config) -> None:
+    """No step uses the CPU's native kernels yet: what only they can do is refused rather than passed over."""
+    for flag, value in (
+        ("--quantization", config.model.quantization),
+        ("--kv-cache-dtype", config.cache.kv_cache_dtype),
+    ):
+        if value in ("int8", "int4"):
+            raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here: leave it out")
 
 
 def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:

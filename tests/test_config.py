@@ -1,0 +1,62 @@
+"""resolve(): what each `auto` becomes on a CPU and on a GPU, and which wishes are refused there.
+Knows nothing of models: the numbers that describe one are made up."""
+
+from typing import Any
+
+import pytest
+
+from octavo.config import Config, Limits, replace, resolve
+from octavo.errors import ConfigError
+
+
+def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Limits:
+    config = replace(Config(), **options)
+    return resolve(config, device=device, stored_dtype=stored_dtype, context_len=128, num_cores=2)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "keeps_packed"),
+    [
+        ("cpu", {}, True),
+        ("cuda", {}, False),
+        ("cpu", {"dtype": "float32"}, False),
+        ("cpu", {"dtype": "bfloat16"}, False),
+        ("cpu", {"quantization": "none"}, False),
+        ("cpu", {"quantization": "int8"}, False),
+        ("cpu", {"quantization": "int4", "dtype": "float32"}, False),
+        ("cuda", {"quantization": "fp8"}, False),
+    ],
+)
+def test_weights_stay_packed_on_a_cpu_where_nothing_else_is_asked_for(
+    device: str, options: dict[str, str], keeps_packed: bool
+) -> None:
+    assert resolved(device, **options).keeps_packed is keeps_packed
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "dtype"),
+    [("cpu", "auto", "float32"), ("cpu", "bfloat16", "bfloat16"), ("cuda", "auto", "bfloat16"), ("cuda", "float32", "float32")],
+)  # fmt: skip
+def test_the_type_is_the_checkpoints_on_a_gpu_and_float32_on_a_cpu(device: str, asked: str, dtype: str) -> None:
+    assert resolved(device, dtype=asked).dtype == dtype
+
+
+REFUSED = [
+    ("cuda", {"quantization": "int8"}, "--quantization int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
+    ("cuda", {"quantization": "int4"}, "--quantization int4 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
+    ("cuda", {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"),
+    ("cpu", {"quantization": "int8", "dtype": "bfloat16"}, "--quantization int8 computes in float32, --dtype asks for bfloat16: leave one of them out"),
+    ("cpu", {"quantization": "int4", "dtype": "float16"}, "--quantization int4 computes in float32, --dtype asks for float16: leave one of them out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "options", "line"), REFUSED)
+def test_what_a_device_cannot_do_is_refused_in_one_line(device: str, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(device, **options)
+    assert caught.value.message == line
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
+def test_the_same_is_taken_on_a_cpu(options: dict[str, Any]) -> None:
+    assert resolved("cpu", **options).dtype == "float32"
