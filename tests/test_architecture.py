@@ -13,11 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "octavo"
 
-# design.md §3, plus decisions 001 (gguf) and 002 (bench, flags, talk). The longest matching prefix counts.
+# design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
     **dict.fromkeys(("errors", "config", "spec", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
-    **dict.fromkeys(("device", "parallel", "batch", "kernels"), 2),
+    **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
     **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
     "worker": 4,
     "executor": 5,
