@@ -12,7 +12,7 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
-from octavo.kernels.cpu.attention import attend, turn_and_store
+from octavo.kernels.cpu.attention import Pages, attend, new_pages, turn_and_store
 from octavo.kernels.cpu.library import Threads, isa, library
 
 HEADS, KV_HEADS, SIZE, PAGE = 9, 3, 64, 16  # SmolLM2-135M
@@ -66,24 +66,25 @@ def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def attention(pool: Threads, batch: Batch, num_pages: int, label: str) -> None:
-    shape = (num_pages, 2, KV_HEADS, PAGE, SIZE)
-    stores = [torch.randn(shape) for _ in range(LAYERS)]
-    narrow = [torch.randint(-127, 128, shape, dtype=torch.int8) for _ in range(LAYERS)]
-    scales = torch.rand(shape[:4]) / 100
+    floats = [new_pages(num_pages, KV_HEADS, SIZE, PAGE) for _ in range(LAYERS)]
+    codes = [new_pages(num_pages, KV_HEADS, SIZE, PAGE, is_int8=True) for _ in range(LAYERS)]
+    everywhere = torch.arange(num_pages * PAGE)
+    for pages in (*floats, *codes):
+        turn_and_store(pool, torch.randn(len(everywhere), HEADS + 2 * KV_HEADS, SIZE), HEADS, pages, everywhere)
     heads = torch.randn(batch.num_tokens, HEADS + 2 * KV_HEADS, SIZE)
     rotation = torch.polar(torch.ones(batch.num_tokens, 1, SIZE // 2), torch.randn(batch.num_tokens, 1, SIZE // 2))
     plain = TorchCpuAttention()
-    plain.bind([store.clone() for store in stores], 64)
+    plain.bind([torch.randn(num_pages, 2, KV_HEADS, PAGE, SIZE) for _ in range(LAYERS)], 64)
     plain.plan(batch)
     layers = [LayerHeads(index, HEADS, KV_HEADS, SIZE, SIZE**-0.5) for index in range(LAYERS)]
     output = torch.empty(batch.num_tokens, HEADS * SIZE)
 
-    def native(pages: list[torch.Tensor], scales: torch.Tensor | None) -> None:
-        for store in pages:
-            turn_and_store(pool, heads, HEADS, store, batch.slots, rotation, scales=scales)
+    def native(layers: list[Pages]) -> None:
+        for pages in layers:
+            turn_and_store(pool, heads, HEADS, pages, batch.slots, rotation)
             attend(
-                pool, heads, HEADS, store, batch.query_start, batch.seq_lens, batch.page_table, SIZE**-0.5,
-                scales=scales, output=output,
+                pool, heads, HEADS, pages, batch.query_start, batch.seq_lens, batch.page_table, SIZE**-0.5,
+                output=output,
             )  # fmt: skip
 
     def torch_cpu() -> None:
@@ -91,20 +92,20 @@ def attention(pool: Threads, batch: Batch, num_pages: int, label: str) -> None:
             plain.run(layer, heads, rotation, batch)
 
     def read() -> None:
-        for store in stores:
-            library().octavo_read_all(pool.pointer, store.data_ptr(), store.nbytes)
+        for pages in floats:
+            library().octavo_read_all(pool.pointer, pages.store.data_ptr(), pages.store.nbytes)
 
     times = microseconds(
         {
-            "native": lambda: native(stores, None),
-            "int8": lambda: native(narrow, scales),
+            "native": lambda: native(floats),
+            "int8": lambda: native(codes),
             "torch": torch_cpu,
             "read": read,
         }
     )
     bytes_read = sum(batch.seq_lens_host) * 2 * KV_HEADS * SIZE * 4
     native_us, int8_us, torch_us, read_us = (times[name] / LAYERS for name in ("native", "int8", "torch", "read"))
-    speed, ceiling = bytes_read / native_us / 1e3, stores[0].nbytes / read_us / 1e3
+    speed, ceiling = bytes_read / native_us / 1e3, floats[0].store.nbytes / read_us / 1e3
     print(
         f"{label:>22} {native_us:9.1f} {int8_us:9.1f} {torch_us:9.1f} {torch_us / native_us:7.1f} ×"
         f" {speed:8.1f} {ceiling:8.1f} {speed / ceiling:6.0%}"

@@ -9,7 +9,7 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
-from octavo.kernels.cpu.attention import attend, turn_and_store
+from octavo.kernels.cpu.attention import attend, new_pages, page_bytes, turn_and_store
 from octavo.kernels.cpu.build import NoCompiler, library_path
 from octavo.kernels.cpu.library import Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
@@ -53,19 +53,27 @@ class NativeAttention:
     def __init__(self, pool: Threads, is_int8: bool = False) -> None:
         self.pool, self.is_int8 = pool, is_int8
 
-    def bind(self, shape: tuple[int, ...], stale: float) -> None:
-        self.pages = torch.full(shape, stale).to(torch.int8 if self.is_int8 else torch.float32)
-        self.scales = torch.full(shape[:4], 3.0) if self.is_int8 else None
+    def bind(self, num_pages: int, page_size: int, layer: LayerHeads, stale: float) -> None:
+        """Every cell holds `stale`: int8 pages that many in codes of 100."""
+        self.pages = new_pages(num_pages, layer.num_kv_heads, layer.head_size, page_size, self.is_int8)
+        if not self.is_int8:
+            self.pages.store.fill_(stale)
+            return
+        num_codes = 2 * layer.num_kv_heads * page_size * layer.head_size
+        num_scales = 2 * layer.num_kv_heads * page_size
+        self.pages.store[:, :num_codes] = 100
+        scales = torch.full((num_scales,), stale / 100).view(torch.uint8)
+        self.pages.store[:, num_codes : num_codes + 4 * num_scales] = scales
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         norms = layer.norms
         turn_and_store(
             self.pool, heads, layer.num_heads, self.pages, batch.slots, rotation,
-            (norms.q, norms.k) if norms else None, norms.epsilon if norms else 0.0, self.scales,
+            (norms.q, norms.k) if norms else None, norms.epsilon if norms else 0.0,
         )  # fmt: skip
         return attend(
             self.pool, heads, layer.num_heads, self.pages, batch.query_start, batch.seq_lens, batch.page_table,
-            layer.scale, layer.window, layer.softcap, self.scales,
+            layer.scale, layer.window, layer.softcap,
         )  # fmt: skip
 
 
@@ -77,7 +85,7 @@ def bound(backend, layer: LayerHeads, num_pages: int, page_size: int, stale: flo
     if isinstance(backend, ReferenceAttention):
         backend.bind([torch.full((num_pages, page_size, 2, layer.num_kv_heads, layer.head_size), stale)], 64)
     else:
-        backend.bind((num_pages, 2, layer.num_kv_heads, page_size, layer.head_size), stale)
+        backend.bind(num_pages, page_size, layer, stale)
     return backend
 
 
@@ -179,7 +187,7 @@ def test_bits_depend_on_neither_threads_nor_batch_mates_nor_chunks(isa, is_int8,
         expected = [walk(pools[0], is_int8, layer, [one], [len(one)], 0.0, 0)[0] for one in tokens]
         for seed, cuts in enumerate([[1], [1, 2, 7], [400], [1, 30, 64], [16, 100], [9]]):
             for pool in pools:
-                stale = [0.0, 1e30, 90.0][seed % 3] if not is_int8 else 100.0
+                stale = [0.0, 1e30, 90.0][seed % 3]
                 found = walk(pool, is_int8, layer, tokens, cuts, stale, seed)
                 assert all(map(torch.equal, found, expected)), f"seed {seed}, cuts {cuts}"
     finally:
@@ -194,4 +202,25 @@ def test_padding_writes_nowhere_and_its_output_is_zero(isa, pool) -> None:
     batch.slots[1], batch.seq_lens[1] = -1, 0
     output = backend.run(layer, torch.randn(2, 8, 16), None, batch)
     assert (output[1] == 0).all() and output[0].abs().sum() > 0
-    assert (backend.pages[[0, 2]] == 7.0).all() and not (backend.pages[1] == 7.0).all()
+    assert (backend.pages.store[[0, 2]] == 7.0).all() and not (backend.pages.store[1] == 7.0).all()
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_whole_pages_may_be_copied_along_dimension_0(isa, pool, is_int8) -> None:
+    layer, page_size = layer_of((9, 3, 64)), 16
+    backend = bound(NativeAttention(pool, is_int8), layer, 9, page_size)
+    heads = torch.randn(50, 15, 64)
+    row = Row([0] * 50, [1, 2, 3, 4])
+    expected = backend.run(layer, heads.clone(), None, make_batch([(row, 50)], page_size))
+    backend.pages.store[5:9] = backend.pages.store[1:5].clone()
+    backend.pages.store[1:5] = 0
+    moved = Row([0] * 50, [5, 6, 7, 8], computed=49)
+    found = backend.run(layer, heads[49:].clone(), None, make_batch([(moved, 1)], page_size))
+    assert torch.equal(found, expected[49:])
+
+
+def test_pages_of_codes_begin_on_cache_lines() -> None:
+    assert page_bytes(3, 64, 16, is_int8=False) == 2 * 3 * 16 * 64 * 4
+    assert page_bytes(3, 64, 16, is_int8=True) == 2 * 3 * 16 * (64 + 4)
+    assert page_bytes(1, 8, 1, is_int8=True) == 64
+    assert page_bytes(3, 40, 5, is_int8=True) == 1344  # 1,320 used

@@ -25,6 +25,10 @@ const AttentionVariant& attention_variant() {
 constexpr int kChunk = 128;
 int chunk_size_of(int page_size) { return page_size >= kChunk ? page_size : kChunk / page_size * page_size; }
 
+bool can_do(int head_size, int page_size) {
+  return head_size <= kMaxHeadSize && head_size % 2 == 0 && page_size <= kMaxChunk;
+}
+
 // A piece of work: a tile with all its chunks (chunk −1), or one chunk of a tile that several may work on.
 struct Piece {
   AttentionTile tile;
@@ -145,7 +149,7 @@ using namespace octavo;
 
 int octavo_attention(Threads* threads, const OctavoAttention* call) {
   const OctavoAttention& a = *call;
-  if (a.head_size > kMaxHeadSize || a.page_size > kMaxChunk || a.num_heads % a.num_kv_heads != 0) return -1;
+  if (!can_do(a.head_size, a.page_size) || a.num_heads % a.num_kv_heads != 0) return -1;
   const int group = a.num_heads / a.num_kv_heads;
   const int blocks_per_group = (group + kMaxQueries - 1) / kMaxQueries;
   Work work{a, attention_variant(), chunk_size_of(a.page_size), (group + blocks_per_group - 1) / blocks_per_group,
@@ -176,7 +180,7 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
 }
 
 int octavo_turn(Threads* threads, const OctavoTurn* call) {
-  if (call->head_size > kMaxHeadSize || call->head_size % 2 != 0) return -1;
+  if (!can_do(call->head_size, call->page_size)) return -1;
   const AttentionVariant& variant = attention_variant();
   constexpr int64_t kWorthSharing = 4;  // tokens: below, waking the others takes longer
   if (call->num_tokens < kWorthSharing) variant.turn(*call, 0, call->num_tokens);

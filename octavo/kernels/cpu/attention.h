@@ -1,9 +1,10 @@
 // Attention over KV pages: what a call is told. Plain pointers, so that any language can make the call.
 // Knows nothing of tensors, models or scheduling.
 //
-// pages are [num_pages, 2, Hkv, page_size * head_size] of float, or of int8 with scales [num_pages, 2, Hkv, page_size].
-// Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]: the scores of a
-// page's tokens are then the lanes of one vector, and no sum over lanes is ever taken. Whole pages may be copied freely.
+// A page is one run of bytes, page_stride bytes after the one before it: [2, Hkv, page_size * head_size] floats, or as
+// many int8 codes and then [2, Hkv, page_size] float scales. Whole pages may be copied freely; cells never written may hold
+// anything. Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]: the
+// scores of a page's tokens are then the lanes of one vector, and no sum over lanes is ever taken.
 #pragma once
 #include <stdint.h>
 
@@ -16,18 +17,19 @@ typedef struct {
   int64_t query_stride;
   float* output;          // [T, H * D], tokens output_stride floats apart
   int64_t output_stride;
-  const void* pages;      // float, or int8 where scales is given
-  const float* scales;    // NULL: pages hold floats
+  const void* pages;
+  int64_t page_stride;    // bytes
   const int32_t* query_start;  // [B + 1]
   const int32_t* seq_lens;     // [B] tokens in the pages, this step's included; 0: a row of padding, its output is 0
   const int32_t* page_table;   // [B, table_stride]
   int64_t table_stride;
   int32_t num_rows, num_heads, num_kv_heads, head_size, page_size;
-  int32_t window;  // a token sees itself and the window − 1 before it; 0: all before it
+  int32_t is_int8;  // the pages hold codes and scales; 0: floats
+  int32_t window;   // a token sees itself and the window − 1 before it; 0: all before it
   float scale, softcap;  // softcap 0: none
 } OctavoAttention;
 
-// head_size up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query, its own
+// head_size even and up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query, its own
 // row's cells and the page size alone: not on the other rows, on how its row was cut into steps, or on the threads.
 int octavo_attention(octavo::Threads* threads, const OctavoAttention* call);
 
@@ -40,8 +42,8 @@ typedef struct {
   float epsilon;
   const int64_t* slots;  // [T] page * page_size + offset; −1: written nowhere
   void* pages;
-  float* scales;
-  int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size;
+  int64_t page_stride;
+  int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size, is_int8;
 } OctavoTurn;
 
 // Norm and turn q and k, then write k and v, made finite, to the pages.

@@ -1,89 +1,134 @@
 """Attention over KV pages and the turn before it, natively: tensors in, one call each.
-Knows nothing of models, batches or backends. float32; pages are [pages, 2, Hkv, page_size, D], float32 or int8 with
-scales [pages, 2, Hkv, page_size]. Inside a page keys lie transposed (attention.h): only these two calls may read one."""
+Knows nothing of models, batches or backends. float32; inside a page keys lie transposed (attention.h has the layout): only
+these two calls may read one, but whoever likes may copy whole pages along dimension 0 of a store."""
 
 import ctypes
 import functools
 from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import torch
 
 from octavo.kernels.cpu.elementwise import pointer
 from octavo.kernels.cpu.library import Threads, library
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 256  # and even
 MAX_PAGE_SIZE = 256
+_LINE = 64
 
 
-class _Attention(ctypes.Structure):
+class AttentionCall(ctypes.Structure):
+    """OctavoAttention of attention.h, field by field."""
+
     _fields_ = (
         ("queries", c_void_p), ("query_stride", c_int64), ("output", c_void_p), ("output_stride", c_int64),
-        ("pages", c_void_p), ("scales", c_void_p), ("query_start", c_void_p), ("seq_lens", c_void_p),
+        ("pages", c_void_p), ("page_stride", c_int64), ("query_start", c_void_p), ("seq_lens", c_void_p),
         ("page_table", c_void_p), ("table_stride", c_int64), ("num_rows", c_int32), ("num_heads", c_int32),
-        ("num_kv_heads", c_int32), ("head_size", c_int32), ("page_size", c_int32), ("window", c_int32),
-        ("scale", c_float), ("softcap", c_float),
+        ("num_kv_heads", c_int32), ("head_size", c_int32), ("page_size", c_int32), ("is_int8", c_int32),
+        ("window", c_int32), ("scale", c_float), ("softcap", c_float),
     )  # fmt: skip
 
 
-class _Turn(ctypes.Structure):
+class TurnCall(ctypes.Structure):
+    """OctavoTurn of attention.h, field by field."""
+
     _fields_ = (
         ("heads", c_void_p), ("token_stride", c_int64), ("rotation", c_void_p), ("q_norm", c_void_p),
-        ("k_norm", c_void_p), ("epsilon", c_float), ("slots", c_void_p), ("pages", c_void_p), ("scales", c_void_p),
+        ("k_norm", c_void_p), ("epsilon", c_float), ("slots", c_void_p), ("pages", c_void_p), ("page_stride", c_int64),
         ("num_tokens", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32),
-        ("page_size", c_int32),
+        ("page_size", c_int32), ("is_int8", c_int32),
     )  # fmt: skip
 
 
 @functools.cache
 def functions() -> ctypes.CDLL:
-    library().octavo_attention.argtypes = (c_void_p, POINTER(_Attention))
-    library().octavo_turn.argtypes = (c_void_p, POINTER(_Turn))
+    library().octavo_attention.argtypes = (c_void_p, POINTER(AttentionCall))
+    library().octavo_turn.argtypes = (c_void_p, POINTER(TurnCall))
     return library()
+
+
+def page_bytes(num_kv_heads: int, head_size: int, page_size: int, is_int8: bool) -> int:
+    """Of one layer's page. Codes and scales are padded, so that every page begins on a cache line."""
+    num_cells = 2 * num_kv_heads * page_size
+    if not is_int8:
+        return num_cells * head_size * 4
+    return -(-num_cells * (head_size + 4) // _LINE) * _LINE
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of one layer, all in one tensor."""
+
+    store: torch.Tensor  # [num_pages, 2, Hkv, page_size * D] float32, or [num_pages, page_bytes] uint8: int8 pages
+    num_kv_heads: int
+    head_size: int
+    page_size: int
+
+    def __post_init__(self) -> None:
+        expected = page_bytes(self.num_kv_heads, self.head_size, self.page_size, self.is_int8)
+        assert self.store.dtype in (torch.float32, torch.uint8) and self.store[0].is_contiguous()
+        assert self.store[0].nbytes == expected, f"a page of {self.store[0].nbytes} bytes, not {expected}"
+
+    @property
+    def is_int8(self) -> bool:
+        return self.store.dtype == torch.uint8
+
+    @property
+    def stride(self) -> int:
+        """Bytes from page to page."""
+        return self.store.stride(0) * self.store.element_size()
+
+
+def new_pages(num_pages: int, num_kv_heads: int, head_size: int, page_size: int, is_int8: bool = False) -> Pages:
+    """Pages of zeros."""
+    if is_int8:
+        store = torch.zeros(num_pages, page_bytes(num_kv_heads, head_size, page_size, True), dtype=torch.uint8)
+    else:
+        store = torch.zeros(num_pages, 2, num_kv_heads, page_size * head_size)
+    return Pages(store, num_kv_heads, head_size, page_size)
 
 
 def turn_and_store(
     threads: Threads,
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q is changed in place
     num_heads: int,
-    pages: torch.Tensor,
+    pages: Pages,
     slots: torch.Tensor,  # [T] int64; −1: nowhere
     rotation: torch.Tensor | None = None,  # [T, 1, D/2] complex, or [T, D/2, 2]
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,  # of q and of k, [D]
     epsilon: float = 0.0,
-    scales: torch.Tensor | None = None,
 ) -> None:
     q_norm, k_norm = norms if norms is not None else (None, None)
-    call = _Turn(
+    call = TurnCall(
         pointer(heads), heads.stride(0), pointer(rotation), pointer(q_norm), pointer(k_norm), epsilon, pointer(slots),
-        pointer(pages), pointer(scales), heads.shape[0], num_heads, pages.shape[2], heads.shape[2], pages.shape[3],
+        pointer(pages.store), pages.stride, heads.shape[0], num_heads, pages.num_kv_heads, pages.head_size,
+        pages.page_size, pages.is_int8,
     )  # fmt: skip
     status = functions().octavo_turn(threads.pointer, byref(call))
-    assert status == 0, "a head or a page too large"
+    assert status == 0, "a head or a page too large, or a head of odd size"
 
 
 def attend(
     threads: Threads,
     heads: torch.Tensor,  # [T, ≥ H, D]: q comes first
     num_heads: int,
-    pages: torch.Tensor,
+    pages: Pages,
     query_start: torch.Tensor,  # [B + 1] int32
     seq_lens: torch.Tensor,  # [B] int32
     page_table: torch.Tensor,  # [B, M] int32
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    scales: torch.Tensor | None = None,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """→ [T, H * D]."""
-    num_tokens, _, head_size = heads.shape
     if output is None:
-        output = torch.empty(num_tokens, num_heads * head_size)
-    call = _Attention(
-        pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages), pointer(scales),
+        output = torch.empty(heads.shape[0], num_heads * pages.head_size)
+    call = AttentionCall(
+        pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages.store), pages.stride,
         pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0], num_heads,
-        pages.shape[2], head_size, pages.shape[3], window, scale, softcap,
+        pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, window, scale, softcap,
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
-    assert status == 0, "a head or a page too large"
+    assert status == 0, "a head or a page too large, or a head of odd size"
     return output

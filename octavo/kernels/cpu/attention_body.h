@@ -189,23 +189,22 @@ static PartialHeader weigh(float* scores, int begin, int end, int tile_begin, in
 
 template <class T>
 static void find_cells(const OctavoAttention& a, const AttentionTile& tile, int kv_head, int chunk_start, Chunk<T>& c) {
-  const int64_t run = (int64_t)a.page_size * a.head_size, head_runs = a.num_kv_heads;
+  const int64_t run = (int64_t)a.page_size * a.head_size, num_runs = 2 * a.num_kv_heads;
   const int32_t* table = a.page_table + tile.row * a.table_stride + chunk_start / a.page_size;
-  const T* pages = (const T*)a.pages;
   c.page_size = a.page_size;
   c.head_size = a.head_size;
   c.first_page = c.begin / a.page_size;
   c.num_vectors = 0;
   for (int page = c.first_page; page * a.page_size < c.end; ++page) {
-    const int64_t key_run = ((int64_t)table[page] * 2) * head_runs + kv_head, value_run = key_run + head_runs;
+    const T* keys = (const T*)((const char*)a.pages + table[page] * a.page_stride) + kv_head * run;
     const int start = page * a.page_size, index = page - c.first_page;
-    c.values[index] = pages + value_run * run;
-    if (a.scales != nullptr) {
-      c.key_scales[index] = a.scales + key_run * a.page_size;
-      c.value_scales[index] = a.scales + value_run * a.page_size;
+    c.values[index] = keys + a.num_kv_heads * run;
+    if (a.is_int8) {
+      c.key_scales[index] = (const float*)(keys + (num_runs - kv_head) * run) + kv_head * a.page_size;
+      c.value_scales[index] = c.key_scales[index] + a.num_kv_heads * a.page_size;
     }
     for (int key = 0; key < a.page_size && start + key < c.end; key += W) {
-      c.keys[c.num_vectors] = pages + key_run * run + key;
+      c.keys[c.num_vectors] = keys + key;
       c.at[c.num_vectors] = start + key;
       c.lanes[c.num_vectors++] = a.page_size - key < W ? a.page_size - key : W;
     }
@@ -277,9 +276,9 @@ static void attend_chunk(const OctavoAttention& a, const AttentionTile& tile, in
       *header = {-__builtin_inff(), 0.0f};
       continue;
     }
-    if (a.scales != nullptr) scale_by_cells(c, c.key_scales, row);
+    if (a.is_int8) scale_by_cells(c, c.key_scales, row);
     *header = weigh(row, begin, end, c.begin, c.end, a.softcap);
-    if (a.scales != nullptr) scale_by_cells(c, c.value_scales, row);
+    if (a.is_int8) scale_by_cells(c, c.value_scales, row);
   }
   for (int i = 0; i < num_queries; i += TILE_QUERIES) {
     const int count = num_queries - i < TILE_QUERIES ? num_queries - i : TILE_QUERIES;
@@ -289,7 +288,7 @@ static void attend_chunk(const OctavoAttention& a, const AttentionTile& tile, in
 
 static void chunk_of_any(const OctavoAttention& a, const AttentionTile& tile, int first_head, int num_heads,
                          int chunk_size, int chunk, float* partials, int64_t stride) {
-  if (a.scales != nullptr) attend_chunk<int8_t>(a, tile, first_head, num_heads, chunk_size, chunk, partials, stride);
+  if (a.is_int8) attend_chunk<int8_t>(a, tile, first_head, num_heads, chunk_size, chunk, partials, stride);
   else attend_chunk<float>(a, tile, first_head, num_heads, chunk_size, chunk, partials, stride);
 }
 
@@ -342,18 +341,19 @@ static float largest(const float* x, int size) {
   return top;
 }
 
-// k or v of one token and head, finite, to its cell; step: how far its elements lie apart.
-static void write_cell(const OctavoTurn& t, const float* x, int64_t run, int offset, int64_t start, int64_t step) {
-  const int64_t first = run * t.page_size * t.head_size + start;
-  if (t.scales == nullptr) {
-    float* cell = (float*)t.pages + first;
+// k or v of one token and head, finite, to its cell of run `run` of the page; step: how far its elements lie apart.
+static void write_cell(const OctavoTurn& t, const float* x, char* page, int run, int offset, int start, int step) {
+  const int64_t run_size = (int64_t)t.page_size * t.head_size;
+  if (!t.is_int8) {
+    float* cell = (float*)page + run * run_size + start;
     if (step == 1) memcpy(cell, x, sizeof(float) * (size_t)t.head_size);
     else for (int d = 0; d < t.head_size; ++d) cell[d * step] = x[d];
     return;
   }
-  int8_t* cell = (int8_t*)t.pages + first;
+  int8_t* cell = (int8_t*)page + run * run_size + start;
+  float* scales = (float*)(page + 2 * t.num_kv_heads * run_size);
   const float top = largest(x, t.head_size), inverse = top > 0.0f ? 127.0f / top : 0.0f;
-  t.scales[run * t.page_size + offset] = top / 127.0f;
+  scales[run * t.page_size + offset] = top / 127.0f;
   alignas(64) int8_t quantised[kMaxHeadSize + kPadding];
   for (int d = 0; d < t.head_size; d += W) store_int8(quantised + d, nearest(mul(load(x + d), set1(inverse))));
   for (int d = 0; d < t.head_size; ++d) cell[d * step] = quantised[d];
@@ -365,7 +365,8 @@ static void turn(const OctavoTurn& t, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
     float* heads = t.heads + token * t.token_stride;
     const float* rotation = t.rotation != nullptr ? t.rotation + token * size : nullptr;
-    const int64_t slot = t.slots[token], page = slot / t.page_size;
+    const int64_t slot = t.slots[token];
+    char* page = (char*)t.pages + slot / t.page_size * t.page_stride;
     const int offset = (int)(slot % t.page_size);
     for (int head = 0; head < t.num_heads; ++head) {
       float* x = heads + head * size;
@@ -386,9 +387,8 @@ static void turn(const OctavoTurn& t, int64_t begin, int64_t end) {
       }
       if (x != buffer) memcpy(buffer, x, sizeof(float) * (size_t)size);
       for (int d = 0; d < size; d += W) store(buffer + d, finite_or_zero(load(buffer + d)));
-      const int64_t run = page * 2 * t.num_kv_heads + head;  // keys' runs come first, then values'
-      if (is_key) write_cell(t, buffer, run, offset, offset, t.page_size);
-      else write_cell(t, buffer, run, offset, (int64_t)offset * size, 1);
+      if (is_key) write_cell(t, buffer, page, head, offset, offset, t.page_size);
+      else write_cell(t, buffer, page, head, offset, offset * size, 1);
     }
   }
 }
