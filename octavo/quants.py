@@ -1,11 +1,15 @@
-"""GGUF's packed weights: what the bytes of each type mean.
+"""GGUF's packed weights: what the bytes of each type mean, and Quants, a weight that stays packed.
 Knows nothing of files, of models, or of who multiplies with them.
 
 A packed tensor is a row of equal quants ("quant": some weights and what scales them, ggml's own block). Each decoder takes
 packed [N, bytes of a quant] uint8 and fills out [N, weights of a quant] float32. Layouts: ggml-quants.h.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +24,48 @@ _AT_ONCE_SMALL, _AT_ONCE_LARGE, _AT_ONCE_GPU = (1 << 15) - 256, 1 << 20, 1 << 24
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quants:
+    """A weight [N, K] whose rows are quants, one after the other. They may lie in a mapped file: copy what you keep."""
+
+    type: str  # of PACKED_TYPES
+    rows: Tensor  # [N, bytes of a row] uint8
+
+    def __post_init__(self) -> None:
+        assert self.type in _DECODERS and self.rows.dtype == torch.uint8
+        assert self.rows.dim() == 2 and self.rows.shape[1] % _QUANT[self.type][1] == 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        weights, num_bytes = _QUANT[self.type]
+        return self.rows.shape[0], self.rows.shape[1] // num_bytes * weights
+
+    def rearranged(self, order: Callable[[Tensor], Tensor]) -> Quants:
+        """`order` gets the rows and returns the same ones in another order."""
+        rows = order(self.rows)
+        assert rows.shape == self.rows.shape
+        return Quants(self.type, rows)
+
+    def narrow_rows(self, first: int, count: int) -> Quants:
+        """A view, as of any tensor."""
+        return Quants(self.type, self.rows.narrow(0, first, count))
+
+    def narrow_columns(self, first: int, count: int) -> Quants | None:
+        """A view, whose rows lie apart; None: the cut would go through a quant, so that only decoded weights can be cut."""
+        weights, num_bytes = _QUANT[self.type]
+        if first % weights or count % weights:
+            return None
+        return Quants(self.type, self.rows.narrow(1, first // weights * num_bytes, count // weights * num_bytes))
+
+    def dequantise(self) -> Tensor:
+        """→ [N, K] float32."""
+        return dequantise(self.rows.contiguous().view(-1), self.type).view(self.shape)
+
+
+Weight = Tensor | Quants  # what a checkpoint holds under a name
+SameWeight = TypeVar("SameWeight", Tensor, Quants)  # for what is done to rows as a whole: the result is what came
 
 
 def dequantise(packed: Tensor, type: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Octavo's decoders of packed weights against scalar ones, weight by weight.
+"""Octavo's decoders of packed weights against scalar ones, weight by weight; and weights that stay packed.
 Knows nothing of files."""
 
 import struct
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import quants
-from octavo.quants import dequantise
+from octavo.quants import PACKED_TYPES, Quants, dequantise
 from tests.scalar_quants import QUANTS, as_tensor, random_quants, scalar
 
 
@@ -53,3 +53,73 @@ def test_plain_types_are_read_as_they_lie() -> None:
         stored = torch.tensor(values, dtype=dtype)
         data = stored.view(torch.uint8)
         assert torch.equal(dequantise(data, type), stored)
+
+
+# --- weights that stay packed ---
+
+
+def packed_weight(type: str, num_rows: int, quants_in_a_row: int, seed: int = 0) -> Quants:
+    data = as_tensor(random_quants(type, num_rows * quants_in_a_row, seed))
+    return Quants(type, data.view(num_rows, -1))
+
+
+def test_every_type_that_can_be_read_is_tested_here() -> None:
+    assert set(PACKED_TYPES) == set(QUANTS)
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_a_packed_weight_has_the_shape_and_the_values_of_what_it_decodes_to(type: str) -> None:
+    weight = packed_weight(type, 5, 3)
+    decoded = weight.dequantise()
+    assert weight.shape == decoded.shape == (5, 3 * QUANTS[type][1])
+    assert decoded.dtype == torch.float32
+    assert torch.equal(decoded.view(-1), dequantise(weight.rows.view(-1), type))
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_cutting_and_decoding_may_change_places(type: str) -> None:
+    weight, width = packed_weight(type, 6, 4), QUANTS[type][1]
+    decoded = weight.dequantise()
+    for first, count in ((0, 6), (2, 3), (5, 1), (6, 0)):
+        assert torch.equal(weight.narrow_rows(first, count).dequantise(), decoded[first : first + count])
+    for first, count in ((0, 4), (1, 2), (3, 1), (4, 0)):
+        cut = weight.narrow_columns(first * width, count * width)
+        assert cut is not None and cut.shape == (6, count * width)
+        assert torch.equal(cut.dequantise(), decoded[:, first * width : (first + count) * width])
+    both = weight.narrow_rows(1, 4).narrow_columns(width, 2 * width)
+    assert both is not None and torch.equal(both.dequantise(), decoded[1:5, width : 3 * width])
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_a_cut_shares_the_bytes_it_is_cut_from(type: str) -> None:
+    weight = packed_weight(type, 4, 2)
+    cut = weight.narrow_rows(1, 2).narrow_columns(QUANTS[type][1], QUANTS[type][1])
+    assert cut is not None and cut.rows.untyped_storage().data_ptr() == weight.rows.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_no_cut_goes_through_a_quant(type: str) -> None:
+    weight, width = packed_weight(type, 2, 4), QUANTS[type][1]
+    for first, count in ((0, width // 2), (width // 2, width), (width, width + 16), (1, width), (0, 3 * width - 1)):
+        assert weight.narrow_columns(first, count) is None
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_reordering_rows_and_decoding_may_change_places(type: str) -> None:
+    weight, order = packed_weight(type, 7, 2), torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    assert torch.equal(weight.rearranged(lambda rows: rows[order]).dequantise(), weight.dequantise()[order])
+
+
+def test_what_cannot_be_rows_of_quants_is_our_own_mistake() -> None:
+    weight = packed_weight("Q4_1", 4, 2)
+    with pytest.raises(AssertionError):
+        weight.rearranged(lambda rows: rows[:3])
+    for type, rows in (
+        ("Q4_1", weight.rows[:, :39]),
+        ("Q4_1", weight.rows.view(-1)),
+        ("Q4_1", weight.rows.view(torch.int8)),
+        ("F16", weight.rows),
+        ("Q3_K", torch.zeros(1, 110, dtype=torch.uint8)),
+    ):
+        with pytest.raises(AssertionError):
+            Quants(type, rows)

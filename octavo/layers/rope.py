@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigError
+from octavo.quants import Quants, SameWeight
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -57,14 +58,18 @@ class Rope:
         self.frequencies.div_(factors.to(self.frequencies))
 
 
-def interleave(weight: torch.Tensor, head_size: int) -> torch.Tensor:
+def interleave(weight: SameWeight, head_size: int) -> SameWeight:
     """Rows of a q or k projection (or its bias), reordered within each head from (i, i + D/2) to (2i, 2i + 1)."""
+    if isinstance(weight, Quants):
+        return weight.rearranged(lambda rows: interleave(rows, head_size))
     pairs = weight.reshape(-1, 2, head_size // 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def split_halves(weight: torch.Tensor, head_size: int) -> torch.Tensor:
+def split_halves(weight: SameWeight, head_size: int) -> SameWeight:
     """The inverse of `interleave`."""
+    if isinstance(weight, Quants):
+        return weight.rearranged(lambda rows: split_halves(rows, head_size))
     pairs = weight.reshape(-1, head_size // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
 

@@ -14,6 +14,7 @@ from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import check_shares, share
 from octavo.parallel import Group, init_group
+from octavo.quants import Quants
 
 CPU = torch.device("cpu")
 
@@ -99,6 +100,13 @@ def test_interleaving_is_undone_by_splitting_halves() -> None:
     weight = torch.arange(48.0).view(16, 3)
     assert torch.equal(split_halves(interleave(weight, 8), 8), weight)
     assert interleave(torch.arange(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_rows_that_are_packed_are_reordered_as_plain_ones_are() -> None:
+    rows = torch.arange(24 * 2 * 34).remainder(113).to(torch.uint8)  # so small that every float16 in it is a number
+    packed = Quants("Q8_0", rows.view(24, 2 * 34))
+    for reorder in (interleave, split_halves):
+        assert torch.equal(reorder(packed, 8).dequantise(), reorder(packed.dequantise(), 8))
 
 
 def test_rotating_interleaved_heads_equals_rotating_halves() -> None:
