@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels.cpu import build, library
+from octavo.kernels.cpu import build, elementwise, library
 from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, pack, pack_quantised, prepare, product
 from octavo.weights.gguf_tensors import dequantise
 
@@ -218,3 +218,19 @@ def test_quantising_weights_loses_what_the_bits_allow(threads, kind, allowed):
     back = pack_quantised(threads, w, kind).columns(torch.arange(50))
     assert (back - w).norm() / w.norm() < allowed
     assert not back[3, :32].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 17, 64])
+def test_fused_records_are_what_prepare_makes_of_the_unfused(threads, isa, num_rows):
+    x, weight = activations(num_rows, 1152, seed=9), torch.rand(1152) + 0.5
+    tile_rows = library.packed_tile_rows()
+    pairs = {
+        "as it is": (elementwise.rms_norm_quantise(threads, x, None, 0.0, tile_rows), x),
+        "normed": (
+            elementwise.rms_norm_quantise(threads, x, weight, 1e-5, tile_rows),
+            elementwise.rms_norm(threads, x, weight, 1e-5),
+        ),
+        "gated": (elementwise.silu_mul_quantise(threads, x, tile_rows), elementwise.silu_mul(threads, x)),
+    }
+    for name, (records, unfused) in pairs.items():
+        assert torch.equal(records.flatten(), prepare(threads, unfused, Kind.CODES8).memory), name

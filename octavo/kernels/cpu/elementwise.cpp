@@ -48,7 +48,7 @@ void quantise_rows(Threads* threads, int64_t num_rows, int64_t size, int32_t til
       while (tile_begin(tile + 1, tiles, num_rows) <= row) ++tile;
       const int64_t first = tile_begin(tile, tiles, num_rows), height = tile_begin(tile + 1, tiles, num_rows) - first;
       const float* made = fill(variant, row, numbers.data());
-      variant.quantise(made, num_groups, groups + first * num_groups + (row - first), height);
+      product_kernels().quantise(made, num_groups, groups + first * num_groups + (row - first), height);
     }
   });
 }

@@ -41,7 +41,6 @@ Instructions best_instructions();  // as octavo_isa has it
 struct ElementwiseVariant {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
   void (*silu_mul)(const float* gate, const float* up, int64_t size, float* y);
-  void (*quantise)(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step);  // step: records apart
   int64_t (*argmax)(const float* x, int64_t size);
 };
 

@@ -42,32 +42,6 @@ static void silu_mul(const float* gate, const float* up, int64_t size, float* y)
   }
 }
 
-static void quantise(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step) {
-  constexpr int N = 32 / W;
-  for (int64_t group = 0; group < num_groups; ++group, x += 32, groups += step) {
-    vec a[N], top = set1(0.0f), sums = set1(0.0f);
-    bool is_broken = false;
-    OCTAVO_UNROLL for (int i = 0; i < N; ++i) {
-      a[i] = load(x + i * W);
-      is_broken |= has_nan(a[i]);
-      top = max(absolute(a[i]), top);
-    }
-    const float largest = reduce_max(top);
-    const vec inverse = set1(largest > 0.0f ? 127.0f / largest : 0.0f);
-    OCTAVO_UNROLL for (int i = 0; i < N; ++i) {
-      const vec whole = nearest(mul(a[i], inverse));
-      store_int8(groups->codes + i * W, whole);
-      sums = add(sums, whole);
-    }
-    const float sum = reduce_add(sums);  // exact: whole numbers
-    // What is broken stays broken, and in this row: its codes mean nothing, its scale says so.
-    groups->scale = is_broken || largest - largest != 0.0f ? __builtin_nanf("") : largest / 127.0f;
-    groups->scaled_sum = groups->scale * sum;
-    groups->minus_sum = sum - sum == 0.0f ? -(int32_t)sum : 0;
-    groups->unused = 0;
-  }
-}
-
 static int64_t argmax(const float* x, int64_t size) {
   vec top = set1(-__builtin_inff());
   bool is_broken = false;
@@ -88,7 +62,7 @@ static int64_t argmax(const float* x, int64_t size) {
   return 0;
 }
 
-static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, quantise, argmax};
+static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, argmax};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

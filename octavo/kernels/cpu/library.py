@@ -54,6 +54,7 @@ _SIGNATURES = {
     "octavo_threads_delete": (None, [_POINTER]),
     "octavo_isa": (ctypes.c_char_p, []),
     "octavo_use_isa": (_INT, [ctypes.c_char_p]),
+    "octavo_packed_tile_rows": (ctypes.c_int32, []),
     "octavo_packed_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "octavo_prepared_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "octavo_pack": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
@@ -85,6 +86,12 @@ def isa() -> str:
 def use_isa(name: str) -> bool:
     """Whether this CPU can: then every later call uses it. Activations prepared before are void."""
     return bool(library().octavo_use_isa(name.encode()))
+
+
+def packed_tile_rows() -> int:
+    """Rows of a tile of activations for packed weights, at most: what records made elsewhere must be ordered by."""
+    rows: int = library().octavo_packed_tile_rows()
+    return rows
 
 
 class Threads:

@@ -144,6 +144,8 @@ int octavo_use_isa(const char* name) {
   return found != nullptr;
 }
 
+int32_t octavo_packed_tile_rows(void) { return product_kernels().packed_tile_rows; }
+
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth) {
   return round_up(num_columns, kPanel) / kPanel * panel_bytes(kind, depth);
 }

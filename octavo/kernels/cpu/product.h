@@ -9,7 +9,7 @@
 // Plain, a panel is [K] vectors of 16 float32. Columns and K-values that pad a panel are zero.
 //
 // Activations are prepared once and serve several products. Rows are cut into tiles of nearly equal height, at most
-// tile_rows of the running instruction set; a tile holds, group after group, its rows' records: opaque to everybody else.
+// tile_rows of the running instruction set; a tile holds, group after group, its rows' records.
 //
 // Every element of y is the same chain of operations over K, group after group, whatever the number of rows, the tile, the
 // thread or the instruction set: the same row gives the same bits in any batch.
@@ -33,13 +33,14 @@ enum OctavoFinish {
   OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up; W is gate's columns, then up's, each a multiple of 16
 };
 
-// A group of 32 activations of one row.
+// A group of 32 activations of one row. One that has a NaN or an infinity has codes of 0 and a scale of NaN: whatever it is
+// multiplied by, the row's results say NaN.
 typedef struct {
   int8_t codes[32];
   float scale;
-  float scaled_sum;   // scale · Σ codes: what a weight's minimum is multiplied by
-  int32_t minus_sum;  // −Σ codes: what a weight's centre is multiplied by
-  int32_t unused;
+  float scaled_sum;         // scale · Σ codes: what a weight's minimum is multiplied by
+  int32_t minus_sum;        // −Σ codes: what a weight's centre is multiplied by
+  int32_t minus_sum_first;  // of the first 16 codes alone
 } OctavoGroup;
 
 typedef struct {
@@ -56,6 +57,8 @@ typedef struct {
 // "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0 if it cannot run).
 const char* octavo_isa(void);
 int octavo_use_isa(const char* name);
+// Rows of a tile of activations prepared for packed weights, at most; changes with the instruction set.
+int32_t octavo_packed_tile_rows(void);
 
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
@@ -94,6 +97,8 @@ struct ProductKernels {
   int packed_tile_rows, float_tile_rows;
   void (*prepare_share)(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                         int thread, int num_threads);
+  // x [32 · num_groups], quantised to records that lie `step` apart.
+  void (*quantise)(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step);
   // next: the product after this one, whose weights are fetched towards the end; or null.
   void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);

@@ -39,15 +39,14 @@ struct Lanes {
   }
   static Floats least(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
   static Floats greatest(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-  static Floats absolute(Floats x) {
-    const __m256 sign = _mm256_set1_ps(-0.0f);
-    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
-  }
-  static float largest(Floats x) {
-    const __m256 eight = _mm256_max_ps(x.a, x.b);
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+  static __m256i size(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
+  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  static float largest_size(Floats x, Floats y) {
+    const __m256i eight =
+        _mm256_max_epi32(_mm256_max_epi32(size(x.a), size(x.b)), _mm256_max_epi32(size(y.a), size(y.b)));
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1))));
   }
 
   static Ints splat_int(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
@@ -112,7 +111,8 @@ struct Lanes {
 }  // namespace
 
 extern const ProductKernels kProductAvx2;
-const ProductKernels kProductAvx2 = {"avx2", Lanes::kPackedRows, Lanes::kFloatRows, prepare_share, product_share, read_all, dot_all};
+const ProductKernels kProductAvx2 = {"avx2",        Lanes::kPackedRows, Lanes::kFloatRows,
+                                     prepare_share, quantise, product_share, read_all, dot_all};
 
 }  // namespace octavo
 #endif

@@ -30,8 +30,11 @@ struct Lanes {
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
   static Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-  static Floats absolute(Floats a) { return _mm512_abs_ps(a); }
-  static float largest(Floats a) { return _mm512_reduce_max_ps(a); }
+  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  static float largest_size(Floats a, Floats b) {
+    const __m512i most = _mm512_max_epi32(_mm512_castps_si512(_mm512_abs_ps(a)), _mm512_castps_si512(_mm512_abs_ps(b)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most))));
+  }
 
   static Ints splat_int(int32_t value) { return _mm512_set1_epi32(value); }
   static Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
@@ -69,7 +72,7 @@ struct Lanes {
 
 extern const ProductKernels kProductAvx512Vnni;
 const ProductKernels kProductAvx512Vnni = {"avx512vnni",  Lanes::kPackedRows, Lanes::kFloatRows,
-                                           prepare_share, product_share,      read_all, dot_all};
+                                           prepare_share, quantise, product_share, read_all, dot_all};
 
 }  // namespace octavo
 #endif

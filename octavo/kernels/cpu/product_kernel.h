@@ -284,22 +284,33 @@ void product_share(const OctavoProduct* product, const OctavoProduct* next, int 
 
 // ── activations ─────────────────────────────────────────────────────────────────────────────────────
 
-inline void prepare_group(const float* x, OctavoGroup* group) {
+inline void quantise_group(const float* x, OctavoGroup* group) {
   const Floats first = L::load(x), second = L::load(x + 16);
-  const float largest = L::largest(L::greatest(L::absolute(first), L::absolute(second)));
+  const float largest = L::largest_size(first, second);
+  if (!(largest <= 3.402823466e+38f)) {
+    *group = {};
+    group->scale = group->scaled_sum = __builtin_nanf("");
+    return;
+  }
   // Below this its inverse would overflow, and the group is nothing to a sum of float32.
   const Floats inverse = L::splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
   const Ints low = L::nearest(L::mul(first, inverse)), high = L::nearest(L::mul(second, inverse));
   L::store_codes(group->codes, low);
   L::store_codes(group->codes + 16, high);
-  const int32_t sum = L::total(L::add_ints(low, high));
+  const int32_t sum_first = L::total(low), sum = sum_first + L::total(high);
   group->scale = largest / 127.0f;
   group->scaled_sum = group->scale * static_cast<float>(sum);
   group->minus_sum = -sum;
+  group->minus_sum_first = -sum_first;
 }
 
-inline void prepare_slice(const float* x, int64_t num_left, FloatTile::Record* slice) {
-  for (int64_t k = 0; k < kSlice; ++k) slice->values[k] = k < num_left ? x[k] : 0.0f;
+void quantise(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step) {
+  for (int64_t i = 0; i < num_groups; ++i) quantise_group(x + i * kGroup, groups + i * step);
+}
+
+void lay_out(const float* x, int64_t depth, FloatTile::Record* slices, int64_t step) {
+  for (int64_t i = 0; i * kSlice < depth; ++i)
+    for (int64_t k = 0; k < kSlice; ++k) slices[i * step].values[k] = i * kSlice + k < depth ? x[i * kSlice + k] : 0.0f;
 }
 
 void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
@@ -312,14 +323,11 @@ void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows,
     const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
     for (int64_t row = begin; row < end; ++row) {
       if (row < share.begin || row >= share.end) continue;
-      for (int64_t i = 0; i < num_steps; ++i) {
-        const float* values = x + row * x_stride + i * step;
-        const int64_t at = begin * num_steps + i * (end - begin) + row - begin;
-        if (plain) {
-          prepare_slice(values, depth - i * step, static_cast<FloatTile::Record*>(prepared) + at);
-        } else {
-          prepare_group(values, static_cast<OctavoGroup*>(prepared) + at);
-        }
+      const int64_t at = begin * num_steps + row - begin;
+      if (plain) {
+        lay_out(x + row * x_stride, depth, static_cast<FloatTile::Record*>(prepared) + at, end - begin);
+      } else {
+        quantise(x + row * x_stride, num_steps, static_cast<OctavoGroup*>(prepared) + at, end - begin);
       }
     }
   }

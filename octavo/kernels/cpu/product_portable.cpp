@@ -62,11 +62,15 @@ struct Lanes {
   static Floats fma(Floats x, Floats y, Floats z) { return each([&](int i) { return fmaf(x.v[i], y.v[i], z.v[i]); }); }
   static Floats least(Floats x, Floats y) { return each([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
   static Floats greatest(Floats x, Floats y) { return each([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
-  static Floats absolute(Floats x) { return each([&](int i) { return fabsf(x.v[i]); }); }
-  static float largest(Floats x) {
-    float most = x.v[0];
-    for (float value : x.v) most = most > value ? most : value;
-    return most;
+  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  static float largest_size(Floats x, Floats y) {
+    int32_t bits[32], most = 0;
+    memcpy(bits, x.v, 64);
+    memcpy(bits + 16, y.v, 64);
+    for (int32_t value : bits) most = most > (value & 0x7fffffff) ? most : value & 0x7fffffff;
+    float largest;
+    memcpy(&largest, &most, 4);
+    return largest;
   }
 
   static Ints splat_int(int32_t value) { return each_int([&](int) { return value; }); }
@@ -129,6 +133,6 @@ struct Lanes {
 
 extern const ProductKernels kProductPortable;
 const ProductKernels kProductPortable = {"portable",    Lanes::kPackedRows, Lanes::kFloatRows,
-                                         prepare_share, product_share,      read_all, dot_all};
+                                         prepare_share, quantise, product_share, read_all, dot_all};
 
 }  // namespace octavo
