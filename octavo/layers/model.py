@@ -9,6 +9,7 @@ from torch import nn
 from octavo.batch import Batch
 from octavo.layers.packing import packed_bytes
 from octavo.layers.sharding import Slots, fill
+from octavo.quants import Weight
 
 
 class DecoderModel(nn.Module):
@@ -31,7 +32,7 @@ class DecoderModel(nn.Module):
         """Tensors that some checkpoints bring and the model does not need."""
         return False
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
         with torch.no_grad():
             fill(self.slots(), tensors, self.is_ignored)

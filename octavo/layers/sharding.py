@@ -3,11 +3,13 @@ Knows nothing of file formats or of how a layer computes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError
 from octavo.parallel import Group
+from octavo.quants import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class Slot:
     """The place of one checkpoint tensor. `store` is given the whole tensor and keeps this rank's share of it."""
 
     shape: tuple[int, ...]  # of the whole tensor, as it stands in the checkpoint
-    store: Callable[[torch.Tensor], None]
+    store: Callable[[Any], None]  # a Tensor; where weights come packed and the tensor is a matrix, Quants
     is_optional: bool = False
 
 
@@ -63,7 +65,7 @@ def check_shares(size: int, **extents: int) -> None:
     )
 
 
-def fill(slots: Slots, tensors: Iterator[tuple[str, torch.Tensor]], is_ignored: Callable[[str], bool]) -> None:
+def fill(slots: Slots, tensors: Iterator[tuple[str, Weight]], is_ignored: Callable[[str], bool]) -> None:
     """Put every tensor into its slot. Missing, unexpected or mis-shaped ones are named in a ConfigError."""
     open_slots = dict(slots)
     unexpected: list[str] = []

@@ -18,6 +18,7 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slot, Slots, check_shares, whole
 from octavo.models import gguf_vocab_size, number, positive, share
+from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 
@@ -140,7 +141,7 @@ class Model(DecoderModel):
     def finish_loading(self) -> None:
         self.head.tie(self.embedding)
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         # The first published checkpoints lack the prefix.
         super().load((_with_prefix(name), tensor) for name, tensor in tensors)
 
@@ -196,7 +197,7 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """Undo what the converter did: it turns the transposed weights of GPT-2 the usual way round."""
+    """Undo what the converter did: it turns the transposed weights of GPT-2 the usual way round. Rows do not stay whole."""
     if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
         return tensor.t()
     return tensor

@@ -20,6 +20,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
@@ -181,6 +182,7 @@ class Model(DecoderModel):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -251,8 +253,10 @@ def gguf_name(name: str) -> str | None:
     return f"model.layers.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
-def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
     """Undo what the converter did: it interleaves the rows of q and k for its own rotary kernel."""
-    if name.rsplit(".", 2)[-2] in ("q_proj", "k_proj"):
-        return split_halves(tensor, spec(config).head_size)
-    return tensor
+    if name.rsplit(".", 2)[-2] not in ("q_proj", "k_proj"):
+        return tensor
+    head_size = spec(config).head_size
+    # What is no whole number of heads has the wrong shape: its slot says so, by name.
+    return split_halves(tensor, head_size) if tensor.shape and tensor.shape[0] % head_size == 0 else tensor

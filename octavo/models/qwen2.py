@@ -5,12 +5,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.rope import rope_settings
 from octavo.models import llama, number, positive
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -68,9 +67,10 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
     return llama.gguf_config(metadata, tensors, "qwen2")
 
 
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
 gguf_name = llama.gguf_name
 
 
-def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
     """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
     return tensor

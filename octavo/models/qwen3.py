@@ -13,6 +13,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.rope import interleave
 from octavo.layers.sharding import Slot, Slots
 from octavo.models import llama, positive, qwen2
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 
@@ -51,6 +52,7 @@ class Model(llama.Model):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
 _GGUF_NORMS = {"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
 
 
@@ -67,6 +69,6 @@ def gguf_name(name: str) -> str | None:
     return llama.gguf_name(name)
 
 
-def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
     """Nothing to undo: unlike a Llama's, the rows of q and k stand as in the checkpoint."""
     return tensor

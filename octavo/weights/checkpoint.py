@@ -17,6 +17,8 @@ from octavo.weights.source import ModelSource, local
 if TYPE_CHECKING:
     import torch
 
+    from octavo.quants import Weight
+
 
 class Weights(Protocol):
     """One format's reader."""
@@ -24,7 +26,9 @@ class Weights(Protocol):
     stored_dtype: str
     num_bytes: int
 
-    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, Weight]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,13 @@ class Checkpoint:
     num_bytes: int  # of the weights as stored; 0 where there are none
     weights: Weights | None  # None: only a configuration, opened to be filled with random weights
 
-    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep."""
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
+        `keep_packed`: matrices that are packed in the file come as Quants, where the family can take them so."""
         assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
-        return self.weights.tensors(device, dtype)
+        return self.weights.tensors(device, dtype, keep_packed)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file → torch tensors, decoded where they will be used.
+"""The tensors of a GGUF file → torch tensors, decoded where they will be used, or packed as they are.
 Knows nothing of models: names and layouts are translated by the family file it is given."""
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile, TensorEntry
-from octavo.quants import PACKED_TYPES, PLAIN_TYPES, dequantise
+from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
 
 
 class GGUFTensors:
-    """`family` gives gguf_name(name) -> str | None (None: not a weight of the model) and gguf_fix(name, tensor, config)."""
+    """`family` gives gguf_name(name) -> str | None (None: not a weight of the model) and gguf_fix(name, tensor, config).
+    GGUF_ROWS_STAY_WHOLE, where it has that: its gguf_fix moves whole rows at most, so that it takes Quants too."""
 
     def __init__(self, file: GGUFFile, family: ModuleType, config: dict[str, Any]) -> None:
         self._file, self._family, self._config = file, family, config
@@ -30,14 +30,23 @@ class GGUFTensors:
         self.num_bytes = sum(entry.num_bytes for _, entry in self._plan)
         self.stored_dtype = _stored_dtype([entry for _, entry in self._plan])
 
-    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """A tensor may be a view of the file: copy what you keep."""
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, Weight]]:
+        """A tensor, or Quants, may be a view of the file: copy what you keep."""
+        keep_packed = keep_packed and getattr(self._family, "GGUF_ROWS_STAY_WHOLE", False)
         # A private mapping: nothing is read before it is decoded, and nothing can be written back.
         whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:
-            packed = whole[entry.offset : entry.offset + entry.num_bytes]
-            tensor = dequantise(packed.to(device), entry.type).view(entry.shape)
-            yield name, self._family.gguf_fix(name, tensor, self._config).to(dtype)
+            packed = whole[entry.offset : entry.offset + entry.num_bytes].to(device)
+            if keep_packed and entry.type in PACKED_TYPES and len(entry.shape) == 2:
+                yield name, self._fixed(name, Quants(entry.type, packed.view(entry.shape[0], -1)))
+            else:
+                yield name, self._fixed(name, dequantise(packed, entry.type).view(entry.shape)).to(dtype)
+
+    def _fixed(self, name: str, weight: SameWeight) -> SameWeight:
+        fixed: SameWeight = self._family.gguf_fix(name, weight, self._config)
+        return fixed
 
 
 def _require_decodable(file: GGUFFile, entry: TensorEntry) -> None:

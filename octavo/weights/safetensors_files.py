@@ -55,8 +55,11 @@ class SafetensorsFiles:
             raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
         self.stored_dtype = bytes_of.most_common(1)[0][0]
 
-    def tensors(self, device: torch.device | str, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep."""
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep.
+        `keep_packed` changes nothing: none of these files holds packed weights."""
         from octavo.device import device_of
 
         place = device_of(device)
