@@ -134,6 +134,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """What can be refused without looking at a model or a machine."""
+        self._check_choices()
         for name, value, ok, limit in (
             ("--block-size", self.cache.page_size, self.cache.page_size >= 1, "at least 1"),
             (
@@ -180,6 +181,15 @@ class Config:
             raise ConfigError(
                 f"--api-key (or OCTAVO_API_KEY) {self.server.api_key!r} holds no key: give one, or leave it out"
             )
+
+    def _check_choices(self) -> None:
+        """Flags are checked as they are read; an option of Python's LLM is not."""
+        for section, cls in sections():
+            for option in dataclasses.fields(cls):
+                value, choices = getattr(getattr(self, section), option.name), option.metadata["choices"]
+                if choices and value not in choices:
+                    flag = "--" + option.name.replace("_", "-")
+                    raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _positive(value: int | str) -> bool:

@@ -1,11 +1,12 @@
 """resolve(): what each `auto` becomes on a CPU and on a GPU, and which wishes are refused there.
 Knows nothing of models: the numbers that describe one are made up."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from octavo.config import Config, Limits, replace, resolve
+from octavo.config import Config, Limits, replace, resolve, sections
 from octavo.errors import ConfigError
 
 
@@ -60,3 +61,17 @@ def test_what_a_device_cannot_do_is_refused_in_one_line(device: str, options: di
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}])
 def test_the_same_is_taken_on_a_cpu(options: dict[str, Any]) -> None:
     assert resolved("cpu", **options).dtype == "float32"
+
+
+def test_no_option_of_python_takes_a_word_that_is_not_offered() -> None:
+    """LLM(quantization=…) passes by the flags."""
+    words = [knob.name for _, cls in sections() for knob in dataclasses.fields(cls) if knob.metadata["choices"]]
+    assert {"quantization", "dtype", "kv_cache_dtype", "attention_backend", "device"} <= set(words)
+    for name in words:
+        flag = "--" + name.replace("_", "-")
+        for value in ("int7", "", None, 8):
+            with pytest.raises(ConfigError, match=f"^{flag} must be one of .*, got {value!r}$"):
+                replace(Config(), **{name: value})
+    with pytest.raises(ConfigError) as caught:
+        replace(Config(), quantization="q4")
+    assert caught.value.message == "--quantization must be one of auto, none, fp8, int8, int4, got 'q4'"
