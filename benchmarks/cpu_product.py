@@ -41,13 +41,25 @@ SHAPES = {  # name: (inputs, outputs)
     "1.1B down": (5632, 2048),
 }
 CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # of one timed call, at most
-KINDS = {"int8": Kind.CODES8, "q4_0": Kind.CODES4, "q4_1": Kind.CODES4_MINIMUM, "float32": Kind.FLOAT32}
+KINDS = {
+    "int8": Kind.CODES8,
+    "q4_0": Kind.CODES4,
+    "q4_1": Kind.CODES4_MINIMUM,
+    "bfloat16": Kind.BFLOAT16,
+    "float32": Kind.FLOAT32,
+}
+
+
+def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) -> PackedWeight:
+    rows = torch.randn(num_columns, depth)
+    if kind.is_quantised:
+        return pack_quantised(threads, rows, kind)
+    return library.pack(threads, rows.bfloat16() if kind == Kind.BFLOAT16 else rows, kind)
 
 
 def copies_of(threads: Threads, kind: Kind, depth: int, num_columns: int, copies: int) -> list[PackedWeight]:
     """In one piece of memory, as a model's weights are."""
-    rows = torch.randn(num_columns, depth)
-    first = library.pack(threads, rows, kind) if kind == Kind.FLOAT32 else pack_quantised(threads, rows, kind)
+    first = random_weight(threads, kind, depth, num_columns)
     size = first.memory.numel()
     whole = aligned(size * copies)
     whole.view(copies, size)[:] = first.memory
@@ -72,7 +84,7 @@ def short_calls(weights: list[PackedWeight], num_rows: int) -> tuple[list[list[P
     """What each call multiplies by, about a millisecond of work; and the columns of a piece."""
     weight = weights[0]
     column_bytes = weight.memory.numel() / weight.num_columns
-    most_ops = CALL_OPS / 4 if weight.kind == Kind.FLOAT32 else CALL_OPS
+    most_ops = CALL_OPS if weight.kind.is_quantised else CALL_OPS / 4
     num_columns = int(min(CALL_BYTES / column_bytes, most_ops / (2 * num_rows * weight.depth)))
     if num_columns < weight.num_columns:
         width = max(64, num_columns // 64 * 64)
@@ -127,9 +139,8 @@ def measure(threads: Threads, kind: Kind, depth: int, num_columns: int, rows: li
 
 
 def error(threads: Threads, kind: Kind) -> float:
-    rows, x = torch.randn(512, 2048), torch.randn(16, 2048)
+    weight, x = random_weight(threads, kind, 2048, 512), torch.randn(16, 2048)
     x[:, ::97] *= 30  # outliers, as real activations have
-    weight = library.pack(threads, rows, kind) if kind == Kind.FLOAT32 else pack_quantised(threads, rows, kind)
     exact = x.double() @ weight.columns(torch.arange(512)).double().T
     y = library.product(threads, prepare(threads, x, kind), weight, torch.empty(16, 512))
     return float((y - exact).norm() / exact.norm())
@@ -154,7 +165,7 @@ def main() -> None:
     print(f"{library.isa()}, {arguments.threads} threads; dot instructions {rate:.0f} GOP/s")
     print(f"{'':28}{'MB':>6}{'read GB/s':>10}  rows: GB/s (share of read) GOP/s (share) µs")
     for kind_name in arguments.kinds:
-        ceiling = rate / 4 if kind_name == "float32" else rate
+        ceiling = rate if KINDS[kind_name].is_quantised else rate / 4
         for shape, (depth, num_columns) in SHAPES.items():
             if arguments.shapes not in shape:
                 continue

@@ -137,10 +137,21 @@ def test_float_is_the_chain_over_depth(threads, isa, shape):
     assert torch.equal(run(threads, x, pack(threads, w, Kind.FLOAT32)), torch.from_numpy(expected))
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 1), (1, 576, 576), (5, 33, 50), (13, 100, 161)])
+def test_bfloat16_is_float_with_the_widened_weights(threads, isa, shape):
+    num_rows, num_columns, depth = shape
+    w, x = torch.randn(num_columns, depth).bfloat16(), torch.randn(num_rows, depth)
+    narrow, wide = pack(threads, w, Kind.BFLOAT16), pack(threads, w.float(), Kind.FLOAT32)
+    assert torch.equal(run(threads, x, narrow), run(threads, x, wide))
+    assert torch.equal(narrow.columns(torch.arange(num_columns)), w.float())
+    assert narrow.memory.nbytes == wide.memory.nbytes // 2
+
+
 @pytest.fixture(scope="module")
 def weights(threads):
     made = {kind: pack(threads, quants(kind, 7 * 32, 192, seed=4), kind) for kind in PACKED}
     made[Kind.FLOAT32] = pack(threads, torch.randn(7 * 32, 192), Kind.FLOAT32)
+    made[Kind.BFLOAT16] = pack(threads, torch.randn(7 * 32, 192).bfloat16(), Kind.BFLOAT16)
     return made
 
 

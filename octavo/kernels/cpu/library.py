@@ -26,9 +26,16 @@ class Kind(IntEnum):
     CODES8 = 1  # Q8_0
     CODES4 = 2  # Q4_0
     CODES4_MINIMUM = 3  # Q4_1
+    BFLOAT16 = 4
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether activations are quantised for it, too."""
+        return self not in (Kind.FLOAT32, Kind.BFLOAT16)
 
 
 GGUF_KINDS = {"Q8_0": Kind.CODES8, "Q4_0": Kind.CODES4, "Q4_1": Kind.CODES4_MINIMUM}
+_PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
 _QUANT_BYTES = {Kind.CODES8: 34, Kind.CODES4: 18, Kind.CODES4_MINIMUM: 20}
 
 
@@ -129,7 +136,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Prepared:
-    """x [num_rows, depth], ready for products with weights of one kind (packed kinds share one form)."""
+    """x [num_rows, depth], ready for products with weights of one kind (packed kinds share one form, plain ones another)."""
 
     memory: Tensor
     is_quantised: bool
@@ -138,10 +145,10 @@ class Prepared:
 
 
 def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
-    """rows: float32 [N, K] for FLOAT32; else GGUF quants, uint8 [N, bytes of a row]."""
+    """rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF quants, uint8 [N, bytes of a row]."""
     assert rows.is_contiguous() and rows.dim() == 2
-    if kind == Kind.FLOAT32:
-        assert rows.dtype == torch.float32
+    if not kind.is_quantised:
+        assert rows.dtype == _PLAIN[kind]
         depth = rows.shape[1]
     else:
         assert rows.dtype == torch.uint8 and rows.shape[1] % _QUANT_BYTES[kind] == 0
@@ -151,7 +158,7 @@ def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
 
 def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
     """float32 rows [N, K], rounded to `kind` here."""
-    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind != Kind.FLOAT32
+    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind.is_quantised
     return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
 
 
@@ -165,12 +172,12 @@ def prepare(threads: Threads, x: Tensor, kind: Kind) -> Prepared:
     """x [M, K] float32, rows apart by any stride → quantised per group of 32, or laid out, once for several products."""
     assert x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1
     num_rows, depth = x.shape
-    assert kind == Kind.FLOAT32 or depth % GROUP == 0
+    assert not kind.is_quantised or depth % GROUP == 0
     memory = aligned(library().octavo_prepared_bytes(kind, num_rows, depth))
     library().octavo_prepare(
         threads.pointer, kind, x.data_ptr(), x.stride(0), num_rows, depth, memory.data_ptr()
     )  # fmt: skip
-    return Prepared(memory, kind != Kind.FLOAT32, num_rows, depth)
+    return Prepared(memory, kind.is_quantised, num_rows, depth)
 
 
 def product(
@@ -204,7 +211,7 @@ def product_call(
     gated: bool = False,
 ) -> _Product:
     """What product() does, to be done later: holds addresses only, so the caller keeps every tensor alive."""
-    assert x.depth == weight.depth and x.is_quantised == (weight.kind != Kind.FLOAT32)
+    assert x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised
     width = weight.num_columns // 2 if gated else weight.num_columns
     assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
     assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)

@@ -59,7 +59,7 @@ int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth) {
 }
 
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth) {
-  if (kind == OCTAVO_FLOAT32) return num_rows * round_up(depth, kSlice) * 4;
+  if (!is_packed(kind)) return num_rows * round_up(depth, kSlice) * 4;
   return num_rows * (depth / kGroup) * static_cast<int64_t>(sizeof(OctavoGroup));
 }
 

@@ -6,7 +6,8 @@
 // 64 bytes, then for every group of 32 K-values 8 (8 bits) or 4 (4 bits) vectors of 16 columns × 4 bytes. A nibble vector v
 // holds K-values 4v … 4v+3 in its low halves and 16+4v … in its high ones, as GGUF does. Codes are unsigned:
 //   weight = scale · (code − centre)      or, with a minimum,      weight = scale · code + minimum.
-// Plain, a panel is [K] vectors of 16 float32. Columns and K-values that pad a panel are zero.
+// Plain, a panel is [K] vectors of 16 float32, or [K / 2] of 16 pairs of bfloat16, the even K-value in the low half.
+// Columns and K-values that pad a panel are zero.
 //
 // Activations are prepared once and serve several products. Rows are cut into tiles of nearly equal height, at most
 // tile_rows of the running instruction set; a tile holds, group after group, its rows' records.
@@ -26,6 +27,7 @@ enum OctavoKind {
   OCTAVO_CODES8 = 1,          // 8 bits, centre 128: Q8_0
   OCTAVO_CODES4 = 2,          // 4 bits, centre 8: Q4_0
   OCTAVO_CODES4_MINIMUM = 3,  // 4 bits and a minimum: Q4_1
+  OCTAVO_BFLOAT16 = 4,        // half of float32's bytes, its arithmetic: the bits of FLOAT32 with the widened weights
 };
 
 enum OctavoFinish {
@@ -63,7 +65,7 @@ int32_t octavo_packed_tile_rows(void);
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
 
-// rows [num_columns, depth]: float32, or GGUF quants of the kind. Depth is a multiple of 32 for all but float32.
+// rows [num_columns, depth]: float32, bfloat16, or GGUF quants of the kind, whose depth is a multiple of 32.
 void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed);
 // float32 rows [num_columns, depth] quantised here: round to nearest, scale from the group's largest (or range, with minimum).
 void octavo_pack_quantised(octavo::Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
@@ -89,7 +91,7 @@ namespace octavo {
 
 constexpr int kPanel = 16;   // columns
 constexpr int kGroup = 32;   // K-values with a scale of their own
-constexpr int kSlice = 16;   // K-values of a float32 record
+constexpr int kSlice = 16;   // K-values of a record of plain activations
 
 // Shares of the work, for callers that are inside Threads::run already.
 struct ProductKernels {
@@ -109,15 +111,18 @@ const ProductKernels& product_kernels();
 
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
+static inline constexpr bool is_packed(int kind) { return kind != OCTAVO_FLOAT32 && kind != OCTAVO_BFLOAT16; }
+
 // Bytes of a panel's scales (and minimums), which come before its codes.
 static inline int64_t scale_bytes(int kind, int64_t depth) {
-  if (kind == OCTAVO_FLOAT32) return 0;
+  if (!is_packed(kind)) return 0;
   return round_up(depth / kGroup * kPanel * 2 * (kind == OCTAVO_CODES4_MINIMUM ? 2 : 1), 64);
 }
 
 static inline int64_t panel_bytes(int kind, int64_t depth) {
   switch (kind) {
     case OCTAVO_FLOAT32: return round_up(depth, kSlice) * kPanel * 4;
+    case OCTAVO_BFLOAT16: return round_up(depth, kSlice) * kPanel * 2;
     case OCTAVO_CODES8: return scale_bytes(kind, depth) + depth * kPanel;
     default: return scale_bytes(kind, depth) + depth * kPanel / 2;
   }

@@ -31,6 +31,14 @@ struct Lanes {
     const __m128i* halves = static_cast<const __m128i*>(at);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
+  // The halves of 16 pairs of bfloat16.
+  static Floats widen_low(Ints pairs) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(pairs.b, 16))};
+  }
+  static Floats widen_high(Ints pairs) {
+    const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(pairs.a, mask)), _mm256_castsi256_ps(_mm256_and_si256(pairs.b, mask))};
+  }
   static Floats add(Floats x, Floats y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static Floats mul(Floats x, Floats y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
   static Floats div(Floats x, Floats y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }

@@ -24,6 +24,11 @@ struct Lanes {
   static Floats load_halves(const void* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
   }
+  // The halves of 16 pairs of bfloat16.
+  static Floats widen_low(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+  static Floats widen_high(Ints pairs) {
+    return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
   static Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
   static Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }

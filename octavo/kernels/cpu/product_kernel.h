@@ -146,7 +146,8 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, i
 
 void product_share(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads) {
   switch (product->kind) {
-    case OCTAVO_FLOAT32: return share_of_product<FloatTile>(product, next, thread, num_threads);
+    case OCTAVO_FLOAT32: return share_of_product<FloatTile<OCTAVO_FLOAT32>>(product, next, thread, num_threads);
+    case OCTAVO_BFLOAT16: return share_of_product<FloatTile<OCTAVO_BFLOAT16>>(product, next, thread, num_threads);
     case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, next, thread, num_threads);
     case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, next, thread, num_threads);
     default: return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, next, thread, num_threads);
@@ -179,26 +180,26 @@ void quantise(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t s
   for (int64_t i = 0; i < num_groups; ++i) quantise_group(x + i * kGroup, groups + i * step);
 }
 
-void lay_out(const float* x, int64_t depth, FloatTile::Record* slices, int64_t step) {
+void lay_out(const float* x, int64_t depth, Slice* slices, int64_t step) {
   for (int64_t i = 0; i * kSlice < depth; ++i)
     for (int64_t k = 0; k < kSlice; ++k) slices[i * step].values[k] = i * kSlice + k < depth ? x[i * kSlice + k] : 0.0f;
 }
 
 void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                    int thread, int num_threads) {
-  const bool plain = kind == OCTAVO_FLOAT32;
-  const int64_t tiles = num_tiles(num_rows, plain ? FloatTile::kRows : Lanes::kPackedRows);
-  const int64_t step = plain ? kSlice : kGroup, num_steps = (depth + step - 1) / step;
+  const bool packed = is_packed(kind);
+  const int64_t tiles = num_tiles(num_rows, packed ? Lanes::kPackedRows : Lanes::kFloatRows);
+  const int64_t step = packed ? kGroup : kSlice, num_steps = (depth + step - 1) / step;
   const Share share = share_of(num_rows, thread, num_threads);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
     for (int64_t row = begin; row < end; ++row) {
       if (row < share.begin || row >= share.end) continue;
       const int64_t at = begin * num_steps + row - begin;
-      if (plain) {
-        lay_out(x + row * x_stride, depth, static_cast<FloatTile::Record*>(prepared) + at, end - begin);
-      } else {
+      if (packed) {
         quantise(x + row * x_stride, num_steps, static_cast<OctavoGroup*>(prepared) + at, end - begin);
+      } else {
+        lay_out(x + row * x_stride, depth, static_cast<Slice*>(prepared) + at, end - begin);
       }
     }
   }

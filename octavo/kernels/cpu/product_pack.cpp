@@ -1,4 +1,4 @@
-// Weights into panels and back: from GGUF quants, and from float32 by rounding them here.
+// Weights into panels and back: plain ones as they are, GGUF quants, and float32 by rounding it here.
 // Knows nothing of products. Runs once, when a model is loaded; only octavo_read_columns runs in a step.
 #include "product.h"
 
@@ -54,13 +54,29 @@ struct PanelWriter {
   }
 };
 
-void pack_float_panel(const float* rows, int64_t num_columns, int64_t depth, float* packed, int64_t panel) {
-  const int64_t padded = round_up(depth, kSlice);
-  float* to = packed + panel * padded * kPanel;
-  memset(to, 0, padded * kPanel * 4);
+// Where a plain weight lies in its panel.
+inline int64_t plain_at(int kind, int64_t k, int64_t lane) {
+  return kind == OCTAVO_FLOAT32 ? k * kPanel + lane : (k / 2 * kPanel + lane) * 2 + k % 2;
+}
+
+template <int KIND, typename Weight>
+void pack_plain_panel(const void* rows, int64_t num_columns, int64_t depth, void* packed, int64_t panel) {
+  Weight* to = static_cast<Weight*>(packed) + panel * round_up(depth, kSlice) * kPanel;
+  memset(to, 0, panel_bytes(KIND, depth));
   for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < num_columns; ++lane) {
-    const float* row = rows + (panel * kPanel + lane) * depth;
-    for (int64_t k = 0; k < depth; ++k) to[k * kPanel + lane] = row[k];
+    const Weight* row = static_cast<const Weight*>(rows) + (panel * kPanel + lane) * depth;
+    for (int64_t k = 0; k < depth; ++k) to[plain_at(KIND, k, lane)] = row[k];
+  }
+}
+
+void read_plain_column(int kind, const void* panel, int64_t depth, int64_t lane, float* out) {
+  for (int64_t k = 0; k < depth; ++k) {
+    if (kind == OCTAVO_FLOAT32) {
+      out[k] = static_cast<const float*>(panel)[plain_at(kind, k, lane)];
+    } else {
+      const uint32_t bits = static_cast<uint32_t>(static_cast<const uint16_t*>(panel)[plain_at(kind, k, lane)]) << 16;
+      memcpy(out + k, &bits, 4);
+    }
   }
 }
 
@@ -107,8 +123,10 @@ using namespace octavo;
 void octavo_pack(Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed) {
   parallel_for(threads, round_up(num_columns, kPanel) / kPanel, [=](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
-      if (kind == OCTAVO_FLOAT32) {
-        pack_float_panel(static_cast<const float*>(rows), num_columns, depth, static_cast<float*>(packed), panel);
+      if (!is_packed(kind)) {
+        const bool wide = kind == OCTAVO_FLOAT32;
+        const auto pack_plain = wide ? pack_plain_panel<OCTAVO_FLOAT32, float> : pack_plain_panel<OCTAVO_BFLOAT16, uint16_t>;
+        pack_plain(rows, num_columns, depth, packed, panel);
         continue;
       }
       PanelWriter writer(kind, depth, packed, panel);
@@ -142,8 +160,8 @@ void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, c
   for (int64_t i = 0; i < num_ids; ++i, out += depth) {
     const int64_t lane = ids[i] % kPanel;
     const uint8_t* panel = static_cast<const uint8_t*>(packed) + ids[i] / kPanel * panel_bytes(kind, depth);
-    if (kind == OCTAVO_FLOAT32) {
-      for (int64_t k = 0; k < depth; ++k) out[k] = reinterpret_cast<const float*>(panel)[k * kPanel + lane];
+    if (!is_packed(kind)) {
+      read_plain_column(kind, panel, depth, lane, out);
       continue;
     }
     const uint8_t* codes = panel + scale_bytes(kind, depth);

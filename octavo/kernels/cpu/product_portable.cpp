@@ -56,6 +56,18 @@ struct Lanes {
   static Floats load_halves(const void* at) {
     return each([&](int i) { return half_to_float(static_cast<const uint16_t*>(at)[i]); });
   }
+  static Floats as_floats(Ints x) {
+    Floats out;
+    memcpy(out.v, x.v, sizeof(out.v));
+    return out;
+  }
+  // The halves of 16 pairs of bfloat16.
+  static Floats widen_low(Ints pairs) {
+    return as_floats(each_int([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(pairs.v[i]) << 16); }));
+  }
+  static Floats widen_high(Ints pairs) {
+    return as_floats(each_int([&](int i) { return static_cast<int32_t>(pairs.v[i] & 0xffff0000u); }));
+  }
   static Floats add(Floats x, Floats y) { return each([&](int i) { return x.v[i] + y.v[i]; }); }
   static Floats mul(Floats x, Floats y) { return each([&](int i) { return x.v[i] * y.v[i]; }); }
   static Floats div(Floats x, Floats y) { return each([&](int i) { return x.v[i] / y.v[i]; }); }

@@ -96,36 +96,54 @@ struct PackedTile {
   }
 };
 
+struct Slice {
+  float values[kSlice];
+};
+
+template <int KIND>
 struct FloatTile {
   static constexpr int kRows = Lanes::kFloatRows;
   static constexpr int kStep = kSlice;
-  struct Record {
-    float values[kSlice];
-  };
+  static constexpr int kWidth = KIND == OCTAVO_FLOAT32 ? 4 : 2;  // bytes of a weight
+  using Record = Slice;
+
+  // The weights of K-values k and k + 1.
+  static inline __attribute__((always_inline)) void load_two(const uint8_t* at, Floats& even, Floats& odd) {
+    if (KIND == OCTAVO_FLOAT32) {
+      even = L::load(reinterpret_cast<const float*>(at));
+      odd = L::load(reinterpret_cast<const float*>(at) + kPanel);
+    } else {
+      const Ints pairs = L::load_ints(at);
+      even = L::widen_low(pairs);
+      odd = L::widen_high(pairs);
+    }
+  }
 
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
                                                          const int64_t* panels, Fetch fetch,
                                                          Floats (&total)[ROWS][PANELS]) {
     const int64_t num_slices = (product->depth + kSlice - 1) / kSlice;
-    const float* weights[PANELS];
+    const uint8_t* weights[PANELS];
     for (int p = 0; p < PANELS; ++p)
-      weights[p] = static_cast<const float*>(product->weights) + panels[p] * num_slices * kSlice * kPanel;
+      weights[p] = static_cast<const uint8_t*>(product->weights) + panels[p] * num_slices * kSlice * kPanel * kWidth;
     for (int r = 0; r < ROWS; ++r)
       for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
 
     for (int64_t slice = 0; slice < num_slices; ++slice, records += ROWS) {
       fetch_some(fetch);
-#pragma GCC unroll 4
-      for (int k = 0; k < kSlice; ++k) {
-        Floats w[PANELS];
-        for (int p = 0; p < PANELS; ++p) w[p] = L::load(weights[p] + k * kPanel);
-        for (int r = 0; r < ROWS; ++r) {
-          const Floats x = L::splat(records[r].values[k]);
-          for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(x, w[p], total[r][p]);
+#pragma GCC unroll 2
+      for (int k = 0; k < kSlice; k += 2) {
+        Floats w[2][PANELS];
+        for (int p = 0; p < PANELS; ++p) load_two(weights[p] + k * kPanel * kWidth, w[0][p], w[1][p]);
+        for (int odd = 0; odd < 2; ++odd) {
+          for (int r = 0; r < ROWS; ++r) {
+            const Floats x = L::splat(records[r].values[k + odd]);
+            for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(x, w[odd][p], total[r][p]);
+          }
         }
       }
-      for (int p = 0; p < PANELS; ++p) weights[p] += kSlice * kPanel;
+      for (int p = 0; p < PANELS; ++p) weights[p] += kSlice * kPanel * kWidth;
     }
   }
 };
