@@ -58,4 +58,6 @@ if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 else
     say "installing Octavo and what it needs into $venv (this takes minutes: torch is large)"
 fi
+# Before pip, which finds it made: pip would keep to itself how far this is, and why where it cannot be.
+"$venv/bin/python" -P octavo/kernels/cpu/build.py
 install

@@ -1,22 +1,30 @@
-"""The native kernels of this folder → one shared library, compiled once per machine and kept in the user's cache folder.
-Knows nothing of what the kernels do."""
+"""The native kernels of this folder → one shared library: the package's own, else the user's cache's, else compiled now.
+Knows nothing of what the kernels do. The package's build loads this file alone: nothing but the standard library here."""
 
+import contextlib
+import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
 COMPILERS = ("g++", "clang++", "c++")
+ENDING = ".dylib" if sys.platform == "darwin" else ".so"
 # No contraction and no fast-math: every instruction set must round alike. The warnings left out are false ones that GCC 12
 # gives about its own intrinsics.
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-ffp-contract=off", "-fno-math-errno", "-pthread",
-    "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option",
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-fvisibility-inlines-hidden", "-ffp-contract=off",
+    "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
+    "-Wno-unknown-warning-option",
 )  # fmt: skip
 # By the end of a source file's name; only those files may contain such instructions, and a CPU without them never enters.
 ISA_FLAGS = {
@@ -24,45 +32,119 @@ ISA_FLAGS = {
     "_avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
     "_avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
+# The C++ runtime inside: one that the process has loaded already (conda's, torch's) may be older than this compiler's.
+LINK_INSIDE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+SECONDS_ALONE = 40  # to compile everything on one core
+MAX_JOBS = 6  # more would save nothing, and each takes 300 MB
+NUM_KEPT = 8  # libraries of other sources that stay in the cache
 
 
 class NoCompiler(Exception):
-    """Neither a library nor a way to make one: the caller has another path, and says so."""
+    """Neither a library nor a way to make one, and why: the caller has another path, and says so."""
 
 
 def library_path() -> Path:
-    """Of the library for these sources, compiled now if it has not been. Safe against others doing the same."""
+    """Of a library of these very sources that loads on this machine."""
+    if turned_off := _turned_off():
+        raise NoCompiler(turned_off)
+    if found := find_library(FOLDER):
+        return found
+    try:
+        folder = cache_folder() / "kernels"
+    except RuntimeError as error:
+        raise NoCompiler("no home folder to keep the CPU kernels in: set OCTAVO_CACHE to a folder") from error
+    return find_library(folder, is_ours=True) or _compile_into(folder)
+
+
+def find_library(folder: Path, is_ours: bool = False) -> Path | None:
+    """Its name carries a hash of the sources, so that edited ones never meet a stale library, and a sum of its own bytes.
+    One that is of no use is named on stderr, and removed where the folder is ours to tidy."""
+    for path in sorted(folder.glob(f"native-{fingerprint(FOLDER)}-*{ENDING}")):
+        if not (fault := _fault(path)):
+            return path
+        _say(f"cannot use the CPU kernels in {path}: {fault}")
+        if is_ours:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return None
+
+
+def provide_library(folder: Path) -> Path | None:
+    """For the package's build: the library in this folder, compiled if need be. None, and one line, where it cannot be."""
+    library = None
+    try:
+        if turned_off := _turned_off():
+            raise NoCompiler(turned_off)
+        library = find_library(folder) or make_library(folder, _show_progress)
+    except (NoCompiler, OSError) as error:
+        _say(
+            f"warning: no native CPU kernels ({error}): torch serves in their place, several times slower, "
+            "until a start finds a C++ compiler"
+        )
+    for stale in set(folder.glob(f"native-*{ENDING}")) - {library}:
+        with contextlib.suppress(OSError):
+            stale.unlink()
+    return library
+
+
+def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """Compiles into the folder: whole or not at all, for whoever looks there meanwhile."""
     compiler = find_compiler()
-    target = cache_folder() / "kernels" / f"cpu-{_fingerprint(compiler)}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            made = compile_library(compiler, Path(scratch))
-            os.replace(made, target)  # whole or not at all, for whoever looks meanwhile
+    _say(f"compiling the CPU kernels, once (about {SECONDS_ALONE // _num_jobs()} s)")
+    with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
+        work = Path(scratch)
+        # Copied first: what is edited meanwhile must not hide under the name of what was there.
+        for source in _sources(FOLDER):
+            shutil.copyfile(source, work / source.name)
+        made = compile_library(compiler, work, on_progress)
+        target = folder / f"native-{fingerprint(work)}-{_checksum(made)}{ENDING}"
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f".{target.name}.{os.getpid()}"
+        try:
+            shutil.copyfile(made, part)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    if fault := _fault(target):
+        target.unlink()
+        raise NoCompiler(f"the CPU kernels compiled in {folder} are of no use: {fault}")
     return target
 
 
-def find_compiler() -> str:
-    named = os.environ.get("CXX")
-    for name in (named,) if named else COMPILERS:
-        if found := shutil.which(name):
-            return found
-    raise NoCompiler(f"no C++ compiler ({named or ', '.join(COMPILERS)}) on PATH")
-
-
-def compile_library(compiler: str, scratch: Path) -> Path:
-    """Raises NoCompiler, with the compiler's words, where it fails."""
-    sources = _sources(".cpp")
-    objects = [scratch / f"{source.stem}.o" for source in sources]
-    commands = [
-        [compiler, *FLAGS, *isa_flags(source), "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(_run, commands))
-    library = scratch / "library.so"
-    _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(library)])
+def compile_library(compiler: list[str], work: Path, on_progress: Callable[[int, int], None]) -> Path:
+    """The sources in this folder → a library beside them. Raises NoCompiler, with the compiler's words, where it fails."""
+    # Those for every CPU come first: where files share an inline function the linker keeps the first one's code.
+    sources = sorted((path for path in _sources(work) if path.suffix == ".cpp"), key=lambda path: bool(isa_flags(path)))
+    objects = [str(source.with_suffix(".o")) for source in sources]
+    with ThreadPoolExecutor(_num_jobs()) as pool:
+        jobs = [
+            pool.submit(_run, [*compiler, *FLAGS, *isa_flags(source), "-c", str(source), "-o", made])
+            for source, made in reversed(list(zip(sources, objects, strict=True)))  # the long ones first
+        ]
+        try:
+            for num_done, job in enumerate(as_completed(jobs), start=1):
+                job.result()
+                on_progress(num_done, len(jobs))
+        except NoCompiler:
+            pool.shutdown(cancel_futures=True)
+            raise
+    library = work / f"library{ENDING}"
+    link = [*compiler, "-shared", "-pthread", *objects, "-o", str(library)]
+    try:
+        _run([*link, *LINK_INSIDE] if sys.platform == "linux" else link)
+    except NoCompiler:  # some systems have the C++ runtime only as a shared library
+        _run(link)
     return library
+
+
+def find_compiler() -> list[str]:
+    """As the first words of a command: CXX may have several."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [[name] for name in COMPILERS]:
+        if found := shutil.which(command[0]):
+            return [found, *command[1:]]
+    wanted = f"{named[0]}, which CXX names, is not" if named else f"none of {', '.join(COMPILERS)} is"
+    raise NoCompiler(f"no C++ compiler: {wanted} on PATH")
 
 
 def isa_flags(source: Path) -> tuple[str, ...]:
@@ -79,24 +161,106 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache").absolute() / "octavo"
 
 
-def _sources(*endings: str) -> list[Path]:
-    return sorted(path for path in FOLDER.iterdir() if path.suffix in endings)
-
-
-def _fingerprint(compiler: str) -> str:
-    """Of everything the library depends on. The compiler counts by file, size and date: asking its version costs a start."""
-    about = os.stat(os.path.realpath(compiler))
-    digest = hashlib.sha256(
-        repr(
-            (FLAGS, ISA_FLAGS, platform.machine(), os.path.realpath(compiler), about.st_size, about.st_mtime_ns)
-        ).encode()
-    )
-    for source in _sources(".cpp", ".h"):
+def fingerprint(folder: Path) -> str:
+    """Of all that a library depends on but the compiler, which may be gone: whichever made it, the numbers are the same."""
+    about = (FLAGS, ISA_FLAGS, LINK_INSIDE, sys.platform, platform.machine())
+    digest = hashlib.sha256(repr(about).encode())
+    for source in _sources(folder):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return digest.hexdigest()[:20]
+    return digest.hexdigest()[:16]
+
+
+def _turned_off() -> str | None:
+    value = os.environ.get("OCTAVO_NATIVE", "")
+    return f"OCTAVO_NATIVE={value}" if value.lower() in ("0", "false", "no", "off") else None
+
+
+def _compile_into(folder: Path) -> Path:
+    """The cache: of processes that start together one compiles, and the others wait for it."""
+    find_compiler()  # before anything is written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder / "native.lock"):
+            if made := find_library(folder, is_ours=True):
+                return made
+            made = make_library(folder, lambda num_done, num_all: None)
+            _tidy(folder, made)
+            return made
+    except OSError as error:
+        raise NoCompiler(
+            f"cannot keep the CPU kernels in {folder} ({error.strerror or error}): "
+            "set OCTAVO_CACHE to a folder that can be written"
+        ) from error
+
+
+def _tidy(folder: Path, made: Path) -> None:
+    others = set(folder.glob(f"native-*{ENDING}")) - {made}
+    with contextlib.suppress(OSError):  # removed by another process meanwhile
+        for old in sorted(others, key=lambda path: path.stat().st_mtime)[:-NUM_KEPT]:
+            old.unlink()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    import fcntl  # not at the top: Windows has none, and the package must still build there
+
+    # The lock file stays: removing it would let a third process lock a new file beside a waiting second one.
+    with open(lock, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another process that is compiling the CPU kernels")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: the work is done twice, and the last one's stays
+            pass
+        yield
+
+
+def _fault(path: Path) -> str | None:
+    """The sum comes first: loading a file that was cut short can kill the process."""
+    try:
+        if path.stem.rpartition("-")[2] != _checksum(path):
+            return "it is damaged"
+        ctypes.CDLL(str(path))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _checksum(path: Path) -> str:
+    return f"{zlib.crc32(path.read_bytes()):08x}"
+
+
+def _sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
+
+
+def _num_jobs() -> int:
+    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(num_cpus, MAX_JOBS)
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
+    except OSError as error:
+        raise NoCompiler(f"cannot run {command[0]}: {error.strerror or error}") from error
     if done.returncode:
-        raise NoCompiler(f"{command[0]} failed: {done.stderr.strip()[:2000]}")
+        lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise NoCompiler(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[-1])}")
+
+
+def _show_progress(num_done: int, num_all: int) -> None:
+    if sys.stderr.isatty():
+        line = f"  {num_done} of {num_all} files" if num_done < num_all else ""
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":  # the package's build without pip, which would keep to itself how far it is
+    provide_library(FOLDER)
