@@ -1,0 +1,95 @@
+"""`python -m benchmarks.cpu`: reads the command line and runs what it names; without a part, Octavo beside the peers.
+Knows nothing of how anything is measured."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks.cpu import loads, peers
+from benchmarks.gpu.show import Results
+from octavo.bench.flags import positive
+from octavo.errors import ConfigError, OctavoError
+from octavo.flags import Parser
+from octavo.weights.source import resolve
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return 1 if _run(arguments) else 0
+    except ConfigError as error:
+        sys.stderr.write(f"benchmarks.cpu: error: {error.message}\n")
+        return 2
+    except OctavoError as error:
+        sys.stderr.write(f"benchmarks.cpu: error: {error.message}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="python -m benchmarks.cpu",
+        description="Measure the CPU path: Octavo and the peers that are installed, on the same prompts back to back.",
+    )
+    parts = parser.add_argument_group("parts", "without any: Octavo and the peers as servers, under the same loads")
+    add = parts.add_argument
+    add("--perplexity", action="store_true", help="loss on a fixed text: packed weights against float32 and llama.cpp")
+    add("--growth", action="store_true", help="time of a decode step for batch 1 to 64 and context 128 to 4096")
+    add("--limits", action="store_true", help="share of the machine's own bandwidth and dot products at batch 1, 8, 32")
+    add = parser.add_argument_group("settings").add_argument
+    add("--model", default="", metavar="FILE", help="GGUF file or folder (default: the embedded SmolLM2-135M-Instruct)")
+    add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"who takes part (default: {','.join(peers.NAMES)})")  # fmt: skip
+    add("--llama-server", default="", metavar="FILE", help="llama.cpp's own server (default: llama-server on the PATH); without one, llama-cpp-python's")  # fmt: skip
+    add("--llama-python", default="", metavar="FILE", help="interpreter with llama-cpp-python[server] (default: this one)")  # fmt: skip
+    add("--vllm-python", default="", metavar="FILE", help="interpreter with vllm (default: this one)")
+    add("--rounds", type=positive, default=3, metavar="N", help="rounds over all servers (default: 3)")
+    add("--quick", action="store_true", help="one round of small loads: a rehearsal, not a measurement")
+    add("--result", metavar="FILE", help="also write everything measured to this JSON file, as it comes")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in peers.NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(peers.NAMES)}")
+    return names
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """How many measurements failed."""
+    results = Results(arguments.result)
+    source = resolve(arguments.model)
+    wanted = loads.QUICK if arguments.quick else loads.FULL
+    given = peers.setting(arguments, source, wanted)
+    results.put("model", {"path": str(source.path), "name": source.name})
+    if not (arguments.perplexity or arguments.growth or arguments.limits):
+        return _compare(arguments, given, results)
+    num_failed = 0
+    if arguments.perplexity:
+        from benchmarks.cpu import perplexity
+
+        num_failed += perplexity.run(given, 2 if arguments.quick else None, results)
+    if arguments.growth or arguments.limits:
+        from benchmarks.cpu import engine, growth
+
+        ours = [name for name in arguments.servers if name in engine.OPTIONS]
+        for part in [growth.run_limits] * arguments.limits + [growth.run] * arguments.growth:
+            num_failed += part(str(source.path), ours, arguments.quick, results)
+    return num_failed
+
+
+def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Results) -> int:
+    from benchmarks.cpu import compare
+
+    servers, skipped = peers.servers(arguments.servers, given)
+    for name, reason in skipped.items():
+        print(f"{name}: skipped, {reason}")
+    results.put("skipped", skipped)
+    num_rounds = 1 if arguments.quick else arguments.rounds
+    return compare.run(servers, given.loads, num_rounds, arguments.quick, results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
