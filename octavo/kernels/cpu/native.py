@@ -1,0 +1,264 @@
+"""Native: a rank's operations on a CPU, each done at once, or noted down on a tape to be run as whole steps.
+Knows nothing of layers or models: tensors and packed weights in, tensors out. float32 throughout.
+
+A layer's code is the same both ways: while a tape is recorded it is given the tape's buffers in place of results."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu import ops
+from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.library import Kind, PackedWeight, Threads, aligned
+from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Product, Step, is_plain, prepared_bytes
+from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
+
+
+class Norm(NamedTuple):
+    """RMSNorm, or LayerNorm where it has a bias."""
+
+    weight: Tensor  # [D]
+    bias: Tensor | None
+    epsilon: float
+
+
+class Heads(NamedTuple):
+    """How one layer attends, and where its pages are."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    window: int
+    softcap: float
+    norms: tuple[Tensor, Tensor, float] | None  # of q and of k, [D], and their epsilon
+    store: Tensor
+    page_size: int
+    page_stride: int  # bytes
+    is_int8: bool
+
+
+class Native:
+    def __init__(self, num_threads: int, pin: bool = False) -> None:
+        self.threads = Threads(num_threads, pin)
+        self._tape: Tape | None = None
+        self._inputs: Mapping[
+            str, Tensor
+        ] = {}  # of the step that is recorded: what stands for the inputs of those to come
+        self._scratches: dict[str, Tensor] = {}
+
+    @contextmanager
+    def recording(self, tape: Tape, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """What is asked for inside is noted on the tape. `inputs` stand for those of the steps to come, by Step's names."""
+        self._tape, self._inputs = tape, inputs
+        try:
+            with tape.recording():
+                yield
+        finally:
+            self._tape, self._inputs = None, {}
+
+    # ── operations ──────────────────────────────────────────────────────────────────────────────────
+
+    def embed(self, ids: Tensor, table: PackedWeight, factor: float = 1.0) -> Tensor:
+        """ids [T] → [T, depth]: columns of the table, times factor."""
+        y = self._room(Count.PER_TOKEN, len(ids), table.depth)
+        op = Op(Code.EMBED, Count.PER_TOKEN)
+        op.embed = ops.Embed(_address(table.memory), table.num_columns, table.depth, _address(y), factor, table.kind, 0)
+        self._do(op, [], [(op.embed, "y")], self._step(ids, "input_ids"), table)
+        return y
+
+    def add_positions(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        """x [T, depth], changed: rows of the table [*, depth] float32 are added."""
+        assert x.stride() == (table.shape[1], 1) and table.is_contiguous() and table.dtype == torch.float32
+        op = Op(Code.EMBED, Count.PER_TOKEN)
+        op.embed = ops.Embed(_address(table), len(table), table.shape[1], _address(x), 1.0, Kind.FLOAT32, 1)
+        self._do(op, [(op.embed, "y")], [(op.embed, "y")], self._step(positions, "positions"), table)
+        return x
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
+        """positions [T], frequencies [F] → [T, 2 F]: cosine and sine of each product, next to each other."""
+        y = self._room(Count.PER_TOKEN, len(positions), 2 * len(frequencies))
+        op = Op(Code.ROTATE, Count.PER_TOKEN)
+        op.rotate = ops.Rotate(_address(frequencies), _address(y), len(frequencies), amplitude)
+        self._do(op, [], [(op.rotate, "y")], self._step(positions, "positions"), frequencies)
+        return y
+
+    def linear(
+        self,
+        x: Tensor,  # [rows, depth]
+        weights: Sequence[PackedWeight],  # their outputs lie side by side
+        *,
+        norm: Norm | None = None,
+        bias: Tensor | None = None,  # [columns]
+        residual: Tensor | None = None,  # [rows, columns]: changed, and returned
+        finish: Finish = Finish.PLAIN,
+    ) -> Tensor:
+        """norm(x) · Wᵀ, finished: [rows, columns]; gated ones: half as many."""
+        columns = sum(weight.num_columns for weight in weights)
+        width = columns // 2 if finish.is_gated else columns
+        assert not finish.is_gated or len(weights) == 1
+        count = self._count(x)
+        y = residual if residual is not None else self._room(count, len(x), width)
+        assert y.shape == (len(x), width) and x.stride(1) == 1 and y.stride(1) == 1
+        first = 0
+        for group in _by_form(weights):
+            self._products(x, group, norm, bias, y, residual is not None, finish, first)
+            first += sum(weight.num_columns for weight in group)
+        return y
+
+    def gate(self, x: Tensor) -> Tensor:
+        """x [rows, 2 size] → silu of the first half · the second, [rows, size]."""
+        size = x.shape[1] // 2
+        y = self._room(self._count(x), len(x), size)
+        op = Op(Code.GATE, self._count(x))
+        op.gate = ops.Gate(_address(x), _address(y), x.stride(0), y.stride(0), size)
+        self._do(op, [(op.gate, "x")], [(op.gate, "y")], _rows(len(x)))
+        return y
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        y = self._room(self._count(x), *x.shape)
+        self._move(Code.NORM, self._count(x), x, y, norm, _rows(len(x)))
+        return y
+
+    def gather(self, x: Tensor, sample_at: Tensor) -> Tensor:
+        """x [T, D] → [S, D]: the rows that are sampled."""
+        y = self._room(Count.PER_SAMPLE, len(sample_at), x.shape[1])
+        step = self._step(sample_at, "sample_at")
+        step.num_samples = len(sample_at)
+        self._move(Code.GATHER, Count.PER_SAMPLE, x, y, None, step)
+        return y
+
+    def attend(self, layer: Heads, heads: Tensor, rotation: Tensor | None, step: Step) -> Tensor:
+        """heads [T, H + 2 Hkv, D], q changed: turn, write keys and values to the pages, attend → [T, H * D]."""
+        if self._tape is not None and step.slots != self._inputs["slots"].data_ptr():
+            raise NotRecordable("a layer attends over another batch than the step's")
+        turn = self._turn(layer, heads, rotation)
+        reads: list[Field] = [(turn.turn, "heads")] + ([(turn.turn, "rotation")] if rotation is not None else [])
+        self._do(turn, reads, [(turn.turn, "heads")], step, layer)
+        y = self._room(Count.PER_TOKEN, len(heads), layer.num_heads * layer.head_size)
+        op = Op(Code.ATTEND, Count.PER_TOKEN)
+        call = op.attention
+        call.queries, call.query_stride = _address(heads), heads.stride(0)
+        call.output, call.output_stride = _address(y), y.stride(0)
+        self._about_pages(call, layer)
+        call.window, call.scale, call.softcap = layer.window, layer.scale, layer.softcap
+        self._do(op, [(call, "queries")], [(call, "output")], step, layer)
+        return y
+
+    # ── how they are made ───────────────────────────────────────────────────────────────────────────
+
+    def _products(
+        self,
+        x: Tensor,
+        weights: Sequence[PackedWeight],
+        norm: Norm | None,
+        bias: Tensor | None,
+        y: Tensor,
+        adds: bool,
+        finish: Finish,
+        first: int,
+    ) -> None:
+        kind, depth = weights[0].kind, x.shape[1]
+        products = (Product * len(weights))()
+        for product, weight in zip(products, weights, strict=True):
+            assert weight.depth == depth
+            product.weights, product.kind, product.finish = _address(weight.memory), weight.kind, finish
+            product.y = y.data_ptr() + 4 * first
+            product.residual = product.y if adds else None
+            product.bias = None if bias is None else bias.data_ptr() + 4 * first
+            product.y_stride, product.num_columns, product.depth = y.stride(0), weight.num_columns, depth
+            first += weight.num_columns
+        op = Op(Code.LINEAR, self._count(x))
+        call = op.linear
+        call.x, call.x_stride, call.depth = _address(x), x.stride(0), depth
+        call.products, call.num_products = products, len(weights)
+        writes: list[Field] = [(product, "y") for product in products]
+        reads: list[Field] = [(call, "x")] + ([(product, "residual") for product in products] if adds else [])
+        call.prepared = self._scratch("prepared", prepared_bytes(kind, len(x), depth))
+        writes.append((call, "prepared"))
+        if norm is not None:
+            _set_norm(call.norm, norm)
+            if is_plain(kind) or norm.bias is not None:
+                call.normed = self._scratch("normed", 4 * len(x) * depth)
+                writes.append((call, "normed"))
+        self._do(op, reads, writes, _rows(len(x)), (products, weights, norm, bias))
+
+    def _turn(self, layer: Heads, heads: Tensor, rotation: Tensor | None) -> Op:
+        assert heads.stride()[1:] == (layer.head_size, 1)
+        op = Op(Code.TURN, Count.PER_TOKEN)
+        call = op.turn
+        call.heads, call.token_stride, call.rotation = _address(heads), heads.stride(0), _address(rotation)
+        if layer.norms is not None:
+            q_norm, k_norm, call.epsilon = layer.norms
+            call.q_norm, call.k_norm = _address(q_norm), _address(k_norm)
+        self._about_pages(call, layer)
+        return op
+
+    def _about_pages(self, call: AttentionCall | TurnCall, layer: Heads) -> None:
+        call.pages, call.page_stride, call.is_int8 = _address(layer.store), layer.page_stride, layer.is_int8
+        call.num_heads, call.num_kv_heads = layer.num_heads, layer.num_kv_heads
+        call.head_size, call.page_size = layer.head_size, layer.page_size
+
+    def _move(self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step) -> None:
+        op = Op(code, count)
+        op.move = ops.Move(_address(x), _address(y), x.stride(0), y.stride(0), x.shape[1])
+        if norm is not None:
+            _set_norm(op.move.norm, norm)
+        self._do(op, [(op.move, "x")], [(op.move, "y")], step, norm)
+
+    # ── at once, or later ───────────────────────────────────────────────────────────────────────────
+
+    def _do(self, op: Op, reads: list[Field], writes: list[Field], step: Step, keep: object = None) -> None:
+        if self._tape is not None:
+            self._tape.add(op, reads, writes, keep)
+        else:
+            ops.run(self.threads, ops.array([op]), step)
+
+    def _count(self, x: Tensor) -> Count:
+        return Count.PER_TOKEN if self._tape is None else self._tape.count_of(x)
+
+    def _room(self, count: Count, num_rows: int, width: int) -> Tensor:
+        return torch.empty(num_rows, width) if self._tape is None else self._tape.buffer(count, width)
+
+    def _scratch(self, name: str, num_bytes: int) -> int:
+        if self._tape is not None:
+            return self._tape.scratch(num_bytes)
+        kept = self._scratches.get(name)
+        if kept is None or kept.nbytes < num_bytes:
+            kept = self._scratches[name] = aligned(num_bytes)
+        return kept.data_ptr()
+
+    def _step(self, column: Tensor, name: str) -> Step:
+        """A step of which only one column of the batch is needed."""
+        assert column.dtype == torch.int64 and column.is_contiguous()
+        if self._tape is not None and column is not self._inputs[name]:
+            raise NotRecordable(f"what stands where the step's {name} are expected was made in between")
+        step = _rows(len(column))
+        setattr(step, name, _address(column))
+        return step
+
+
+def _rows(count: int) -> Step:
+    return Step(num_tokens=count)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _set_norm(target: ops.Norm, norm: Norm) -> None:
+    target.weight, target.bias, target.epsilon = _address(norm.weight), _address(norm.bias), norm.epsilon
+
+
+def _by_form(weights: Sequence[PackedWeight]) -> list[list[PackedWeight]]:
+    """Neighbours that take their activations in the same form, together."""
+    groups: list[list[PackedWeight]] = []
+    for weight in weights:
+        if groups and is_plain(groups[-1][0].kind) == is_plain(weight.kind):
+            groups[-1].append(weight)
+        else:
+            groups.append([weight])
+    return groups

@@ -1,0 +1,167 @@
+// Goes through a step's operations, one after the other, each shared out over the threads.
+// Knows nothing of the arithmetic.
+#include "step.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <chrono>
+
+#include "elementwise.h"
+
+namespace octavo {
+namespace {
+
+// Tokens' worth of small work below which waking the others costs more than it saves.
+constexpr int64_t kFewTokens = 8;
+
+template <typename Body>
+void for_tokens(Threads* threads, int64_t count, Body body) {
+  if (count < kFewTokens) body(0, count);
+  else parallel_for(threads, count, body);
+}
+
+void embed(Threads* threads, const OctavoEmbed& op, const OctavoStep& step) {
+  const int64_t* ids = op.positions ? step.positions : step.input_ids;
+  for_tokens(threads, step.num_tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      float* y = op.y + token * op.depth;
+      if (!op.positions) {
+        octavo_read_columns(op.kind, op.table, op.num_columns, op.depth, ids + token, 1, y);
+        if (op.factor != 1.0f) for (int64_t k = 0; k < op.depth; ++k) y[k] *= op.factor;
+        continue;
+      }
+      const float* row = static_cast<const float*>(op.table) + ids[token] * op.depth;
+      for (int64_t k = 0; k < op.depth; ++k) y[k] += row[k];
+    }
+  });
+}
+
+void rotate(Threads* threads, const OctavoRotate& op, const OctavoStep& step) {
+  for_tokens(threads, step.num_tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const float position = static_cast<float>(step.positions[token]);
+      float* y = op.y + token * op.num_frequencies * 2;
+      for (int64_t i = 0; i < op.num_frequencies; ++i) {
+        const float angle = position * op.frequencies[i];
+        y[2 * i] = op.amplitude * cosf(angle);
+        y[2 * i + 1] = op.amplitude * sinf(angle);
+      }
+    }
+  });
+}
+
+// Sums in double, in the order of the row: float32 would lose the difference of large numbers.
+void layer_norm_row(const float* x, const OctavoNorm& norm, int64_t size, float* y) {
+  double sum = 0.0, squares = 0.0;
+  for (int64_t k = 0; k < size; ++k) sum += x[k];
+  const double mean = sum / static_cast<double>(size);
+  for (int64_t k = 0; k < size; ++k) squares += (x[k] - mean) * (x[k] - mean);
+  const double inverse = 1.0 / sqrt(squares / static_cast<double>(size) + norm.epsilon);
+  for (int64_t k = 0; k < size; ++k) {
+    const float scaled = static_cast<float>((x[k] - mean) * inverse);
+    y[k] = scaled * norm.weight[k] + norm.bias[k];
+  }
+}
+
+void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
+               float* y, int64_t y_stride) {
+  if (!norm.bias) return octavo_rms_norm(threads, x, x_stride, norm.weight, norm.epsilon, num_rows, size, y, y_stride);
+  for_tokens(threads, num_rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) layer_norm_row(x + row * x_stride, norm, size, y + row * y_stride);
+  });
+}
+
+// Whether products of that kind take activations as floats, and not quantised.
+bool is_plain(int32_t kind) {
+  return octavo_prepared_bytes(kind, 1, kGroup) == octavo_prepared_bytes(OCTAVO_FLOAT32, 1, kGroup);
+}
+
+void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after) {
+  const int32_t kind = op.products[0].kind;
+  if (!is_plain(kind) && !op.norm.bias) {
+    octavo_rms_norm_quantise(threads, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
+                             product_kernels().packed_tile_rows, static_cast<OctavoGroup*>(op.prepared));
+  } else if (op.norm.weight) {
+    normalise(threads, op.norm, op.x, op.x_stride, num_rows, op.depth, op.normed, op.depth);
+    octavo_prepare(threads, kind, op.normed, op.depth, num_rows, op.depth, op.prepared);
+  } else {
+    octavo_prepare(threads, kind, op.x, op.x_stride, num_rows, op.depth, op.prepared);
+  }
+  const auto share = product_kernels().product_share;
+  for (int64_t i = 0; i < op.num_products; ++i) {
+    OctavoProduct product = op.products[i];
+    product.num_rows = num_rows;
+    product.activations = op.prepared;
+    const OctavoProduct* next = i + 1 < op.num_products ? op.products + i + 1 : after;
+    auto body = [&](int thread, int num_threads) { share(&product, next, thread, num_threads); };
+    run_on(threads, body);
+  }
+}
+
+void gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
+  for_tokens(threads, step.num_samples, [&](int64_t begin, int64_t end) {
+    for (int64_t sample = begin; sample < end; ++sample) {
+      memcpy(op.y + sample * op.y_stride, op.x + step.sample_at[sample] * op.x_stride, sizeof(float) * op.size);
+    }
+  });
+}
+
+int attend(Threads* threads, OctavoAttention call, const OctavoStep& step) {
+  call.query_start = step.query_start;
+  call.seq_lens = step.seq_lens;
+  call.page_table = step.page_table;
+  call.table_stride = step.table_stride;
+  call.num_rows = static_cast<int32_t>(step.num_rows);
+  return octavo_attention(threads, &call);
+}
+
+int turn(Threads* threads, OctavoTurn call, const OctavoStep& step) {
+  call.slots = step.slots;
+  call.num_tokens = static_cast<int32_t>(step.num_tokens);
+  return octavo_turn(threads, &call);
+}
+
+// The first weights that will be read after this operation: fetched while it ends.
+const OctavoProduct* next_product(const OctavoOp* op, const OctavoOp* end) {
+  for (++op; op < end; ++op)
+    if (op->code == OCTAVO_LINEAR) return op->linear.products;
+  return nullptr;
+}
+
+int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step) {
+  const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
+  const OctavoMove& move = op->move;
+  switch (op->code) {
+    case OCTAVO_EMBED: embed(threads, op->embed, step); return 0;
+    case OCTAVO_ROTATE: rotate(threads, op->rotate, step); return 0;
+    case OCTAVO_LINEAR:
+      if (count > 0) linear(threads, op->linear, count, next_product(op, end));
+      return 0;
+    case OCTAVO_GATE:
+      octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
+      return 0;
+    case OCTAVO_TURN: return turn(threads, op->turn, step);
+    case OCTAVO_ATTEND: return attend(threads, op->attention, step);
+    case OCTAVO_GATHER: gather(threads, move, step); return 0;
+    case OCTAVO_NORM:
+      normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride);
+      return 0;
+    default: return -1;
+  }
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+int64_t octavo_run(Threads* threads, const OctavoOp* ops, int64_t num_ops, const OctavoStep* step, double* seconds) {
+  using Clock = std::chrono::steady_clock;
+  for (int64_t i = 0; i < num_ops; ++i) {
+    const auto start = seconds ? Clock::now() : Clock::time_point();
+    if (run(threads, ops + i, ops + num_ops, *step) != 0) return 1 + i;
+    if (seconds) seconds[i] += std::chrono::duration<double>(Clock::now() - start).count();
+  }
+  return 0;
+}

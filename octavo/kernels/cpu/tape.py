@@ -1,0 +1,187 @@
+"""Tape: operations noted down once over buffers for the largest step, then run again and again by one native call.
+Knows nothing of layers: it is told what each operation reads and writes.
+
+While it is recorded every buffer has addresses of its own, which nobody reads or writes; finish() finds out from when to
+when each is needed and lets those that are not needed at the same time share memory, so that a step stays in the cache."""
+
+import bisect
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.kernels.cpu import ops
+from octavo.kernels.cpu.library import Threads, aligned
+
+_ALIGNMENT = 64
+_REGION = 1 << 30  # addresses taken at once while recording; not memory: it is never touched
+
+Field = tuple[ctypes.Structure, str]  # where an operation keeps an address
+
+
+class NotRecordable(Exception):
+    """Something was done to the buffers that a tape cannot note down; str(): what."""
+
+
+@dataclass(slots=True)
+class _Buffer:
+    start: int  # its address while recording
+    num_bytes: int
+    count: ops.Count
+    first: int = -1  # the operation that writes it first
+    last: int = -1  # the one that needs it last
+    offset: int = -1  # its place in the end
+
+
+class Tape:
+    def __init__(self, max_tokens: int, max_samples: int) -> None:
+        self.max_tokens = max_tokens
+        # Told apart by their height, so one more where they would be the same.
+        self.max_samples = max_samples + (max_samples == max_tokens)
+        self._ops: list[ops.Op] = []
+        self._fields: list[tuple[list[Field], list[Field]]] = []  # what each operation reads and writes
+        self._buffers: list[_Buffer] = []  # by rising address
+        self._kept: list[object] = []  # what operations point to
+        self._region: Any = None
+        self._room_left = self._next = 0
+        self._array: ctypes.Array[ops.Op]
+        self._memory: Tensor
+
+    # ── recording ───────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Raises NotRecordable as soon as torch computes anything."""
+        with _Watch():
+            yield
+
+    def buffer(self, count: ops.Count, width: int) -> Tensor:
+        """[rows, width] float32 with room for the largest step."""
+        height = self.max_tokens if count == ops.Count.PER_TOKEN else self.max_samples
+        start = self._take(height * width * 4, count)
+        memory = (ctypes.c_float * (height * width)).from_address(start)
+        return torch.frombuffer(memory, dtype=torch.float32).view(height, width)
+
+    def scratch(self, num_bytes: int) -> int:
+        """The address of bytes that only the next operation needs."""
+        return self._take(num_bytes, ops.Count.PER_TOKEN)
+
+    def _take(self, num_bytes: int, count: ops.Count) -> int:
+        num_bytes = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        if num_bytes > self._room_left:
+            size = max(_REGION, num_bytes)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+            self._region = mmap.mmap(-1, size, flags=flags)
+            self._kept.append(self._region)
+            self._next = ctypes.addressof(ctypes.c_char.from_buffer(self._region))
+            self._room_left = size
+        start = self._next
+        self._next += num_bytes
+        self._room_left -= num_bytes
+        bisect.insort(self._buffers, _Buffer(start, num_bytes, count), key=lambda buffer: buffer.start)
+        return start
+
+    def count_of(self, x: Tensor) -> ops.Count:
+        buffer = self._find(x.data_ptr())
+        if buffer is None:
+            raise NotRecordable("an operation reads a tensor that no operation of the step wrote")
+        return buffer.count
+
+    def add(self, op: ops.Op, reads: list[Field], writes: list[Field], keep: object = None) -> None:
+        """`keep`: what the operation points to besides buffers, and must live as long."""
+        for fields, is_write in ((reads, False), (writes, True)):
+            for structure, name in fields:
+                self._use(getattr(structure, name), is_write)
+        self._ops.append(op)
+        self._fields.append((reads, writes))
+        self._kept.append(keep)
+
+    def _use(self, address: int | None, is_write: bool) -> None:
+        buffer = self._find(address)
+        assert buffer is not None and (is_write or buffer.first >= 0), "an operation reads what none has written"
+        if buffer.first < 0:
+            buffer.first = len(self._ops)
+        buffer.last = len(self._ops)
+
+    def _find(self, address: int | None) -> _Buffer | None:
+        if not address:
+            return None
+        index = bisect.bisect_right(self._buffers, address, key=lambda buffer: buffer.start) - 1
+        if index < 0 or address >= self._buffers[index].start + self._buffers[index].num_bytes:
+            return None
+        return self._buffers[index]
+
+    # ── from addresses to memory ────────────────────────────────────────────────────────────────────
+
+    def finish(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """Give every buffer its memory. → the results, which stay whole until the next run."""
+        found = [self._find(result.data_ptr()) for result in results]
+        for buffer in found:
+            assert buffer is not None and buffer.first >= 0
+            buffer.last = len(self._ops)
+        self._memory = aligned(_place(self._buffers))
+        base = self._memory.data_ptr()
+        for reads, writes in self._fields:
+            # A field may be named twice, as what is changed in place is: it is moved once.
+            for structure, name in {(ctypes.addressof(s), n): (s, n) for s, n in (*reads, *writes)}.values():
+                address = getattr(structure, name)
+                buffer = self._find(address)
+                assert buffer is not None
+                setattr(structure, name, base + buffer.offset + address - buffer.start)
+        self._array = ops.array(self._ops)
+        moved = []
+        for result, buffer in zip(results, found, strict=True):
+            assert buffer is not None
+            memory = self._memory[buffer.offset : buffer.offset + result.nbytes]
+            moved.append(memory.view(torch.float32).view(result.shape))
+        return moved
+
+    @property
+    def num_ops(self) -> int:
+        return len(self._ops)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def run(self, threads: Threads, step: ops.Step, seconds: "ctypes.Array[ctypes.c_double] | None" = None) -> None:
+        assert step.num_tokens <= self.max_tokens and step.num_samples <= self.max_samples
+        ops.run(threads, self._array, step, seconds)
+
+    def names(self) -> list[str]:
+        """Of each operation, for a profile."""
+        return [ops.Code(op.code).name.lower() for op in self._ops]
+
+
+def _place(buffers: list[_Buffer]) -> int:
+    """Give each used buffer an offset such that no two that are needed at once overlap. → bytes in all."""
+    total = 0
+    placed: list[_Buffer] = []
+    # The largest first: they find room least easily.
+    for buffer in sorted((b for b in buffers if b.first >= 0), key=lambda b: -b.num_bytes):
+        offset = 0
+        meanwhile = [other for other in placed if other.first <= buffer.last and buffer.first <= other.last]
+        for other in sorted(meanwhile, key=lambda b: b.offset):
+            if offset + buffer.num_bytes <= other.offset:
+                break
+            offset = max(offset, other.offset + other.num_bytes)
+        buffer.offset = offset
+        placed.append(buffer)
+        total = max(total, offset + buffer.num_bytes)
+    return max(total, _ALIGNMENT)
+
+
+class _Watch(TorchDispatchMode):
+    """Lets torch look at buffers from all sides, and compute nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        if not aliases or any(alias is None or alias.is_write for alias in aliases):
+            raise NotRecordable(f"torch computes {func}")
+        return func(*args, **(kwargs or {}))
