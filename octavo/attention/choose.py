@@ -8,27 +8,39 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.errors import ConfigError
+from octavo.kernels.cpu.native import Native
 from octavo.spec import ModelSpec
 
-# name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there.
+# name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there. One
+# that needs the native kernels is given them.
 # In order of preference; the last one runs everywhere.
 _BACKENDS = {
     "triton": ("octavo.attention.triton:TritonAttention", "triton", "cuda"),
     "flashinfer": ("octavo.attention.flashinfer:FlashInferAttention", "flashinfer", "cuda"),
+    "native_cpu": ("octavo.attention.native_cpu:NativeCpuAttention", "torch", "cpu"),
     "torch_cpu": ("octavo.attention.torch_cpu:TorchCpuAttention", "torch", "cpu"),
     "reference": ("octavo.attention.reference:ReferenceAttention", "torch", ""),
 }
 
 
+_NATIVE = "native_cpu"
+
+
 def choose(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype, name: str = "auto"
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    name: str = "auto",
+    native: Native | None = None,
 ) -> tuple[AttentionBackend, str]:
-    """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types."""
+    """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
+    `native`: the CPU's own kernels, where they are to be had."""
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
     refusals: list[str] = []
     for candidate in _BACKENDS if name == "auto" else (name,):
-        backend, reason = _try(candidate, spec, device, dtype, kv_dtype)
+        backend, reason = _try(candidate, spec, device, dtype, kv_dtype, native)
         if backend is not None:
             why = "as asked" if name != "auto" else "; ".join(refusals) or "the first choice here"
             return backend, f"attention by {candidate} ({why})"
@@ -37,14 +49,22 @@ def choose(
 
 
 def _try(
-    name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    name: str,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    native: Native | None,
 ) -> tuple[AttentionBackend | None, str]:
     place, package, kind = _BACKENDS[name]
     if kind not in ("", device.type):
         return None, f"it runs on {kind}, not on {device.type}"
     if importlib.util.find_spec(package) is None:
         return None, f"the package {package} is not installed"
+    if name == _NATIVE and native is None:
+        return None, "the native kernels are not in use"
     module, _, attribute = place.partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)()
+    kind_of = getattr(importlib.import_module(module), attribute)
+    backend: AttentionBackend = kind_of(native, kv_dtype) if name == _NATIVE else kind_of()
     reason = backend.supports(spec, device, dtype, kv_dtype)
     return (backend, "") if reason is None else (None, reason)

@@ -18,7 +18,7 @@ class ReferenceAttention:
         self._kv: list[torch.Tensor] = []
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
-        return None
+        return None if kv_dtype.is_floating_point else f"its pages hold floating-point numbers, not {kv_dtype}"
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
         return (num_pages, page_size, 2, spec.num_kv_heads // tensor_parallel, spec.head_size)

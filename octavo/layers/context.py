@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from octavo.attention.base import AttentionBackend
+from octavo.kernels.cpu.native import Native
 from octavo.parallel import Group
 
 
@@ -18,7 +19,9 @@ class BuildContext:
     attention: AttentionBackend
     page_size: int
     kernels: ModuleType | None = None  # octavo.kernels.gpu where it can run; None: layers use torch alone
-    quantization: str = ""  # how products hold their weights: "" as they come, "fp8"
+    quantization: str = ""  # how products hold their weights: "" as they come, "fp8", "int8", "int4"
+    native: Native | None = None  # the CPU's own kernels where they can run: then `dtype` is float32 …
+    weight_dtype: torch.dtype = torch.float32  # … and weights that are not packed are held in this
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for a parameter of this rank."""

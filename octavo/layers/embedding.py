@@ -7,9 +7,11 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear
+from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm
 from octavo.layers.packing import PackedRows
-from octavo.layers.sharding import Slot, Slots, fill_share, share_size
+from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size
+from octavo.quants import Weight
 
 
 class Embedding(nn.Module):
@@ -21,7 +23,8 @@ class Embedding(nn.Module):
         self.whole_shape = (vocab_size, hidden_size)
         self.num_rows = share_size(vocab_size, context.group)
         self.first_id = context.group.rank * self.num_rows
-        self.weight = context.empty(self.num_rows, hidden_size)
+        self.native = None if context.native is None else NativeWeight.of_vocabulary(context)
+        self.weight = context.empty(self.num_rows if self.native is None else 0, hidden_size)
         self._packed: PackedRows | None = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -34,11 +37,16 @@ class Embedding(nn.Module):
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.native is not None:
+            return self.native.embed(ids)
         return F.embedding(ids, self.weight) if self._packed is None else self._packed[ids]
 
     def slots(self, name: str) -> Slots:
-        def store(tensor: torch.Tensor) -> None:
-            fill_share(self.weight, tensor, self.group)
+        def store(tensor: Weight) -> None:
+            if self.native is not None:
+                self.native.fill(0, padded_share(tensor, self.group))
+            else:
+                fill_share(self.weight, plain(tensor), self.group)
 
         return {f"{name}.weight": Slot(self.whole_shape, store)}
 
@@ -58,7 +66,7 @@ class Head(nn.Module):
         self.group = context.group
         self.is_tied = is_tied
         self.vocab_size = vocab_size
-        self.product = ColumnLinear(hidden_size, [vocab_size], context, keeps_type=True, is_adopted=is_tied)
+        self.product = ColumnLinear(hidden_size, [vocab_size], context, is_vocabulary=True, is_adopted=is_tied)
 
     def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """[S, hidden] → [S, vocabulary] of norm(hidden), the same on every rank."""
@@ -75,8 +83,11 @@ class Head(nn.Module):
         """After loading: where it is tied, share the embedding's weight, in one copy."""
         if not self.is_tied:
             return
-        plain = embedding.weight
-        self.product.adopt(plain)
-        rows = PackedRows.of(self.product.weight, plain) if self.product.is_packed else None
+        if embedding.native is not None:
+            self.product.native = embedding.native
+            return
+        unpacked = embedding.weight
+        self.product.adopt(unpacked)
+        rows = PackedRows.of(self.product.weight, unpacked) if self.product.is_packed else None
         if rows is not None:
             embedding.read_from(rows)

@@ -9,15 +9,18 @@ from torch import nn
 
 from octavo.layers.context import BuildContext
 from octavo.layers.fp8 import Fp8Weight, can_hold, saving
+from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.packing import can_pack, pack, packed_linear, packed_linear_add
-from octavo.layers.sharding import Slot, Slots, fill_share, share, share_size
+from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share, share_columns, share_size
+from octavo.quants import Weight
 
 
 class Linear(nn.Module):
     """One rank's weight [out, in], filled part by part; on a CPU it is packed for oneDNN once the last part is in.
 
-    It is held in `weight`, or in `fp8` where that is asked for and its shape allows it. `keeps_type`: not in 8 bits.
+    It is held in `native` where the CPU has kernels of its own, in `fp8` where that is asked for and its shape allows it, else
+    in `weight`. `is_vocabulary`: it is the head's, which stays more exact than others.
     `is_adopted`: no room for it is made, one that exists will be given to adopt()."""
 
     def __init__(
@@ -27,18 +30,22 @@ class Linear(nn.Module):
         bias: bool,
         num_parts: int,
         context: BuildContext,
-        keeps_type: bool = False,
+        is_vocabulary: bool = False,
         is_adopted: bool = False,
     ) -> None:
         super().__init__()
         self.group = context.group
+        self.native: NativeWeight | None = None
+        if context.native is not None and not is_adopted:
+            of_kind = NativeWeight.of_vocabulary if is_vocabulary else NativeWeight.of_parts
+            self.native = of_kind(context, num_parts)
         self.fp8: Fp8Weight | None = None
         self.fp8_saving = 0  # bytes that 8 bits save, or would
-        if not keeps_type and can_hold(out_features, in_features):
+        if not is_vocabulary and context.native is None and can_hold(out_features, in_features):
             self.fp8_saving = saving(out_features, in_features, context.dtype)
             if context.quantization == "fp8":
                 self.fp8 = Fp8Weight(out_features, in_features, context)
-        has_room = self.fp8 is None and not is_adopted
+        has_room = self.fp8 is None and context.native is None and not is_adopted
         self.weight = context.empty(out_features if has_room else 0, in_features)
         self.bias = context.empty(out_features) if bias else None
         self.is_packed = False
@@ -47,14 +54,14 @@ class Linear(nn.Module):
 
     def adopt(self, weight: torch.Tensor) -> None:
         """Take this rank's weight whole, without a copy of it where it is not packed."""
-        assert self.fp8 is None
+        assert self.fp8 is None and self.native is None
         self.weight = weight
         self._pack()
 
     def _filled_part(self) -> None:
         self._parts_to_fill -= 1
         # Packed as soon as possible: the plain copy is freed before the next layer's weights arrive.
-        if self._parts_to_fill == 0 and self.fp8 is None:
+        if self._parts_to_fill == 0 and self.fp8 is None and self.native is None:
             self._pack()
 
     def _pack(self) -> None:
@@ -75,17 +82,21 @@ class ColumnLinear(Linear):
         context: BuildContext,
         bias: bool = False,
         *,
-        keeps_type: bool = False,
+        is_vocabulary: bool = False,
         is_adopted: bool = False,
     ) -> None:
         shares = [share_size(size, context.group) for size in part_sizes]
-        super().__init__(in_features, sum(shares), bias, len(shares), context, keeps_type, is_adopted)
+        super().__init__(in_features, sum(shares), bias, len(shares), context, is_vocabulary, is_adopted)
         self.in_features = in_features
         self.part_sizes = tuple(part_sizes)
         self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, activation: str = "none") -> torch.Tensor:
         """[T, in] → [T, out / ranks] of norm(x). `activation`: none or gelu_tanh."""
+        if self.native is not None:
+            if activation == "gelu_tanh":
+                return self.native.gelu(x, norm, self.bias)
+            return self.native.product(x, norm, self.bias)
         if activation == "none" and self.has_few(x):
             return self.few(x, norm)
         if self.fp8 is not None:
@@ -117,12 +128,14 @@ class ColumnLinear(Linear):
         )
         return y
 
-    def fill_weight(self, part: int, tensor: torch.Tensor) -> None:
+    def fill_weight(self, part: int, tensor: Weight) -> None:
         """`tensor` is the whole part, [out of the part, in]."""
-        if self.fp8 is not None:
-            self.fp8.fill(self._rows[part].start, share(tensor, 0, self.group))
+        if self.native is not None:
+            self.native.fill(part, padded_share(tensor, self.group))
+        elif self.fp8 is not None:
+            self.fp8.fill(self._rows[part].start, share(plain(tensor), 0, self.group))
         else:
-            fill_share(self.weight[self._rows[part]], tensor, self.group)
+            fill_share(self.weight[self._rows[part]], plain(tensor), self.group)
         self._filled_part()
 
     def fill_bias(self, part: int, tensor: torch.Tensor) -> None:
@@ -173,6 +186,8 @@ class RowLinear(Linear):
         return y.add_(residual)
 
     def _share(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.native is not None:
+            return self.native.product(x, None, self.bias, residual if self.is_first else None)
         if self.fp8 is not None:
             return self._finished(self.fp8(x), residual)
         if not self.is_first:
@@ -188,8 +203,12 @@ class RowLinear(Linear):
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight.t())  # in place: the sum costs no pass of its own
 
-    def fill_weight(self, tensor: torch.Tensor) -> None:
-        mine = share(tensor, 1, self.group)
+    def fill_weight(self, tensor: Weight) -> None:
+        mine = share_columns(tensor, self.group)
+        if self.native is not None:
+            self.native.fill(0, mine)
+            return
+        mine = plain(mine)
         if self.fp8 is not None:
             self.fp8.fill(0, mine)
         else:

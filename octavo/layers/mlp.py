@@ -55,6 +55,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
+        native = self.gate_up.native
+        if native is not None and native.can_gate(self._fused, self.gate_up.bias):
+            return self.down(native.gated(x, self.norm, self._fused), x)  # type: ignore[no-any-return]
         if self._kernels is not None and self._fused and not self.gate_up.has_few(x, is_gated=True):
             return self.down.after_gate(self.gate_up(x, self.norm), self._fused, x)
         out: torch.Tensor = self.down(self._inner(x), x)

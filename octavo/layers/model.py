@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from octavo.batch import Batch
+from octavo.layers.native import NativeWeight
 from octavo.layers.packing import packed_bytes
 from octavo.layers.sharding import Slots, fill
 from octavo.quants import Weight
@@ -45,5 +46,7 @@ class DecoderModel(nn.Module):
     def _count_bytes(self) -> int:
         values = (value for module in self.modules() for value in vars(module).values())
         # By address: a tied head that is not packed is the embedding's very tensor.
-        weights = {id(value): value for value in values if isinstance(value, torch.Tensor)}
-        return sum(packed_bytes(w) if w.is_mkldnn else w.nbytes for w in weights.values())
+        weights = {id(value): value for value in values if isinstance(value, torch.Tensor | NativeWeight)}
+        return sum(
+            packed_bytes(w) if isinstance(w, torch.Tensor) and w.is_mkldnn else w.nbytes for w in weights.values()
+        )

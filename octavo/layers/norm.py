@@ -7,12 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.kernels.cpu.native import Norm as NativeNorm
 from octavo.layers.context import BuildContext
 from octavo.layers.sharding import Slot, Slots, whole
 
 
 class Norm(nn.Module):
     """[T, D] → [T, D], a new tensor."""
+
+    native: NativeNorm | None = None
+    """For native kernels, which take it together with the product that follows."""
 
     def slots(self, name: str) -> Slots:
         raise NotImplementedError
@@ -29,7 +33,10 @@ class RMSNorm(Norm):
         self.shape = (size,)
         self.epsilon = epsilon
         self.weight = context.empty(size)
-        self.is_short = context.dtype == torch.float32 and context.device.type == "cpu"
+        self._native = context.native
+        if context.native is not None:
+            self.native = NativeNorm(self.weight, None, epsilon)
+        self.is_short = context.dtype == torch.float32 and context.device.type == "cpu" and context.native is None
         self._floor = torch.tensor(math.sqrt(size * epsilon), dtype=context.dtype)
         self._factor = math.sqrt(size) if self.is_short else 1.0
         self._kernels = context.kernels
@@ -38,6 +45,8 @@ class RMSNorm(Norm):
         if self._kernels is not None:
             y: torch.Tensor = self._kernels.rms_norm(x, self.weight, self.epsilon, pdl=True)
             return y
+        if self._native is not None and self.native is not None:
+            return self._native.norm(x, self.native)
         if not self.is_short:
             return F.rms_norm(x, self.shape, self.weight, self.epsilon)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._floor)
@@ -57,8 +66,13 @@ class LayerNorm(Norm):
         self.epsilon = epsilon
         self.weight = context.empty(size)
         self.bias = context.empty(size)
+        self._native = context.native
+        if context.native is not None:
+            self.native = NativeNorm(self.weight, self.bias, epsilon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._native is not None and self.native is not None:
+            return self._native.norm(x, self.native)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
 
     def slots(self, name: str) -> Slots:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from octavo.errors import ConfigError
+from octavo.kernels.cpu.native import Native
 from octavo.quants import Quants, SameWeight
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -38,11 +39,17 @@ def rope_settings(config: dict[str, Any], default_theta: float = 10000.0) -> dic
 
 class Rope:
     def __init__(
-        self, settings: dict[str, Any], head_size: int, device: torch.device, kernels: ModuleType | None = None
+        self,
+        settings: dict[str, Any],
+        head_size: int,
+        device: torch.device,
+        kernels: ModuleType | None = None,
+        native: Native | None = None,
     ) -> None:
         self.frequencies, self.amplitude = _frequencies(settings, head_size)  # [D/2] radians per position
         self.frequencies = self.frequencies.to(device)
         self._kernels = kernels
+        self._native = native
         self._amplitudes = torch.full((1, 1), self.amplitude, device=device)
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
@@ -50,6 +57,9 @@ class Rope:
         if self._kernels is not None:
             factors = self._kernels.rotation(positions, self.frequencies, self.amplitude)
             return torch.view_as_complex(factors).unsqueeze(1)
+        if self._native is not None:
+            factors = self._native.rotation(positions, self.frequencies, self.amplitude)
+            return torch.view_as_complex(factors.view(len(factors), 1, -1, 2))
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.polar(self._amplitudes.expand_as(angles), angles).unsqueeze(1)
 

@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.parallel import Group
-from octavo.quants import Weight
+from octavo.quants import Quants, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,30 @@ def fill_share(target: torch.Tensor, tensor: torch.Tensor, group: Group) -> None
     mine = share(tensor, 0, group)
     target[: len(mine)].copy_(mine)
     target[len(mine) :].zero_()
+
+
+def padded_share(weight: Weight, group: Group) -> Weight:
+    """This rank's share of the rows, share_size of them: the last ranks' end in zeros."""
+    rows = weight.rows if isinstance(weight, Quants) else weight
+    mine = share(rows, 0, group)
+    missing = share_size(len(rows), group) - len(mine)
+    if missing:
+        mine = torch.cat((mine, mine.new_zeros(missing, *mine.shape[1:])))  # quants of zeros are zeros
+    return Quants(weight.type, mine) if isinstance(weight, Quants) else mine
+
+
+def share_columns(weight: Weight, group: Group) -> Weight:
+    """This rank's share of each row: decoded where the cut would go through a quant."""
+    if isinstance(weight, Quants):
+        size = share_size(weight.shape[1], group)
+        mine = weight.narrow_columns(group.rank * size, size)
+        if mine is not None:
+            return mine
+    return share(plain(weight), 1, group)
+
+
+def plain(weight: Weight) -> torch.Tensor:
+    return weight.dequantise() if isinstance(weight, Quants) else weight
 
 
 def whole(name: str, target: torch.Tensor) -> Slots:

@@ -143,7 +143,7 @@ class Model(DecoderModel):
             intermediate_size=spec.intermediate_size,
         )
         self.attention_backend = context.attention
-        self.rope = Rope(rope_settings(config), spec.head_size, context.device, context.kernels)
+        self.rope = Rope(rope_settings(config), spec.head_size, context.device, context.kernels, context.native)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, epsilon(config), context)

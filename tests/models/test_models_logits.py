@@ -62,7 +62,7 @@ CASES += [pytest.param(checkpoints.qwen3, c, id=f"qwen3 {n}") for n, c in QWEN3S
 CASES += [pytest.param(checkpoints.gpt2, c, id=f"gpt2 {n}") for n, c in GPT2S.items()]
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["reference", "torch_cpu", "native_cpu"])
 @pytest.mark.parametrize(("make", "changes"), CASES)
 def test_logits_equal_the_reference(make: Any, changes: dict[str, Any], backend: str) -> None:
     check_logits(make(**changes), backend)

@@ -13,6 +13,7 @@ from octavo.layers.model import DecoderModel
 from octavo.models import load_family
 from octavo.parallel import Group
 from tests.models.batches import Row, Store, make_batch
+from tests.native import native
 
 if TYPE_CHECKING:  # ranks import this file too, and should start fast
     from transformers import PreTrainedModel
@@ -44,8 +45,9 @@ def build_from(
     family = load_family(config["model_type"])
     spec = family.spec(config)
     group = group or Group.single()
-    attention, _ = choose(spec, CPU, dtype, dtype, backend)
-    ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4))
+    kernels = native() if backend == "native_cpu" else None
+    attention, _ = choose(spec, CPU, dtype, dtype, backend, kernels)
+    ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4, native=kernels))
     ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)
 

@@ -1,0 +1,24 @@
+"""The CPU's native kernels for tests: one pool of threads for all of them.
+Knows nothing of what is tested; a test that asks for them is skipped where they cannot be had."""
+
+import functools
+
+import pytest
+
+from octavo.kernels.cpu.build import NoCompiler
+from octavo.kernels.cpu.native import Native
+
+
+@functools.cache
+def _native(num_threads: int) -> Native | str:
+    try:
+        return Native(num_threads)
+    except NoCompiler as error:
+        return str(error)
+
+
+def native(num_threads: int = 2) -> Native:
+    found = _native(num_threads)
+    if isinstance(found, str):
+        pytest.skip(f"no native kernels: {found}")
+    return found
