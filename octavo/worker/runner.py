@@ -13,6 +13,7 @@ import torch
 from octavo import config as settings
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
+from octavo.batch import Batch
 from octavo.config import Config, Limits
 from octavo.device import Device, Event, pick
 from octavo.errors import ConfigError
@@ -33,12 +34,15 @@ from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
 from octavo.worker.measure import DEMANDING, measure, trial_columns
 from octavo.worker.memory import in_words, weights_too_large
+from octavo.worker.native import WholeSteps, find_native, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _MAX_UNCOLLECTED = 2  # as executor.base says
+_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # auto: the model's own type
 
 
 class Step:
@@ -76,6 +80,7 @@ class Runner:
         self.group = group or Group.single()
         self.device: Device = pick(config.model.device, rank)
         self.graphs: Graphs | None = None
+        self.steps: WholeSteps | None = None
         self._notes: list[str] = []
 
     def load(self) -> LoadReport:
@@ -95,10 +100,17 @@ class Runner:
         )
         torch.set_num_threads(self.limits.cpu_threads)
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
+        self.weight_dtype = dtype
         place = self.device.torch_device
-        _check_native(config)
-        self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_cache_dtype == "fp8" else dtype
-        self.attention, why = choose(self.spec, place, dtype, self.kv_dtype, config.model.attention_backend)
+        self._native, note = find_native(config, self.limits, self.device)
+        if note:
+            self._notes.append(note)
+        if self._native is not None:
+            dtype = torch.float32
+        self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
+        self.attention, why = choose(
+            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native
+        )
         self._notes.append(why)
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
@@ -110,12 +122,16 @@ class Runner:
             self.attention,
             config.cache.page_size,
             self._kernels,
-            "fp8" if config.model.quantization == "fp8" else "",
+            config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
+            self._native,
+            self.weight_dtype,
         )
         available = self.device.memory_available()
         with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
             self.model = family.Model(checkpoint.config, self.spec, context)
-            self._fill(checkpoint, dtype, available)
+            self._fill(checkpoint, available)
+        if self._native is not None:
+            torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
         return self._report(dtype, self._measure() if self.device.is_cuda else None)
 
@@ -178,6 +194,17 @@ class Runner:
             self.attention.bind(layers, limits.max_num_seqs)
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
                 self._seat(min(limits.max_model_len, num_pages * page_size))
+                self._record()
+
+    def _record(self) -> None:
+        # Ranks talk to each other in the middle of a step, which no tape can hold.
+        if self._native is None or self.config.model.enforce_eager or self.group.size > 1:
+            return
+        steps = record(self.model, self._native, self._most_tokens(), self.limits.max_num_seqs)
+        if isinstance(steps, str):
+            self._notes.append(f"steps run operation by operation: {steps}")
+        else:
+            self.steps = steps
 
     def _stores(self, num_pages: int) -> list[torch.Tensor]:
         # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
@@ -221,13 +248,22 @@ class Runner:
     def _compute(self, columns: Columns) -> torch.Tensor | None:
         """A step of any shape, kernel by kernel → the tokens [S] it sampled."""
         assembled = assemble(columns, self.rows, self.staging)
-        hidden = self.model.forward(assembled.batch)
-        if not len(assembled.sample_rows):
+        logits = self._logits(assembled.batch)
+        if logits is None:
             return None
-        logits = self.model.logits(hidden.index_select(0, assembled.batch.sample_at))
         tokens = sample(logits, self.rows.tokens, self.rows.sampling, assembled.sample_rows, assembled.sample_lens)
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
         return tokens
+
+    def _logits(self, batch: Batch) -> torch.Tensor | None:
+        """[S, V]; None: nothing is sampled."""
+        if self.steps is not None:
+            logits = self.steps.run(batch)
+            return logits if len(logits) else None
+        hidden = self.model.forward(batch)
+        if not len(batch.sample_at):
+            return None
+        return self.model.logits(hidden.index_select(0, batch.sample_at))
 
     def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> Step:
         """A step in which every row adds one token: a graph's replay."""
@@ -249,17 +285,26 @@ class Runner:
         done.record()
         return Step(number, home, done)
 
-    def _fill(self, checkpoint: Checkpoint, dtype: torch.dtype, available: int) -> None:
+    def _fill(self, checkpoint: Checkpoint, available: int) -> None:
+        dtype = self.weight_dtype
+        keeps_packed = self._native is not None and self.limits.keeps_packed
         shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
         whole = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
-        needed = whole - fp8_saving(self.model) if self.config.model.quantization == "fp8" else whole
+        match self.config.model.quantization:
+            case "fp8":
+                needed = whole - fp8_saving(self.model)
+            case "int8" | "int4":
+                needed = int(whole / dtype.itemsize * _ROUNDED_BYTES[self.config.model.quantization])
+            case _:
+                # Kept packed, weights take about what they take in the file.
+                needed = min(whole, checkpoint.num_bytes // self.group.size) if keeps_packed else whole
         if needed > available:
             saving = self._offered_saving(dtype)
             raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
         if self.config.model.load_format == "dummy":
             tensors = dummy_tensors(shapes, self.device.torch_device, dtype)
         else:
-            tensors = checkpoint.tensors(self.device.torch_device, dtype)
+            tensors = checkpoint.tensors(self.device.torch_device, dtype, keep_packed=keeps_packed)
         self.model.load(tensors)
 
     def _offered_saving(self, dtype: torch.dtype) -> int:
@@ -295,21 +340,11 @@ class Runner:
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
-            kv_dtype="fp8" if self.kv_dtype == torch.float8_e4m3fn else limits.dtype,
+            kv_dtype=next((name for name, kind in _KV_DTYPES.items() if kind == self.kv_dtype), str(dtype)[6:]),
         )
 
     def _store_shape(self, num_pages: int) -> tuple[int, ...]:
         return self.attention.kv_shape(self.spec, num_pages, self.config.cache.page_size, self.group.size)
-
-
-def _check_native(config: Config) -> None:
-    """No step uses the CPU's native kernels yet: what only they can do is refused rather than passed over."""
-    for flag, value in (
-        ("--quantization", config.model.quantization),
-        ("--kv-cache-dtype", config.cache.kv_cache_dtype),
-    ):
-        if value in ("int8", "int4"):
-            raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here: leave it out")
 
 
 def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:

@@ -1,0 +1,106 @@
+"""The CPU's native kernels in a rank: whether they serve here, and whole steps as one call.
+Knows nothing of plans or rows: a batch comes in, logits go out."""
+
+import ctypes
+
+import torch
+
+from octavo.attention.native_cpu import step_of
+from octavo.batch import Batch
+from octavo.config import Config, Limits
+from octavo.device import Device
+from octavo.errors import ConfigError
+from octavo.kernels.cpu.build import NoCompiler
+from octavo.kernels.cpu.library import isa
+from octavo.kernels.cpu.native import Native
+from octavo.kernels.cpu.tape import NotRecordable, Tape
+from octavo.layers.model import DecoderModel
+
+
+def find_native(config: Config, limits: Limits, device: Device) -> tuple[Native | None, str]:
+    """The kernels where they serve, and a line about it for people ("": there is nothing to say)."""
+    native, note = None, ""
+    if not device.is_cuda:
+        native, note = _open(limits)
+    _require(config, native, note)
+    return native, note
+
+
+def _open(limits: Limits) -> tuple[Native | None, str]:
+    if limits.dtype == "float16":
+        return None, "no native CPU kernels: they hold weights in float32, bfloat16 or packed, not in float16"
+    try:
+        return Native(limits.cpu_threads), f"native CPU kernels ({isa()})"
+    except NoCompiler as error:
+        return None, f"no native CPU kernels, torch computes instead, which is several times slower: {error}"
+
+
+def _require(config: Config, native: Native | None, note: str) -> None:
+    """What only native kernels can do is refused without them, rather than passed over."""
+    if native is not None:
+        return
+    for flag, value in (
+        ("--quantization", config.model.quantization),
+        ("--kv-cache-dtype", config.cache.kv_cache_dtype),
+    ):
+        if value in ("int8", "int4"):
+            why = f" ({note})" if note else ""
+            raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here{why}: leave it out")
+
+
+_INPUTS = ("input_ids", "positions", "slots", "sample_at")
+
+
+class WholeSteps:
+    """A model's steps, from token ids to logits, each in one native call."""
+
+    def __init__(self, native: Native, tape: Tape, logits: torch.Tensor) -> None:
+        self._native, self._tape = native, tape
+        self._logits = logits  # [S at most, V]
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """→ logits [S, V], whole until the next run."""
+        step = step_of(batch)
+        self._tape.run(self._native.threads, step)
+        return self._logits[: step.num_samples]
+
+    def profile(self, batch: Batch, num_runs: int) -> list[tuple[str, float]]:
+        """The operations in their order, each with the seconds it took on average."""
+        seconds = (ctypes.c_double * self._tape.num_ops)()
+        for _ in range(num_runs):
+            self._tape.run(self._native.threads, step_of(batch), seconds)
+        return [(name, took / num_runs) for name, took in zip(self._tape.names(), seconds, strict=True)]
+
+
+def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int) -> WholeSteps | str:
+    """Or why the model's steps cannot be recorded: then they run operation by operation."""
+    tape = Tape(max_tokens, max_rows)
+    batch = _stand_in(tape)
+    try:
+        with native.recording(tape, {name: getattr(batch, name) for name in _INPUTS}):
+            sampled = native.gather(model.forward(batch), batch.sample_at)
+            logits = model.logits(sampled)
+    except NotRecordable as error:
+        return str(error)
+    (logits,) = tape.finish([logits])
+    return WholeSteps(native, tape, logits)
+
+
+def _stand_in(tape: Tape) -> Batch:
+    """A batch of the largest size, of which nobody reads a number."""
+    longs = [torch.zeros(tape.max_tokens, dtype=torch.int64) for _ in range(3)]
+    ints = [torch.zeros(size, dtype=torch.int32) for size in (tape.max_samples + 1, tape.max_samples)]
+    return Batch(
+        input_ids=longs[0],
+        positions=longs[1],
+        slots=longs[2],
+        query_start=ints[0],
+        seq_lens=ints[1],
+        page_table=torch.zeros(tape.max_samples, 1, dtype=torch.int32),
+        sample_at=torch.zeros(tape.max_samples, dtype=torch.int64),
+        max_query_len=1,
+        max_seq_len=1,
+        num_decodes=0,
+        query_lens_host=[],
+        seq_lens_host=[],
+    )
