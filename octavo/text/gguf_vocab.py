@@ -23,8 +23,9 @@ from octavo.text.tokenizer import SPACE_MARK, LibraryTokenizer, Tokenizer, byte_
 
 _PREFIX = "tokenizer.ggml."
 
-# Tokens that end a turn, by name: files made by older converters name only the end of a whole text.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>")
+# Tokens that end a turn or a whole text, by name: a file may name but one of the two, and a model that continues a plain
+# text ends it with the other.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|endoftext|>")
 
 # What converters write into ids that the model's own tokenizer does not name.
 _FILLER = re.compile(r"\[PAD\d+\]")
@@ -99,10 +100,10 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 def gguf_eos_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
     ids = {vocabulary.id(role) for role in ("eos", "eot", "eom")}
     whole = vocabulary.added().id_of
-    turn_ends = [token for token in _TURN_ENDS if token in whole]
-    if "<|return|>" in whole and "<|end|>" in turn_ends:
-        turn_ends.remove("<|end|>")  # there it ends a message within a turn
-    ids.update(whole[token] for token in turn_ends)
+    ends = [token for token in _ENDS if token in whole]
+    if "<|return|>" in whole and "<|end|>" in ends:
+        ends.remove("<|end|>")  # there it ends a message within a turn
+    ids.update(whole[token] for token in ends)
     return tuple(sorted(token_id for token_id in ids if token_id is not None))
 
 

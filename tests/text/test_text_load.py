@@ -207,6 +207,14 @@ def test_ends_of_turns_are_found_by_name_among_control_tokens_only(tmp_path: Pat
     assert text.eos_ids == (1, 7, 401)
 
 
+def test_the_end_of_a_text_ends_one_where_the_file_names_only_the_end_of_a_turn(tmp_path: Path) -> None:
+    """As Qwen2.5's files do, whose makers stop at both."""
+    library = byte_level()
+    library.add_special_tokens(["<|endoftext|>"])
+    text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(library, "qwen2")))
+    assert text.eos_ids == (1, 401)
+
+
 @pytest.mark.parametrize("bad", ["\ud800", "ok \udfff", "日本\udc80語"])
 def test_a_lone_surrogate_is_the_callers_mistake(bad: str, folder: Path) -> None:
     text = load_text(write(folder, tokenizer_config={"chat_template": "{{ messages[0].content }}"}))
@@ -313,7 +321,7 @@ def test_the_embedded_model() -> None:
     from octavo.weights.source import resolve
 
     text = load_text(resolve("").path)
-    assert (text.vocab_size, text.eos_ids) == (49152, (2,))
+    assert (text.vocab_size, text.eos_ids) == (49152, (0, 2))
     assert text.encode("Hello world 123") == [19556, 905, 216, 33, 34, 35]
     assert text.encode("123 ½ ² ٣") == [33, 34, 35, 216, 16738, 216, 19133, 216, 164, 113]
     chat = text.encode_chat(HI)
