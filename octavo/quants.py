@@ -31,22 +31,30 @@ class Quants:
     """A weight [N, K] whose rows are quants, one after the other. They may lie in a mapped file: copy what you keep."""
 
     type: str  # of PACKED_TYPES
-    rows: Tensor  # [N, bytes of a row] uint8
+    stored: Tensor  # [N, bytes of a row] uint8
+    order: Tensor | None = None  # [N]: which stored row comes where; None: as they are. Copied only when it must be
 
     def __post_init__(self) -> None:
-        assert self.type in _DECODERS and self.rows.dtype == torch.uint8
-        assert self.rows.dim() == 2 and self.rows.shape[1] % _QUANT[self.type][1] == 0
+        assert self.type in _DECODERS and self.stored.dtype == torch.uint8
+        assert self.stored.dim() == 2 and self.stored.shape[1] % _QUANT[self.type][1] == 0
+
+    @property
+    def rows(self) -> Tensor:
+        """[N, bytes of a row] uint8."""
+        return self.stored if self.order is None else self.stored[self.order]
 
     @property
     def shape(self) -> tuple[int, int]:
         weights, num_bytes = _QUANT[self.type]
-        return self.rows.shape[0], self.rows.shape[1] // num_bytes * weights
+        return self.stored.shape[0], self.stored.shape[1] // num_bytes * weights
 
     def rearranged(self, order: Callable[[Tensor], Tensor]) -> Quants:
         """`order` gets the rows and returns the same ones in another order."""
-        rows = order(self.rows)
-        assert rows.shape == self.rows.shape
-        return Quants(self.type, rows)
+        plain = torch.arange(len(self.stored))
+        new = order(plain if self.order is None else self.order)
+        assert new.shape == plain.shape
+        # What a converter did and a layer undoes costs nothing.
+        return Quants(self.type, self.stored, None if torch.equal(new, plain) else new)
 
     def narrow_rows(self, first: int, count: int) -> Quants:
         """A view, as of any tensor."""

@@ -10,7 +10,7 @@ from octavo.layers.linear import ColumnLinear
 from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm
 from octavo.layers.packing import PackedRows
-from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size
+from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size, whole
 from octavo.quants import Weight
 
 
@@ -54,6 +54,24 @@ class Embedding(nn.Module):
         """Give up the own copy: the head's packed weight holds the same rows."""
         self._packed = rows
         self.weight = self.weight.new_empty(0)
+
+
+class LearnedPositions(nn.Module):
+    """A vector for each position, added to the tokens'. Whole on every rank."""
+
+    def __init__(self, num_positions: int, hidden_size: int, context: BuildContext) -> None:
+        super().__init__()
+        self.weight = context.empty(num_positions, hidden_size)
+        self._native = context.native
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden], changed; positions [T]."""
+        if self._native is not None:
+            return self._native.add_positions(x, positions, self.weight)
+        return x.add_(F.embedding(positions, self.weight))
+
+    def slots(self, name: str) -> Slots:
+        return whole(f"{name}.weight", self.weight)
 
 
 class Head(nn.Module):

@@ -12,11 +12,11 @@ from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
+from octavo.layers.embedding import Embedding, Head, LearnedPositions
 from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm
-from octavo.layers.sharding import Slot, Slots, check_shares, whole
+from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
@@ -107,7 +107,7 @@ class Model(DecoderModel):
         )
         self.attention_backend = context.attention
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.positions = context.empty(spec.context_len, spec.hidden_size)
+        self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", True))
@@ -115,7 +115,7 @@ class Model(DecoderModel):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.attention_backend.plan(batch)
-        x = self.embedding(batch.input_ids).add_(self.positions[batch.positions])
+        x = self.positions(self.embedding(batch.input_ids), batch.positions)
         for layer in self.layers:
             x = layer(x, batch)
         hidden: torch.Tensor = x
@@ -127,7 +127,7 @@ class Model(DecoderModel):
 
     def slots(self) -> Slots:
         slots = self.embedding.slots("transformer.wte") | self.head.slots("lm_head")
-        slots |= whole("transformer.wpe.weight", self.positions)
+        slots |= self.positions.slots("transformer.wpe")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             slots |= layer.slots(f"transformer.h.{index}")

@@ -107,6 +107,7 @@ class Runner:
             self._notes.append(note)
         if self._native is not None:
             dtype = torch.float32
+            torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
         self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
         self.attention, why = choose(
             self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native
@@ -130,8 +131,6 @@ class Runner:
         with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
             self.model = family.Model(checkpoint.config, self.spec, context)
             self._fill(checkpoint, available)
-        if self._native is not None:
-            torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
         return self._report(dtype, self._measure() if self.device.is_cuda else None)
 

@@ -34,7 +34,9 @@ class Store:
     def __post_init__(self) -> None:
         shape = self.backend.kv_shape(self.spec, self.num_pages, self.page_size, self.tensor_parallel)
         torch.manual_seed(self.seed)
-        self.kv = [torch.randn(shape, dtype=self.dtype) for _ in range(self.spec.num_layers)]
+        # Of an integer store some bytes are floating-point numbers in disguise: it begins as the worker's do.
+        fresh = torch.randn if self.dtype.is_floating_point else torch.zeros
+        self.kv = [fresh(shape, dtype=self.dtype) for _ in range(self.spec.num_layers)]
         self.backend.bind(self.kv, 64)
         self.free = list(range(1, self.num_pages))
         random.Random(self.seed).shuffle(self.free)

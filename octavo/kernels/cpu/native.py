@@ -55,8 +55,7 @@ class Native:
         """What is asked for inside is noted on the tape. `inputs` stand for those of the steps to come, by Step's names."""
         self._tape, self._inputs = tape, inputs
         try:
-            with tape.recording():
-                yield
+            yield
         finally:
             self._tape, self._inputs = None, {}
 

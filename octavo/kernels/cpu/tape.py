@@ -7,14 +7,12 @@ when each is needed and lets those that are not needed at the same time share me
 import bisect
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.library import Threads, aligned
@@ -55,18 +53,12 @@ class Tape:
 
     # ── recording ───────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Raises NotRecordable as soon as torch computes anything."""
-        with _Watch():
-            yield
-
     def buffer(self, count: ops.Count, width: int) -> Tensor:
-        """[rows, width] float32 with room for the largest step."""
+        """[rows, width] float32 with room for the largest step. To compute with it raises NotRecordable."""
         height = self.max_tokens if count == ops.Count.PER_TOKEN else self.max_samples
         start = self._take(height * width * 4, count)
         memory = (ctypes.c_float * (height * width)).from_address(start)
-        return torch.frombuffer(memory, dtype=torch.float32).view(height, width)
+        return torch.frombuffer(memory, dtype=torch.float32).view(height, width).as_subclass(_Room)
 
     def scratch(self, num_bytes: int) -> int:
         """The address of bytes that only the next operation needs."""
@@ -177,11 +169,20 @@ def _place(buffers: list[_Buffer]) -> int:
     return max(total, _ALIGNMENT)
 
 
-class _Watch(TorchDispatchMode):
-    """Lets torch look at buffers from all sides, and compute nothing."""
+_LOOKS = {
+    "__get__", "__getitem__", "__len__", "as_strided", "chunk", "data_ptr", "dim", "element_size", "flatten", "is_contiguous",
+    "narrow", "numel", "permute", "select", "size", "split", "squeeze", "storage_offset", "stride", "t", "transpose", "unbind",
+    "unflatten", "unsqueeze", "view", "view_as_complex", "view_as_real",
+}  # fmt: skip
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        aliases = [returned.alias_info for returned in func._schema.returns]
-        if not aliases or any(alias is None or alias.is_write for alias in aliases):
-            raise NotRecordable(f"torch computes {func}")
-        return func(*args, **(kwargs or {}))
+
+class _Room(Tensor):
+    """A buffer while recording: torch may look at it from all sides, and compute nothing.
+
+    (A dispatch mode would say the same of all tensors, but costs a start 0.9 s: it imports torch's compiler.)"""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ not in _LOOKS:
+            raise NotRecordable(f"torch computes {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
