@@ -40,6 +40,15 @@ const ProductKernels& product_kernels() {
   return *chosen;
 }
 
+void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next) {
+  const auto share = product_kernels().product_share;
+  // One row is bound by memory, which long runs suit best; more rows by arithmetic.
+  const int64_t per_thread = product->num_rows == 1 ? 1 : kSharesPerThread;
+  const int64_t panels = (product->num_columns + kPanel - 1) / kPanel, most = threads->size() * per_thread;
+  auto body = [=](int index, int num_shares) { share(product, next, index, num_shares); };
+  run_on(threads, body, static_cast<int>(panels < most ? panels : most));
+}
+
 }  // namespace octavo
 
 using namespace octavo;
@@ -67,8 +76,8 @@ void octavo_prepare(Threads* threads, int kind, const float* x, int64_t x_stride
                     void* prepared) {
   const auto share = product_kernels().prepare_share;
   if (num_rows * depth < kWorthSharing) return share(kind, x, x_stride, num_rows, depth, prepared, 0, 1);
-  auto body = [=](int thread, int num_threads) {
-    share(kind, x, x_stride, num_rows, depth, prepared, thread, num_threads);
+  auto body = [=](int index, int num_shares) {
+    share(kind, x, x_stride, num_rows, depth, prepared, index, num_shares);
   };
   run_on(threads, body);
 }
@@ -78,15 +87,8 @@ void octavo_product(Threads* threads, const OctavoProduct* product) {
 }
 
 void octavo_products(Threads* threads, const OctavoProduct* products, int64_t num_products) {
-  const auto share = product_kernels().product_share;
-  auto body = [=](int thread, int num_threads) {
-    for (int64_t i = 0; i < num_products; ++i) {
-      share(products + i, i + 1 < num_products ? products + i + 1 : nullptr, thread, num_threads);
-      // A residual may be what the product before wrote, in another thread's share.
-      if (i + 1 < num_products) threads->barrier();
-    }
-  };
-  run_on(threads, body);
+  for (int64_t i = 0; i < num_products; ++i)
+    run_product(threads, products + i, i + 1 < num_products ? products + i + 1 : nullptr);
 }
 
 int64_t octavo_read_all(Threads* threads, const void* memory, int64_t num_bytes) {

@@ -109,6 +109,9 @@ struct ProductKernels {
 
 const ProductKernels& product_kernels();
 
+// next: the product after this one, or null.
+void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next);
+
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
 static inline constexpr bool is_packed(int kind) { return kind != OCTAVO_FLOAT32 && kind != OCTAVO_BFLOAT16; }

@@ -88,14 +88,12 @@ void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const Oc
   } else {
     octavo_prepare(threads, kind, op.x, op.x_stride, num_rows, op.depth, op.prepared);
   }
-  const auto share = product_kernels().product_share;
   for (int64_t i = 0; i < op.num_products; ++i) {
     OctavoProduct product = op.products[i];
     product.num_rows = num_rows;
     product.activations = op.prepared;
     const OctavoProduct* next = i + 1 < op.num_products ? op.products + i + 1 : after;
-    auto body = [&](int thread, int num_threads) { share(&product, next, thread, num_threads); };
-    run_on(threads, body);
+    run_product(threads, &product, next);
   }
 }
 

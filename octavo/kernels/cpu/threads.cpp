@@ -68,9 +68,9 @@ Threads::Threads(int num_threads, bool pin) : num_threads_(num_threads < 1 ? 1 :
   const bool binds = pin && static_cast<int>(cpus.size()) >= num_threads_;
   for (int thread = 1; thread < num_threads_; ++thread) {
     const int cpu = binds ? cpus[thread] : -1;
-    workers_.emplace_back([this, thread, cpu] {
+    workers_.emplace_back([this, cpu] {
       if (cpu >= 0) bind_to(cpu);
-      serve(thread);
+      serve();
     });
   }
   if (binds) bind_to(cpus[0]);
@@ -78,7 +78,7 @@ Threads::Threads(int num_threads, bool pin) : num_threads_(num_threads < 1 ? 1 :
 
 Threads::~Threads() {
   closing_ = true;
-  turn_.fetch_add(1);
+  turn_.fetch_add(1);  // a job that was never opened
   {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -86,35 +86,36 @@ Threads::~Threads() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Threads::run(Work work, void* context) {
-  if (num_threads_ == 1) {
-    work(context, 0, 1);
+void Threads::run(Work work, void* context, int num_shares) {
+  if (num_threads_ == 1 || num_shares == 1) {
+    for (int share = 0; share < num_shares; ++share) work(context, share, num_shares);
     return;
   }
   work_ = work;
   context_ = context;
-  num_working_.store(num_threads_ - 1, std::memory_order_relaxed);
-  turn_.fetch_add(1);  // sequentially consistent with num_asleep_: either we see the sleeper or it sees the turn
+  num_shares_ = num_shares;
+  next_.store(0, std::memory_order_relaxed);
+  uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
+  if (turn == 0) turn = 1;  // 0 means closed
+  open_.store(turn);
+  turn_.store(turn);  // sequentially consistent with num_asleep_: either we see the sleeper or it sees the turn
   if (num_asleep_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
-  work(context, 0, num_threads_);
-  wait_until([this] { return num_working_.load(std::memory_order_acquire) == 0; });
+  work_off();
+  open_.store(0);
+  // Sequentially consistent with those who enter: either we see them inside or they see that it is closed.
+  wait_until([this] { return num_inside_.load() == 0; });
 }
 
-void Threads::barrier() {
-  if (num_threads_ == 1) return;
-  const uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (num_arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
-    num_arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
-  } else {
-    wait_until([this, phase] { return phase_.load(std::memory_order_acquire) != phase; });
+void Threads::work_off() {
+  for (int share; (share = next_.fetch_add(1, std::memory_order_relaxed)) < num_shares_;) {
+    work_(context_, share, num_shares_);
   }
 }
 
-void Threads::serve(int thread) {
+void Threads::serve() {
   uint32_t seen = 0;
   for (;;) {
     for (int pauses = 0; turn_.load(std::memory_order_acquire) == seen; ++pauses) {
@@ -127,10 +128,13 @@ void Threads::serve(int thread) {
       wake_.wait(lock, [this, seen] { return turn_.load() != seen; });
       num_asleep_.fetch_sub(1);
     }
-    ++seen;
-    if (closing_) return;
-    work_(context_, thread, num_threads_);
-    num_working_.fetch_sub(1, std::memory_order_release);
+    seen = turn_.load();
+    num_inside_.fetch_add(1);
+    const bool is_open = open_.load() == seen;
+    if (is_open) work_off();
+    const bool closing = closing_;
+    num_inside_.fetch_sub(1, std::memory_order_release);
+    if (closing) return;
   }
 }
 

@@ -1,4 +1,4 @@
-// A small pool of threads that run one piece of work together; the caller is thread 0.
+// A small pool of threads that work off the shares of one job together; the caller is one of them.
 // Knows nothing of kernels. One owner: two threads must never call run() on one pool at a time, nor may work call run().
 #pragma once
 
@@ -11,18 +11,18 @@
 
 namespace octavo {
 
-// The part of [0, count) that is thread's own: contiguous, sizes differing by one at most.
+// The part of [0, count) that belongs to a share: contiguous, sizes differing by one at most.
 struct Share {
   int64_t begin, end;
 };
 
-static inline Share share_of(int64_t count, int thread, int num_threads) {
-  return {count * thread / num_threads, count * (thread + 1) / num_threads};
+static inline Share share_of(int64_t count, int share, int num_shares) {
+  return {count * share / num_shares, count * (share + 1) / num_shares};
 }
 
 class Threads {
  public:
-  using Work = void (*)(void* context, int thread, int num_threads);
+  using Work = void (*)(void* context, int share, int num_shares);
 
   // pin: every thread, the caller included, is bound to one of the CPUs the caller may run on.
   Threads(int num_threads, bool pin);
@@ -32,45 +32,50 @@ class Threads {
 
   int size() const { return num_threads_; }
 
-  // Returns when every thread has returned from work.
-  void run(Work work, void* context);
-
-  // Inside work only, and by all threads: nobody passes before everybody has come, and sees what the others wrote.
-  void barrier();
+  // Returns when work has been done for every share, each by whoever came first: a thread that has lost its CPU to somebody
+  // else's process is waited for only while it is in the middle of a share.
+  void run(Work work, void* context, int num_shares);
 
  private:
-  void serve(int thread);
+  void serve();
+  void work_off();
 
   const int num_threads_;
   std::vector<std::thread> workers_;
+  // The job. Written only while it is closed and nobody is inside.
   Work work_ = nullptr;
   void* context_ = nullptr;
+  int num_shares_ = 0;
   bool closing_ = false;
   // Apart, so that those who wait on one do not slow those who count on another.
-  alignas(64) std::atomic<uint32_t> turn_{0};
-  alignas(64) std::atomic<int> num_working_{0};
-  alignas(64) std::atomic<int> num_arrived_{0};
-  alignas(64) std::atomic<uint32_t> phase_{0};
+  alignas(64) std::atomic<uint32_t> turn_{0};  // of the newest job
+  alignas(64) std::atomic<uint32_t> open_{0};  // the turn whose job may be entered; 0: none
+  alignas(64) std::atomic<int> next_{0};       // share
+  alignas(64) std::atomic<int> num_inside_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
 };
 
-// body(thread, num_threads) on every thread.
+// body(share, num_shares) for every share; by default as many as there are threads.
 template <typename Body>
-static inline void run_on(Threads* threads, Body& body) {
-  threads->run([](void* context, int thread, int num_threads) { (*static_cast<Body*>(context))(thread, num_threads); },
-               &body);
+static inline void run_on(Threads* threads, Body& body, int num_shares = 0) {
+  threads->run([](void* context, int share, int num_shares) { (*static_cast<Body*>(context))(share, num_shares); },
+               &body, num_shares ? num_shares : threads->size());
 }
 
-// body(begin, end) on every thread that has a share of [0, count).
+// So many that a thread which comes late, or is slow, holds up the others by little.
+constexpr int kSharesPerThread = 4;
+
+// body(begin, end) for parts of [0, count).
 template <typename Body>
 static inline void parallel_for(Threads* threads, int64_t count, Body body) {
-  auto part = [&](int thread, int num_threads) {
-    const Share share = share_of(count, thread, num_threads);
+  auto part = [&](int index, int num_shares) {
+    const Share share = share_of(count, index, num_shares);
     if (share.begin < share.end) body(share.begin, share.end);
   };
-  run_on(threads, part);
+  const int64_t most = static_cast<int64_t>(threads->size()) * kSharesPerThread;
+  run_on(threads, part, static_cast<int>(count < most ? (count < 1 ? 1 : count) : most));
 }
 
 }  // namespace octavo
