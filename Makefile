@@ -27,16 +27,16 @@ bench: $(READY)  ## host time per step, and 32 requests at once against one afte
 	@$(BIN)/octavo bench throughput --compare-sequential $(ARGS)
 
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	@bash scripts/setup.sh $(VENV) .
 	@touch $@
 
-$(TEST_READY): pyproject.toml
+$(TEST_READY): pyproject.toml setup.py
 	@bash scripts/setup.sh $(VENV) '.[test]'
 	@touch $(READY) $@

@@ -44,7 +44,9 @@ def main(gigabytes: float, parent: str | None) -> None:
         paths = write(Path(name), int(gigabytes * 1e9))
         files = SafetensorsFiles(Path(name))
         regions = [region for path, names in files._plan for region in _regions(path, names)]
-        print(f"{device.describe()}: {files.num_bytes / 1e9:.1f} GB in {len(paths)} files, read before: from memory")
+        print(
+            f"{device.describe(torch.get_num_threads())}: {files.num_bytes / 1e9:.1f} GB in {len(paths)} files, read before: from memory"
+        )
 
         def mapped() -> Tensors:
             return ((name, tensor.to(device.torch_device)) for name, tensor in files._mapped(torch.bfloat16))

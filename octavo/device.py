@@ -58,12 +58,11 @@ class Device:
             torch.cuda.set_device(self.torch_device)
         self._side_stream = torch.cuda.Stream(self.torch_device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
-    def describe(self) -> str:
+    def describe(self, num_threads: int) -> str:
         """In words, for people: "cpu (2 threads)"."""
         if self.is_cuda:
             return f"{self.torch_device} ({torch.cuda.get_device_name(self.torch_device)})"
-        threads = torch.get_num_threads()
-        return f"cpu ({threads} thread{'s' if threads != 1 else ''})"
+        return f"cpu ({num_threads} thread{'s' if num_threads != 1 else ''})"
 
     def memory_available(self) -> int:
         """Bytes that can still be allocated."""

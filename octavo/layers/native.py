@@ -1,6 +1,7 @@
 """A weight as the native CPU kernels stream it, and the products with it.
 Knows nothing of ranks: it is filled with one rank's share."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -74,6 +75,13 @@ class NativeWeight:
         if self._dtype == torch.bfloat16:
             return Kind.BFLOAT16, False, part.to(torch.bfloat16)
         return Kind.FLOAT32, False, part.float()
+
+    @property
+    def bytes_of_kinds(self) -> Counter[Kind]:
+        counted: Counter[Kind] = Counter()
+        for weight in self._weights:
+            counted[weight.kind] += weight.memory.nbytes
+        return counted
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 Knows nothing of plans or rows: a batch comes in, logits go out."""
 
 import ctypes
+from collections import Counter
 
 import torch
 
@@ -11,10 +12,11 @@ from octavo.config import Config, Limits
 from octavo.device import Device
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
-from octavo.kernels.cpu.library import isa
+from octavo.kernels.cpu.library import Kind, isa
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.tape import NotRecordable, Tape
 from octavo.layers.model import DecoderModel
+from octavo.layers.native import NativeWeight
 
 
 def find_native(config: Config, limits: Limits, device: Device) -> tuple[Native | None, str]:
@@ -46,6 +48,25 @@ def _require(config: Config, native: Native | None, note: str) -> None:
         if value in ("int8", "int4"):
             why = f" ({note})" if note else ""
             raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here{why}: leave it out")
+
+
+def held(model: DecoderModel) -> str:
+    """How the weights are held, for people."""
+    weights = {id(value): value for module in model.modules() for value in vars(module).values()}
+    kinds = sum((w.bytes_of_kinds for w in weights.values() if isinstance(w, NativeWeight)), Counter[Kind]())
+    by_words: Counter[str] = Counter()
+    for kind, num_bytes in kinds.items():
+        by_words[_words(kind)] += num_bytes
+    whole = kinds.total()
+    parts = [f"{num_bytes / whole:.0%} in {words}" for words, num_bytes in by_words.most_common()]
+    rounded = "; products with packed ones take activations in 8 bits" if any(k.is_quantised for k in kinds) else ""
+    return f"weights: {', '.join(parts)}{rounded}"
+
+
+def _words(kind: Kind) -> str:
+    if not kind.is_quantised:
+        return kind.name.lower()
+    return f"{''.join(filter(str.isdigit, kind.name))} bits"
 
 
 _INPUTS = ("input_ids", "positions", "slots", "sample_at")

@@ -34,7 +34,7 @@ from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
 from octavo.worker.measure import DEMANDING, measure, trial_columns
 from octavo.worker.memory import in_words, weights_too_large
-from octavo.worker.native import WholeSteps, find_native, record
+from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
@@ -131,6 +131,8 @@ class Runner:
         with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
             self.model = family.Model(checkpoint.config, self.spec, context)
             self._fill(checkpoint, available)
+        if self._native is not None:
+            self._notes.append(held(self.model))
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
         return self._report(dtype, self._measure() if self.device.is_cuda else None)
 
@@ -324,7 +326,7 @@ class Runner:
         saving = 0 if memory is None else self._offered_saving(dtype)
         host_available = pick("cpu").memory_available() // self.group.size
         return LoadReport(
-            device=self.device.describe(),
+            device=self.device.describe(limits.cpu_threads),
             dtype=limits.dtype,
             vocab_size=self.spec.vocab_size,
             max_model_len=limits.max_model_len,

@@ -48,7 +48,7 @@ class Finish(IntEnum):
 
 def is_plain(kind: Kind) -> bool:
     """Whether products of that kind take activations as floats, and not quantised."""
-    return prepared_bytes(kind, 1, 32) == prepared_bytes(Kind.FLOAT32, 1, 32)
+    return not kind.is_quantised
 
 
 @functools.cache
