@@ -37,6 +37,7 @@ def build_parser() -> Parser:
     add("--perplexity", action="store_true", help="loss on a fixed text: packed weights against float32 and llama.cpp")
     add("--growth", action="store_true", help="time of a decode step for batch 1 to 64 and context 128 to 4096")
     add("--limits", action="store_true", help="share of the machine's own bandwidth and dot products at batch 1, 8, 32")
+    add("--profile", action="store_true", help="where the time of a step of one row goes, by operation")
     add = parser.add_argument_group("settings").add_argument
     add("--model", default="", metavar="FILE", help="GGUF file or folder (default: the embedded SmolLM2-135M-Instruct)")
     add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"who takes part (default: {','.join(peers.NAMES)})")  # fmt: skip
@@ -64,20 +65,28 @@ def _run(arguments: argparse.Namespace) -> int:
     wanted = loads.QUICK if arguments.quick else loads.FULL
     given = peers.setting(arguments, source, wanted)
     results.put("model", {"path": str(source.path), "name": source.name})
-    if not (arguments.perplexity or arguments.growth or arguments.limits):
+    here = [name for name in ("limits", "growth", "profile") if getattr(arguments, name)]
+    if not here and not arguments.perplexity:
         return _compare(arguments, given, results)
     num_failed = 0
     if arguments.perplexity:
         from benchmarks.cpu import perplexity
 
         num_failed += perplexity.run(given, 2 if arguments.quick else None, results)
-    if arguments.growth or arguments.limits:
-        from benchmarks.cpu import engine, growth
+    return num_failed + _run_here(here, arguments, str(source.path), results)
 
-        ours = [name for name in arguments.servers if name in engine.OPTIONS]
-        for part in [growth.run_limits] * arguments.limits + [growth.run] * arguments.growth:
-            num_failed += part(str(source.path), ours, arguments.quick, results)
-    return num_failed
+
+def _run_here(parts: Sequence[str], arguments: argparse.Namespace, model: str, results: Results) -> int:
+    """What looks at the engine in this process."""
+    if not parts:
+        return 0
+    from benchmarks.cpu import engine, growth, profile
+
+    runs = {"limits": growth.run_limits, "growth": growth.run, "profile": profile.run}
+    ours = [name for name in arguments.servers if name in engine.OPTIONS]
+    if not ours:
+        raise ConfigError(f"--{parts[0]} measures Octavo: name one of {', '.join(engine.OPTIONS)} in --servers")
+    return sum(runs[part](model, ours, arguments.quick, results) for part in parts)
 
 
 def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Results) -> int:

@@ -181,7 +181,8 @@ def _llama_package(name: str, file: Path, given: Setting) -> Server:
 def _vllm(name: str, given: Setting) -> Server:
     if not given.vllm_python:
         raise Skipped("not installed (--vllm-python)")
-    command = [given.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder_of(given))]
+    # Not `vllm serve`: it asks for the version of a package called vllm, which the one for CPUs is not.
+    command = [given.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(given))]
     command += ["--host", "127.0.0.1", "--port", PORT, "--served-model-name", MODEL_NAME, "--dtype", "float32"]
     command += ["--max-model-len", str(given.longest)]
     environment = {
@@ -192,7 +193,9 @@ def _vllm(name: str, given: Setting) -> Server:
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONSAFEPATH": "1",
     }
-    return Server(name, tuple(command), environment, start_limit_s=_VLLM_START_S, is_float32=True, remark="vllm serve")
+    return Server(
+        name, tuple(command), environment, start_limit_s=_VLLM_START_S, is_float32=True, remark="vLLM's OpenAI server"
+    )
 
 
 def folder_of(given: Setting) -> Path:

@@ -16,6 +16,7 @@ from benchmarks.cpu.servers import DidNotStart, Server, started
 from benchmarks.cpu.targets import OCTAVO, OCTAVO_FLOAT32, TARGETS
 from benchmarks.gpu.show import Results
 from octavo import LLM
+from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.text import load_text
 from octavo.weights.checkpoint import open_checkpoint
@@ -142,7 +143,7 @@ def test_peers_serve_the_same_file_under_the_same_name(model: Path, tmp_path: Pa
     slots = dict(zip(by_name["llama.cpp"].command, by_name["llama.cpp"].command[1:], strict=False))
     assert int(slots["--ctx-size"]) // int(slots["--parallel"]) >= max(load.longest for load in loads.QUICK)
     # What vLLM is given was made of the file, and is the same model.
-    folder = Path(by_name["vllm-float32"].command[by_name["vllm-float32"].command.index("serve") + 1])
+    folder = Path(by_name["vllm-float32"].command[by_name["vllm-float32"].command.index("--model") + 1])
     ours, theirs = (dict(open_checkpoint(path).tensors("cpu", torch.float32)) for path in (model, folder))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     words, again = load_text(model), load_text(folder)
@@ -248,7 +249,7 @@ def test_the_loss_of_a_text_is_that_of_its_tokens_one_by_one(
     windows = [window[:40] for window in perplexity.cut(model)[:2]]
     losses = perplexity.octavo_losses(given, {"dtype": "float32"}, windows)
     seen: list[torch.Tensor] = []
-    with LLM(str(model), dtype="float32", kv_cache_memory_bytes=2**20) as llm:
+    with LLM(str(model), dtype="float32", kv_cache_memory_bytes=2**20, enforce_eager=True) as llm:
         runner = llm._loop.executor._runner  # type: ignore[attr-defined]
         head = runner.model.logits
         runner.model.logits = lambda hidden: seen.append(head(hidden).clone()) or head(hidden)
@@ -265,20 +266,39 @@ def test_the_loss_of_a_text_is_that_of_its_tokens_one_by_one(
     assert f"\n{perplexity.WINDOW - 1} tokens of 1 windows of {perplexity.WINDOW}" in printed
 
 
-def test_shares_of_the_machines_limits(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def needs_kernels() -> None:
     try:
         engine.ceilings(2**21)
-    except Exception as error:
-        if isinstance(error.__cause__, NoCompiler):
-            pytest.skip("no compiler here: the limits are measured with native kernels")
-        raise
+    except ConfigError as error:
+        assert isinstance(error.__cause__, NoCompiler)
+        pytest.skip("no compiler here: limits and operations are those of the native kernels")
+
+
+@pytest.mark.usefixtures("needs_kernels")
+def test_limits_growth_and_profile(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    assert main(["--quick", "--limits", "--model", str(model), "--servers", OCTAVO_FLOAT32, "--result", str(file)]) == 0
-    figures = json.loads(file.read_text())["limits"][OCTAVO_FLOAT32]
+    parts = ["--limits", "--growth", "--profile"]
+    assert main(["--quick", *parts, "--model", str(model), "--servers", OCTAVO_FLOAT32, "--result", str(file)]) == 0
+    result = json.loads(file.read_text())
+    figures = result["limits"][OCTAVO_FLOAT32]
     assert [figure["batch"] for figure in figures] == [1, 8, 32]
-    num_weights = sum(tensor.numel() for _, tensor in open_checkpoint(model).tensors("cpu", torch.float32))
-    matrices = num_weights - (2 * LAYERS + 1) * HIDDEN
+    tensors = dict(open_checkpoint(model).tensors("cpu", torch.float32))
+    matrices = sum(tensor.numel() for tensor in tensors.values() if tensor.dim() == 2)
     assert [figure["operations"] for figure in figures] == [2 * matrices * batch for batch in (1, 8, 32)]
     for figure in figures:
         assert figure["bytes"] > 4 * matrices and figure["bandwidth_share"] > 0 and 0 < figure["rate_share"] < 1
-    assert "GB/s read" in capsys.readouterr().out
+    points = result[f"growth of {OCTAVO_FLOAT32}"]["points"]
+    assert {point["batch"] for point in points} == {1, 2, 4, 8, 16, 32, 64}
+    assert max(point["context"] for point in points) > 4096 * 0.125 - 40
+    operations = {found["name"]: found for found in result["profile"][OCTAVO_FLOAT32]["operations"]}
+    assert operations["attend"]["count"] == LAYERS and all(found["ms"] >= 0 for found in operations.values())
+    columns = HIDDEN + 2 * HIDDEN // HEADS * KV_HEADS
+    assert operations[f"linear {HIDDEN} → {columns}"]["bytes"] == 4 * LAYERS * HIDDEN * columns
+    printed = capsys.readouterr().out
+    assert "GB/s read" in printed and "plan, assemble, sample, hand over" in printed
+
+
+def test_parts_that_look_into_octavo_need_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--growth", "--model", str(model), "--servers", "llama.cpp"]) == 2
+    assert "--growth measures Octavo: name one of octavo, octavo-float32 in --servers" in capsys.readouterr().err
