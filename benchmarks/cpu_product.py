@@ -19,12 +19,13 @@ import torch
 
 from octavo.kernels.cpu import library
 from octavo.kernels.cpu.library import (
+    GGUF_KINDS,
     PANEL,
+    QUANTS,
     Kind,
     PackedWeight,
     Threads,
     aligned,
-    pack_quantised,
     prepare,
     product_call,
     products,
@@ -41,20 +42,20 @@ SHAPES = {  # name: (inputs, outputs)
     "1.1B down": (5632, 2048),
 }
 CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # of one timed call, at most
-KINDS = {
-    "int8": Kind.CODES8,
-    "q4_0": Kind.CODES4,
-    "q4_1": Kind.CODES4_MINIMUM,
-    "bfloat16": Kind.BFLOAT16,
-    "float32": Kind.FLOAT32,
-}
+KINDS = {type.lower(): kind for type, kind in GGUF_KINDS.items()} | {"bfloat16": Kind.BFLOAT16, "float32": Kind.FLOAT32}
 
 
 def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) -> PackedWeight:
-    rows = torch.randn(num_columns, depth)
-    if kind.is_quantised:
-        return pack_quantised(threads, rows, kind)
-    return library.pack(threads, rows.bfloat16() if kind == Kind.BFLOAT16 else rows, kind)
+    if not kind.is_quantised:
+        rows = torch.randn(num_columns, depth)
+        return library.pack(threads, rows.bfloat16() if kind == Kind.BFLOAT16 else rows, kind)
+    weights, num_bytes = QUANTS[kind]
+    quants = torch.randint(0, 256, (num_columns, depth // weights, num_bytes), dtype=torch.uint8)
+    halves = quants.view(torch.float16)  # [N, quants, half of the bytes]
+    halves[..., -1 if kind == Kind.CODES6_NESTED else 0] = 0.01
+    if kind not in (Kind.CODES8, Kind.CODES4, Kind.CODES5, Kind.CODES6_NESTED):
+        halves[..., 1] = 0.1  # of the minimum
+    return library.pack(threads, quants.flatten(1), kind)
 
 
 def copies_of(threads: Threads, kind: Kind, depth: int, num_columns: int, copies: int) -> list[PackedWeight]:
@@ -167,7 +168,7 @@ def main() -> None:
     for kind_name in arguments.kinds:
         ceiling = rate if KINDS[kind_name].is_quantised else rate / 4
         for shape, (depth, num_columns) in SHAPES.items():
-            if arguments.shapes not in shape:
+            if arguments.shapes not in shape or depth % QUANTS.get(KINDS[kind_name], (1, 0))[0]:
                 continue
             size, read, taken = measure(
                 threads, KINDS[kind_name], depth, num_columns, arguments.rows, arguments.megabytes, arguments.rounds

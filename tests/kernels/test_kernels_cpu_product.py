@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from octavo.kernels.cpu import build, elementwise, library
 from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, pack, pack_quantised, prepare, product
 from octavo.weights.gguf_tensors import dequantise
+from tests.kernels import cpu_product_model as model
+from tests.kernels.cpu_product_model import QUANTS, random_quants
 
 try:
     library.library()
@@ -18,8 +20,7 @@ except build.NoCompiler as error:  # nothing to test
 
 PACKED = list(GGUF_KINDS.values())
 ISAS = ["avx512vnni", "avx2", "portable"]
-QUANT_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
-NAMES = {kind: name for name, kind in GGUF_KINDS.items()}
+TYPES = {kind: type for type, kind in GGUF_KINDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,7 @@ def isa(request):
 
 
 def quants(kind: Kind, num_columns: int, depth: int, seed: int) -> torch.Tensor:
-    """Random GGUF rows, every code possible: uint8 [N, bytes of a row]."""
-    rng = np.random.default_rng(seed)
-    num_bytes = QUANT_BYTES[NAMES[kind]]
-    rows = rng.integers(0, 256, (num_columns, depth // 32, num_bytes), dtype=np.uint8)
-    rows[..., :2] = rng.normal(0, 0.02, (num_columns, depth // 32, 1)).astype(np.float16).view(np.uint8)
-    if kind == Kind.CODES4_MINIMUM:
-        rows[..., 2:4] = rng.normal(0, 0.1, (num_columns, depth // 32, 1)).astype(np.float16).view(np.uint8)
-    return torch.from_numpy(rows.reshape(num_columns, -1))
+    return random_quants(TYPES[kind], num_columns, depth, seed)
 
 
 def activations(num_rows: int, depth: int, seed: int) -> torch.Tensor:
@@ -56,47 +50,6 @@ def activations(num_rows: int, depth: int, seed: int) -> torch.Tensor:
     x[0, :32] = 0
     x[-1, -32:] *= 1e-20
     return x
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """float32 fused multiply-add. The product is exact in float64; where the sum is not, rounding it to odd there makes
-    the second rounding, to float32, the only one."""
-    product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
-    total = product + addend
-    back = total - product
-    error = (product - (total - back)) + (addend - back)
-    bits = total.view(np.int64)
-    away = np.where((error > 0) == (total > 0), 1, -1)
-    odd = np.where((error != 0) & (bits & 1 == 0), bits + away, bits).view(np.float64)
-    return odd.astype(np.float32)
-
-
-def model(x: np.ndarray, rows: np.ndarray, kind: Kind) -> np.ndarray:
-    """The kernel's arithmetic: integers within a group, then one float32 chain over the groups."""
-    num_rows, depth = x.shape
-    groups = x.reshape(num_rows, -1, 32)
-    largest = np.abs(groups).max(-1)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(largest > np.float32(1e-30), np.float32(127) / largest, np.float32(0)).astype(np.float32)
-    codes = np.rint(groups * inverse[..., None]).astype(np.int64)
-    scale = largest / np.float32(127)
-    scaled_sum = scale * codes.sum(-1).astype(np.float32)
-
-    quant = rows.reshape(len(rows), depth // 32, -1)
-    half = lambda at: np.ascontiguousarray(quant[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)  # noqa: E731
-    if kind == Kind.CODES8:
-        weights = quant[..., 2:].view(np.int8).astype(np.int64)
-    else:
-        packed = quant[..., 4 if kind == Kind.CODES4_MINIMUM else 2 :]
-        weights = np.concatenate([packed & 15, packed >> 4], -1).astype(np.int64)
-        weights -= 8 if kind == Kind.CODES4 else 0
-    dots = np.einsum("mgk,ngk->gmn", codes, weights).astype(np.float32)
-    y = np.zeros((num_rows, len(rows)), np.float32)
-    for group in range(depth // 32):
-        y = fma(dots[group], half(0)[:, group] * scale[:, group, None], y)
-        if kind == Kind.CODES4_MINIMUM:
-            y = fma(np.broadcast_to(half(2)[:, group], y.shape), scaled_sum[:, group, None], y)
-    return y
 
 
 def run(threads: Threads, x: torch.Tensor, weight: PackedWeight, **options) -> torch.Tensor:
@@ -113,15 +66,41 @@ def run(threads: Threads, x: torch.Tensor, weight: PackedWeight, **options) -> t
 )
 def test_packed_is_the_model_to_the_bit(threads, isa, kind, shape):
     num_rows, num_columns, depth = shape
+    depth = depth if QUANTS[TYPES[kind]][0] == 32 else -(-depth // 256) * 256
     rows, x = quants(kind, num_columns, depth, seed=1), activations(num_rows, depth, seed=2)
-    expected = model(x.numpy(), rows.numpy(), kind)
+    expected = model.product(x.numpy(), model.decode(rows.numpy(), TYPES[kind]))
     assert torch.equal(run(threads, x, pack(threads, rows, kind)), torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize("kind", PACKED)
+def test_the_model_decodes_as_the_loader_does(kind):
+    rows = quants(kind, 20, 512, seed=10)
+    expected = dequantise(rows.flatten(), TYPES[kind]).view(20, 512)
+    assert torch.equal(torch.from_numpy(model.decode(rows.numpy(), TYPES[kind]).weights()), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        (Kind.CODES8, 8.5),
+        (Kind.CODES4, 4.5),
+        (Kind.CODES4_MINIMUM, 5),
+        (Kind.CODES5, 5.5),
+        (Kind.CODES5_MINIMUM, 6),
+        (Kind.CODES4_NESTED, 4.625),
+        (Kind.CODES5_NESTED, 5.625),
+        (Kind.CODES6_NESTED, 6.5625),
+        (Kind.BFLOAT16, 16),
+    ],
+)
+def test_packed_takes_no_more_than_its_bits(kind, bits):
+    assert library.library().octavo_packed_bytes(kind, 64, 2048) == 64 * 2048 * bits / 8
+
+
+@pytest.mark.parametrize("kind", PACKED)
 def test_packed_is_near_the_product_in_float(threads, kind):
-    rows, x = quants(kind, 320, 576, seed=3), torch.randn(9, 576)
-    weights = dequantise(rows.flatten(), NAMES[kind]).view(320, 576)
+    rows, x = quants(kind, 320, 768, seed=3), torch.randn(9, 768)
+    weights = dequantise(rows.flatten(), TYPES[kind]).view(320, 768)
     expected = x.double() @ weights.double().T
     error = (run(threads, x, pack(threads, rows, kind)) - expected).norm() / expected.norm()
     assert error < 0.008
@@ -133,7 +112,7 @@ def test_float_is_the_chain_over_depth(threads, isa, shape):
     w, x = torch.randn(num_columns, depth), torch.randn(num_rows, depth)
     expected = np.zeros((num_rows, num_columns), np.float32)
     for k in range(depth):
-        expected = fma(np.broadcast_to(x.numpy()[:, k, None], expected.shape), w.numpy()[:, k][None], expected)
+        expected = model.fma(np.broadcast_to(x.numpy()[:, k, None], expected.shape), w.numpy()[:, k][None], expected)
     assert torch.equal(run(threads, x, pack(threads, w, Kind.FLOAT32)), torch.from_numpy(expected))
 
 
@@ -149,9 +128,9 @@ def test_bfloat16_is_float_with_the_widened_weights(threads, isa, shape):
 
 @pytest.fixture(scope="module")
 def weights(threads):
-    made = {kind: pack(threads, quants(kind, 7 * 32, 192, seed=4), kind) for kind in PACKED}
-    made[Kind.FLOAT32] = pack(threads, torch.randn(7 * 32, 192), Kind.FLOAT32)
-    made[Kind.BFLOAT16] = pack(threads, torch.randn(7 * 32, 192).bfloat16(), Kind.BFLOAT16)
+    made = {kind: pack(threads, quants(kind, 7 * 32, 256, seed=4), kind) for kind in PACKED}
+    made[Kind.FLOAT32] = pack(threads, torch.randn(7 * 32, 256), Kind.FLOAT32)
+    made[Kind.BFLOAT16] = pack(threads, torch.randn(7 * 32, 256).bfloat16(), Kind.BFLOAT16)
     return made
 
 
@@ -164,7 +143,7 @@ def weights(threads):
     seed=st.integers(0, 2**31),
 )
 def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_threads, gated, seed):
-    x, alone, together = activations(num_rows, 192, seed), Threads(1), Threads(num_threads)
+    x, alone, together = activations(num_rows, 256, seed), Threads(1), Threads(num_threads)
     try:
         whole = run(together, x, weights[kind], gated=gated)
         for row in {0, num_rows // 2, num_rows - 1}:
@@ -178,7 +157,7 @@ def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_thread
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_instruction_sets_agree_to_the_bit(threads, weights, kind):
-    x, before, seen = activations(11, 192, seed=5), library.isa(), {}
+    x, before, seen = activations(11, 256, seed=5), library.isa(), {}
     try:
         for name in ISAS:
             if library.use_isa(name):
@@ -191,7 +170,7 @@ def test_instruction_sets_agree_to_the_bit(threads, weights, kind):
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("num_rows", [1, 8])
 def test_finishes(threads, isa, weights, kind, num_rows):
-    x, width = activations(num_rows, 192, seed=6), 7 * 32
+    x, width = activations(num_rows, 256, seed=6), 7 * 32
     plain = run(threads, x, weights[kind])
     bias, residual = torch.randn(width), torch.randn(num_rows, width)
     assert torch.equal(run(threads, x, weights[kind], bias=bias), plain + bias)
@@ -212,9 +191,9 @@ def test_rows_of_a_wider_tensor_and_a_ragged_end(threads):
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_columns_come_back(threads, kind):
-    rows, ids = quants(kind, 37, 96, seed=8), torch.tensor([36, 0, 17, 16, 0])
-    expected = dequantise(rows.flatten(), NAMES[kind]).view(37, 96)[ids]
-    torch.testing.assert_close(pack(threads, rows, kind).columns(ids), expected, rtol=1e-6, atol=1e-7)
+    rows, ids = quants(kind, 37, 512, seed=8), torch.tensor([36, 0, 17, 16, 0])
+    expected = dequantise(rows.flatten(), TYPES[kind]).view(37, 512)[ids]
+    assert torch.equal(pack(threads, rows, kind).columns(ids), expected)
 
 
 def test_float_columns_come_back(threads):

@@ -27,6 +27,11 @@ class Kind(IntEnum):
     CODES4 = 2  # Q4_0
     CODES4_MINIMUM = 3  # Q4_1
     BFLOAT16 = 4
+    CODES5 = 5  # Q5_0
+    CODES5_MINIMUM = 6  # Q5_1
+    CODES4_NESTED = 7  # Q4_K
+    CODES5_NESTED = 8  # Q5_K
+    CODES6_NESTED = 9  # Q6_K
 
     @property
     def is_quantised(self) -> bool:
@@ -34,9 +39,28 @@ class Kind(IntEnum):
         return self not in (Kind.FLOAT32, Kind.BFLOAT16)
 
 
-GGUF_KINDS = {"Q8_0": Kind.CODES8, "Q4_0": Kind.CODES4, "Q4_1": Kind.CODES4_MINIMUM}
+GGUF_KINDS = {
+    "Q8_0": Kind.CODES8,
+    "Q4_0": Kind.CODES4,
+    "Q4_1": Kind.CODES4_MINIMUM,
+    "Q5_0": Kind.CODES5,
+    "Q5_1": Kind.CODES5_MINIMUM,
+    "Q4_K": Kind.CODES4_NESTED,
+    "Q5_K": Kind.CODES5_NESTED,
+    "Q6_K": Kind.CODES6_NESTED,
+}
 _PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
-_QUANT_BYTES = {Kind.CODES8: 34, Kind.CODES4: 18, Kind.CODES4_MINIMUM: 20}
+QUANTS = {  # weights and bytes of one quant
+    Kind.CODES8: (32, 34),
+    Kind.CODES4: (32, 18),
+    Kind.CODES4_MINIMUM: (32, 20),
+    Kind.CODES5: (32, 22),
+    Kind.CODES5_MINIMUM: (32, 24),
+    Kind.CODES4_NESTED: (256, 144),
+    Kind.CODES5_NESTED: (256, 176),
+    Kind.CODES6_NESTED: (256, 210),
+}
+_ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # what pack_quantised makes
 
 
 class _Product(ctypes.Structure):
@@ -151,14 +175,15 @@ def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
         assert rows.dtype == _PLAIN[kind]
         depth = rows.shape[1]
     else:
-        assert rows.dtype == torch.uint8 and rows.shape[1] % _QUANT_BYTES[kind] == 0
-        depth = rows.shape[1] // _QUANT_BYTES[kind] * GROUP
+        weights, num_bytes = QUANTS[kind]
+        assert rows.dtype == torch.uint8 and rows.shape[1] % num_bytes == 0
+        depth = rows.shape[1] // num_bytes * weights
     return _packed(library().octavo_pack, threads, rows, kind, depth)
 
 
 def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
-    """float32 rows [N, K], rounded to `kind` here."""
-    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind.is_quantised
+    """float32 rows [N, K], rounded here to `kind`: CODES8, CODES4 or CODES4_MINIMUM."""
+    assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind in _ROUNDED
     return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
 
 

@@ -1,19 +1,23 @@
 // y = x · Wᵀ on a CPU: the C interface of the product kernels, and how weights and activations lie in memory.
 // Knows nothing of models, nor of who allocated what: pointers and sizes in, numbers out. Nothing here allocates.
 //
-// Weights. 16 output columns (rows of W) form a panel, so that one 64-byte load feeds 16 of them with four K-values each.
-// Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them), padded to
-// 64 bytes, then for every group of 32 K-values 8 (8 bits) or 4 (4 bits) vectors of 16 columns × 4 bytes. A nibble vector v
-// holds K-values 4v … 4v+3 in its low halves and 16+4v … in its high ones, as GGUF does. Codes are unsigned:
+// Weights. 16 output columns (rows of W) form a panel: one 64-byte load feeds 16 of them with four K-values each.
+// Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them),
+// padded to 64 bytes, then the codes, group of 32 K-values after group. Codes are unsigned:
 //   weight = scale · (code − centre)      or, with a minimum,      weight = scale · code + minimum.
+// Nested kinds have bytes for scales and minimums, each times an outer float16 of its 256 K-values, which follow:
+// exact, and fewer bytes than their products would take. CODES6_NESTED has two runs of 16 in a group, each with a scale
+// of its own. A run's codes are vectors of 16 columns × 4 bytes. With 8 bits, vector v holds K-values 4v … 4v+3. With
+// fewer, it holds those in its low halves, and in its high ones 4v … of the run's second half; a last vector holds the
+// bits above the fourth: those of K-values 4j … 4j+3 are bits j (5 bits), or 2j and 2j+1 (6 bits), of its bytes.
 // Plain, a panel is [K] vectors of 16 float32, or [K / 2] of 16 pairs of bfloat16, the even K-value in the low half.
 // Columns and K-values that pad a panel are zero.
 //
 // Activations are prepared once and serve several products. Rows are cut into tiles of nearly equal height, at most
 // tile_rows of the running instruction set; a tile holds, group after group, its rows' records.
 //
-// Every element of y is the same chain of operations over K, group after group, whatever the number of rows, the tile, the
-// thread or the instruction set: the same row gives the same bits in any batch.
+// Every element of y is the same chain of operations over K, group after group, whatever the number of rows, the tile,
+// the thread or the instruction set: the same row gives the same bits in any batch.
 #pragma once
 
 #include <stdint.h>
@@ -28,15 +32,21 @@ enum OctavoKind {
   OCTAVO_CODES4 = 2,          // 4 bits, centre 8: Q4_0
   OCTAVO_CODES4_MINIMUM = 3,  // 4 bits and a minimum: Q4_1
   OCTAVO_BFLOAT16 = 4,        // half of float32's bytes, its arithmetic: the bits of FLOAT32 with the widened weights
+  OCTAVO_CODES5 = 5,          // 5 bits, centre 16: Q5_0
+  OCTAVO_CODES5_MINIMUM = 6,  // 5 bits and a minimum: Q5_1
+  OCTAVO_CODES4_NESTED = 7,   // 4 bits and a minimum: Q4_K
+  OCTAVO_CODES5_NESTED = 8,   // 5 bits and a minimum: Q5_K
+  OCTAVO_CODES6_NESTED = 9,   // 6 bits, centre 32: Q6_K
 };
 
 enum OctavoFinish {
   OCTAVO_FINISH_PLAIN = 0,  // y [rows, columns] = x · Wᵀ (+ bias) (+ residual)
-  OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up; W is gate's columns, then up's, each a multiple of 16
+  // W is gate's columns, then up's, each a multiple of 16.
+  OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up
 };
 
-// A group of 32 activations of one row. One that has a NaN or an infinity has codes of 0 and a scale of NaN: whatever it is
-// multiplied by, the row's results say NaN.
+// A group of 32 activations of one row. One that has a NaN or an infinity has codes of 0 and a scale of NaN: whatever
+// it is multiplied by, the row's results say NaN.
 typedef struct {
   int8_t codes[32];
   float scale;
@@ -56,7 +66,7 @@ typedef struct {
   int32_t kind, finish;
 } OctavoProduct;
 
-// "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0 if it cannot run).
+// "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0: cannot).
 const char* octavo_isa(void);
 int octavo_use_isa(const char* name);
 // Rows of a tile of activations prepared for packed weights, at most; changes with the instruction set.
@@ -65,9 +75,11 @@ int32_t octavo_packed_tile_rows(void);
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
 
-// rows [num_columns, depth]: float32, bfloat16, or GGUF quants of the kind, whose depth is a multiple of 32.
-void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed);
-// float32 rows [num_columns, depth] quantised here: round to nearest, scale from the group's largest (or range, with minimum).
+// rows [num_columns, depth]: float32, bfloat16, or GGUF quants of the kind; depth is whole quants, of 32 (nested: 256).
+void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth,
+                 void* packed);
+// float32 rows [num_columns, depth] quantised here, to CODES8, CODES4 or CODES4_MINIMUM: round to nearest, scale from
+// the group's largest (or range, with minimum).
 void octavo_pack_quantised(octavo::Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
                            void* packed);
 // out [num_ids, depth]: single columns of W as float32, so that an embedding tied to the head needs no second copy.
@@ -75,8 +87,8 @@ void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int6
                          int64_t num_ids, float* out);
 
 // x [num_rows, depth] with x_stride floats from row to row → prepared, 64-byte aligned.
-void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth,
-                    void* prepared);
+void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows,
+                    int64_t depth, void* prepared);
 void octavo_product(octavo::Threads* threads, const OctavoProduct* product);
 // One after the other, without going back to the caller in between.
 void octavo_products(octavo::Threads* threads, const OctavoProduct* products, int64_t num_products);
@@ -91,6 +103,7 @@ namespace octavo {
 
 constexpr int kPanel = 16;   // columns
 constexpr int kGroup = 32;   // K-values with a scale of their own
+constexpr int kOuter = 256;  // K-values with an outer scale
 constexpr int kSlice = 16;   // K-values of a record of plain activations
 
 // Shares of the work, for callers that are inside Threads::run already.
@@ -116,19 +129,51 @@ static inline int64_t round_up(int64_t value, int64_t to) { return (value + to -
 
 static inline constexpr bool is_packed(int kind) { return kind != OCTAVO_FLOAT32 && kind != OCTAVO_BFLOAT16; }
 
-// Bytes of a panel's scales (and minimums), which come before its codes.
-static inline int64_t scale_bytes(int kind, int64_t depth) {
-  if (!is_packed(kind)) return 0;
-  return round_up(depth / kGroup * kPanel * 2 * (kind == OCTAVO_CODES4_MINIMUM ? 2 : 1), 64);
+struct Form {
+  int bits;
+  bool has_minimum, is_nested;
+  int runs;  // in a group
+
+  constexpr int width() const { return is_nested ? 1 : 2; }  // bytes of a scale
+  constexpr int parts() const { return 8 / runs; }           // of a run: 4 K-values each
+  constexpr int above() const { return bits == 8 ? 0 : bits - 4; }
+  constexpr int nibbles() const { return bits == 8 ? 0 : parts() / 2; }  // vectors of a run
+  constexpr int vectors() const { return bits == 8 ? parts() : nibbles() + (above() != 0); }
+};
+
+static inline constexpr Form form_of(int kind) {  // of a packed kind
+  switch (kind) {
+    case OCTAVO_CODES8: return {8, false, false, 1};
+    case OCTAVO_CODES4: return {4, false, false, 1};
+    case OCTAVO_CODES4_MINIMUM: return {4, true, false, 1};
+    case OCTAVO_CODES5: return {5, false, false, 1};
+    case OCTAVO_CODES5_MINIMUM: return {5, true, false, 1};
+    case OCTAVO_CODES4_NESTED: return {4, true, true, 1};
+    case OCTAVO_CODES5_NESTED: return {5, true, true, 1};
+    default: return {6, false, true, 2};
+  }
+}
+
+// Where things lie in a packed panel, in bytes.
+struct Places {
+  int64_t minimums, outer_scales, outer_minimums, codes, end;
+};
+
+static inline Places places_of(int kind, int64_t depth) {
+  const Form form = form_of(kind);
+  const int64_t num_groups = depth / kGroup, outer = form.is_nested ? depth / kOuter * kPanel * 2 : 0;
+  Places places;
+  places.minimums = num_groups * form.runs * kPanel * form.width();
+  places.outer_scales = places.minimums + (form.has_minimum ? num_groups * kPanel * form.width() : 0);
+  places.outer_minimums = places.outer_scales + outer;
+  places.codes = round_up(places.outer_minimums + (form.has_minimum ? outer : 0), 64);
+  places.end = places.codes + num_groups * form.runs * form.vectors() * 64;
+  return places;
 }
 
 static inline int64_t panel_bytes(int kind, int64_t depth) {
-  switch (kind) {
-    case OCTAVO_FLOAT32: return round_up(depth, kSlice) * kPanel * 4;
-    case OCTAVO_BFLOAT16: return round_up(depth, kSlice) * kPanel * 2;
-    case OCTAVO_CODES8: return scale_bytes(kind, depth) + depth * kPanel;
-    default: return scale_bytes(kind, depth) + depth * kPanel / 2;
-  }
+  if (is_packed(kind)) return places_of(kind, depth).end;
+  return round_up(depth, kSlice) * kPanel * (kind == OCTAVO_FLOAT32 ? 4 : 2);
 }
 
 // Where tile number `tile` of a batch begins, for 0 … num_tiles: heights differ by one at most.

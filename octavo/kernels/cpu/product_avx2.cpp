@@ -31,6 +31,10 @@ struct Lanes {
     const __m128i* halves = static_cast<const __m128i*>(at);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
+  static Floats load_small(const void* at) {  // 16 bytes with a sign
+    const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
+    return to_float({_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))});
+  }
   // The halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(pairs.b, 16))};
@@ -98,19 +102,30 @@ struct Lanes {
   }
   static Bytes high_halves(Bytes x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 
-  // HALVES: weights are at most 15, and pairs of products fit 16 bits. Else they would not: even and odd bytes are
+  // weights | (plane moved by SHIFT & MASK), in every byte
+  template <int SHIFT, int MASK>
+  static Bytes with_bits(Bytes weights, Bytes plane) {
+    const auto with = [](__m256i half, __m256i bits) {
+      if (SHIFT > 0) bits = _mm256_slli_epi16(bits, SHIFT > 0 ? SHIFT : 0);
+      if (SHIFT < 0) bits = _mm256_srli_epi16(bits, SHIFT < 0 ? -SHIFT : 0);
+      return _mm256_or_si256(half, _mm256_and_si256(bits, _mm256_set1_epi8(MASK)));
+    };
+    return {with(weights.a, plane.a), with(weights.b, plane.b)};
+  }
+
+  // SMALL: weights are at most 127, and pairs of products fit 16 bits. Else they would not: even and odd bytes are
   // multiplied apart, as 16-bit numbers.
-  template <bool HALVES>
+  template <bool SMALL>
   static __m256i dot_half(__m256i sum, __m256i weights, __m256i x) {
-    if (HALVES) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+    if (SMALL) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(weights, _mm256_set1_epi16(255)),
                                            _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(weights, 8), _mm256_srai_epi16(x, 8));
     return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
   }
-  template <bool HALVES>
+  template <bool SMALL>
   static Ints dot(Ints sum, Bytes weights, Bytes x) {
-    return {dot_half<HALVES>(sum.a, weights.a, x.a), dot_half<HALVES>(sum.b, weights.b, x.b)};
+    return {dot_half<SMALL>(sum.a, weights.a, x.a), dot_half<SMALL>(sum.b, weights.b, x.b)};
   }
 };
 

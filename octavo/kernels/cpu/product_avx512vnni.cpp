@@ -13,8 +13,9 @@ struct Lanes {
   using Floats = __m512;
   using Ints = __m512i;
   using Bytes = __m512i;
-  // Of 32 registers: 10 sums of integers and 10 of floats for two panels; the rest are weights, activations, scales. Five
-  // rows measured 2 to 5 % above six to eight: loads do not bound it, and what follows a group needs room to overlap.
+  // Of 32 registers: 10 sums of integers and 10 of floats for two panels; the rest are weights, activations, scales.
+  // Five rows measured 2 to 5 % above six to eight: loads do not bound it, and what follows a group needs room to
+  // overlap.
   static constexpr int kPackedRows = 5;
   static constexpr int kFloatRows = 8;
 
@@ -23,6 +24,9 @@ struct Lanes {
   static void store(float* at, Floats value) { _mm512_storeu_ps(at, value); }
   static Floats load_halves(const void* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+  }
+  static Floats load_small(const void* at) {  // 16 bytes with a sign
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))));
   }
   // The halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -67,7 +71,14 @@ struct Lanes {
   }
   static Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
-  template <bool HALVES>
+  // weights | (plane moved by SHIFT & MASK), in every byte
+  template <int SHIFT, int MASK>
+  static Bytes with_bits(Bytes weights, Bytes plane) {
+    if (SHIFT > 0) plane = _mm512_slli_epi16(plane, SHIFT > 0 ? SHIFT : 0);
+    if (SHIFT < 0) plane = _mm512_srli_epi16(plane, SHIFT < 0 ? -SHIFT : 0);
+    return _mm512_ternarylogic_epi32(weights, plane, _mm512_set1_epi8(MASK), 0xf8);
+  }
+  template <bool SMALL>
   static Ints dot(Ints sum, Bytes weights, Bytes x) { return _mm512_dpbusd_epi32(sum, weights, x); }
 };
 

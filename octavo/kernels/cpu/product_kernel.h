@@ -1,6 +1,6 @@
-// The product kernels, written once over Lanes: included by one file per instruction set, inside its anonymous namespace.
-// Knows no instruction. Uses no inline function of the standard library: the linker could pick another file's copy, compiled
-// for a CPU this one is not.
+// The product kernels, written once over Lanes: included by one file per instruction set, in an anonymous namespace.
+// Knows no instruction. Uses no inline function of the standard library: the linker could pick another file's copy,
+// compiled for a CPU this one is not.
 //
 // Lanes gives: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows.
 
@@ -135,7 +135,8 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, i
     later.num_lines = mine.num_bytes * num_passed / 64 / (num_steps * tiles) + 1;
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
-      const int64_t ahead = num_rows == 1 ? kAhead : num_passed * mine.num_bytes + later.num_lines * 64 * num_steps * tile;
+      const int64_t passed = num_passed * mine.num_bytes + later.num_lines * 64 * num_steps * tile;
+      const int64_t ahead = num_rows == 1 ? kAhead : passed;
       Fetch fetch = later;
       fetch.at = mine.weights + panel * mine.num_bytes + ahead;
       (width == 1 ? single.of : pair.of)[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
@@ -150,7 +151,16 @@ void product_share(const OctavoProduct* product, const OctavoProduct* next, int 
     case OCTAVO_BFLOAT16: return share_of_product<FloatTile<OCTAVO_BFLOAT16>>(product, next, thread, num_threads);
     case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, next, thread, num_threads);
     case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, next, thread, num_threads);
-    default: return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, next, thread, num_threads);
+    case OCTAVO_CODES4_MINIMUM:
+      return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, next, thread, num_threads);
+    case OCTAVO_CODES5: return share_of_product<PackedTile<OCTAVO_CODES5>>(product, next, thread, num_threads);
+    case OCTAVO_CODES5_MINIMUM:
+      return share_of_product<PackedTile<OCTAVO_CODES5_MINIMUM>>(product, next, thread, num_threads);
+    case OCTAVO_CODES4_NESTED:
+      return share_of_product<PackedTile<OCTAVO_CODES4_NESTED>>(product, next, thread, num_threads);
+    case OCTAVO_CODES5_NESTED:
+      return share_of_product<PackedTile<OCTAVO_CODES5_NESTED>>(product, next, thread, num_threads);
+    default: return share_of_product<PackedTile<OCTAVO_CODES6_NESTED>>(product, next, thread, num_threads);
   }
 }
 

@@ -5,6 +5,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "product_gguf.h"
+
 namespace octavo {
 namespace {
 
@@ -20,36 +22,119 @@ uint16_t float_to_half(float value) {  // round to nearest even; weights' scales
 
 float half_to_float(uint16_t half) {
   const int exponent = half >> 10 & 31;
-  const float size = exponent ? ldexpf(static_cast<float>((half & 1023) | 1024), exponent - 25)
-                              : ldexpf(static_cast<float>(half & 1023), -24);
+  float size = ldexpf(static_cast<float>((half & 1023) | (exponent ? 1024 : 0)), exponent ? exponent - 25 : -24);
+  if (exponent == 31) size = half & 1023 ? NAN : INFINITY;
   return half & 0x8000 ? -size : size;
 }
 
-// One GGUF quant of 32 weights: its scale, its minimum (Q4_1) and its codes.
-constexpr int64_t quant_bytes(int kind) { return kind == OCTAVO_CODES8 ? 34 : kind == OCTAVO_CODES4 ? 18 : 20; }
-constexpr int64_t quant_header(int kind) { return kind == OCTAVO_CODES4_MINIMUM ? 4 : 2; }
+// body(a constant, of which .kind is the kind): compiled once for each, so that shifts and places are known.
+template <int KIND>
+struct Constant {
+  static constexpr int kind = KIND;
+};
 
-struct PanelWriter {
-  int kind;
-  int64_t num_groups;
-  uint8_t *scales, *codes;
+template <typename Body>
+void with_constant(int kind, Body body) {
+  switch (kind) {
+    case OCTAVO_CODES8: return body(Constant<OCTAVO_CODES8>());
+    case OCTAVO_CODES4: return body(Constant<OCTAVO_CODES4>());
+    case OCTAVO_CODES4_MINIMUM: return body(Constant<OCTAVO_CODES4_MINIMUM>());
+    case OCTAVO_CODES5: return body(Constant<OCTAVO_CODES5>());
+    case OCTAVO_CODES5_MINIMUM: return body(Constant<OCTAVO_CODES5_MINIMUM>());
+    case OCTAVO_CODES4_NESTED: return body(Constant<OCTAVO_CODES4_NESTED>());
+    case OCTAVO_CODES5_NESTED: return body(Constant<OCTAVO_CODES5_NESTED>());
+    default: return body(Constant<OCTAVO_CODES6_NESTED>());
+  }
+}
 
-  PanelWriter(int kind, int64_t depth, void* packed, int64_t panel) : kind(kind), num_groups(depth / kGroup) {
-    scales = static_cast<uint8_t*>(packed) + panel * panel_bytes(kind, depth);
-    codes = scales + scale_bytes(kind, depth);
-    memset(scales, 0, panel_bytes(kind, depth));
+// Groups of one column in and out of its panel.
+template <int KIND>
+struct Column {
+  static constexpr Form form = form_of(KIND);
+  static constexpr uint32_t kTop = kOnes * (form.above() == 2 ? 3 : 1);  // the bits above the fourth, moved down
+  Places places;
+  uint8_t* panel;
+  int64_t lane;
+
+  Column(int64_t depth, void* panel, int64_t lane)
+      : places(places_of(KIND, depth)), panel(static_cast<uint8_t*>(panel)), lane(lane) {}
+
+  uint8_t* scale(int64_t group, int run) const {
+    return panel + ((group * form.runs + run) * kPanel + lane) * form.width();
+  }
+  uint8_t* minimum(int64_t group) const { return panel + places.minimums + (group * kPanel + lane) * form.width(); }
+  uint8_t* outer(int64_t group) const {
+    return panel + places.outer_scales + (group / (kOuter / kGroup) * kPanel + lane) * 2;
+  }
+  uint8_t* outer_minimum(int64_t group) const { return outer(group) + places.outer_minimums - places.outer_scales; }
+  uint8_t* vectors(int64_t group, int run) const {
+    return panel + places.codes + (group * form.runs + run) * form.vectors() * 64 + lane * 4;
   }
 
-  void write(int64_t group, int lane, const uint8_t* quant) {
-    memcpy(scales + (group * kPanel + lane) * 2, quant, 2);
-    if (kind == OCTAVO_CODES4_MINIMUM) memcpy(scales + ((num_groups + group) * kPanel + lane) * 2, quant + 2, 2);
-    const uint8_t* source = quant + quant_header(kind);
-    const int num_vectors = kind == OCTAVO_CODES8 ? 8 : 4;
-    for (int v = 0; v < num_vectors; ++v) {
-      uint32_t four;
-      memcpy(&four, source + 4 * v, 4);
-      if (kind == OCTAVO_CODES8) four ^= 0x80808080u;  // signed → centred on 128
-      memcpy(codes + ((group * num_vectors + v) * kPanel + lane) * 4, &four, 4);
+  // The fields of a group and their places, for one who copies either way: copy(place, field, bytes).
+  template <typename Copy>
+  void scales(int64_t at, Group& group, Copy copy) const {
+    if (form.is_nested) {
+      for (int run = 0; run < form.runs; ++run) copy(scale(at, run), group.inner_scale + run, 1);
+      copy(outer(at), &group.scale, 2);
+      if (form.has_minimum) copy(minimum(at), &group.inner_minimum, 1);
+      if (form.has_minimum) copy(outer_minimum(at), &group.minimum, 2);
+    } else {
+      copy(scale(at, 0), &group.scale, 2);
+      if (form.has_minimum) copy(minimum(at), &group.minimum, 2);
+    }
+  }
+
+  void write(int64_t at, Group group) const {
+    scales(at, group, [](uint8_t* place, const void* field, size_t size) { memcpy(place, field, size); });
+    for (int run = 0; run < form.runs; ++run) {
+      uint8_t* to = vectors(at, run);
+      const uint32_t* parts = group.parts + run * form.parts();
+      uint32_t plane = 0;
+      for (int j = 0; j < form.parts(); ++j) plane |= (parts[j] >> 4 & kTop) << j * form.above();
+      for (int v = 0; v < form.vectors(); ++v) {
+        uint32_t word = parts[v];
+        if (form.bits != 8) {
+          const bool is_plane = v == form.nibbles();
+          word = is_plane ? plane : (word & kLowHalves) | (parts[v + form.nibbles()] & kLowHalves) << 4;
+        }
+        memcpy(to + v * 64, &word, 4);
+      }
+    }
+  }
+
+  Group read(int64_t at) const {
+    Group group = {};
+    scales(at, group, [](const uint8_t* place, void* field, size_t size) { memcpy(field, place, size); });
+    for (int run = 0; run < form.runs; ++run) {
+      const uint8_t* from = vectors(at, run);
+      uint32_t* parts = group.parts + run * form.parts();
+      const uint32_t plane = form.above() ? load_word(from + form.nibbles() * 64) : 0;
+      for (int j = 0; j < form.parts(); ++j) {
+        if (form.bits == 8) {
+          parts[j] = load_word(from + j * 64);
+        } else {
+          const bool is_low = j < form.nibbles();
+          const uint32_t word = load_word(from + (is_low ? j : j - form.nibbles()) * 64);
+          const uint32_t top = plane >> j * form.above() & kTop;
+          parts[j] = (is_low ? word & kLowHalves : word >> 4 & kLowHalves) | (form.above() ? top << 4 : 0);
+        }
+      }
+    }
+    return group;
+  }
+
+  void decode(int64_t at, float* out) const {
+    const Group group = read(at);
+    const float outer_scale = half_to_float(group.scale), outer_minimum = half_to_float(group.minimum);
+    const float minimum = form.is_nested ? outer_minimum * static_cast<float>(group.inner_minimum) : outer_minimum;
+    const int centre = form.has_minimum ? 0 : 1 << (form.bits - 1);
+    for (int k = 0; k < kGroup; ++k) {
+      const int8_t inner = group.inner_scale[form.runs == 2 ? k / 16 : 0];
+      const float scale = form.is_nested ? outer_scale * static_cast<float>(inner) : outer_scale;
+      const int code = static_cast<int>(group.parts[k / 4] >> k % 4 * 8 & 255);
+      out[k] = scale * static_cast<float>(code - centre);
+      if (form.has_minimum) out[k] += minimum;
     }
   }
 };
@@ -80,39 +165,50 @@ void read_plain_column(int kind, const void* panel, int64_t depth, int64_t lane,
   }
 }
 
-void put_nibble(uint8_t* codes, int k, int code) { codes[k & 15] |= static_cast<uint8_t>(code << (k < 16 ? 0 : 4)); }
-
 int clamp(float value, int low, int high) {
   return value < static_cast<float>(low) ? low : value > static_cast<float>(high) ? high : static_cast<int>(value);
 }
 
-void quantise_group(int kind, const float* weights, uint8_t* quant) {
+Group quantise_group(int kind, const float* weights) {
   float lowest = weights[0], highest = weights[0];
   for (int k = 1; k < kGroup; ++k) {
     lowest = fminf(lowest, weights[k]);
     highest = fmaxf(highest, weights[k]);
   }
-  memset(quant, 0, quant_bytes(kind));
   // The codes are cut by the scale as stored, so that its rounding costs nothing more.
   const float extreme = -lowest > highest ? lowest : highest;
-  const uint16_t scale_half = float_to_half(kind == OCTAVO_CODES8   ? fabsf(extreme) / 127.0f
-                                            : kind == OCTAVO_CODES4 ? extreme / -8.0f
-                                                                    : (highest - lowest) / 15.0f);
-  const uint16_t lowest_half = float_to_half(lowest);
-  const float scale = half_to_float(scale_half), from = half_to_float(lowest_half);
+  Group group = {};
+  group.scale = float_to_half(kind == OCTAVO_CODES8   ? fabsf(extreme) / 127.0f
+                              : kind == OCTAVO_CODES4 ? extreme / -8.0f
+                                                      : (highest - lowest) / 15.0f);
+  const bool has_minimum = kind == OCTAVO_CODES4_MINIMUM;
+  if (has_minimum) group.minimum = float_to_half(lowest);
+  const float scale = half_to_float(group.scale), from = half_to_float(group.minimum);
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-  memcpy(quant, &scale_half, 2);
-  if (kind == OCTAVO_CODES4_MINIMUM) memcpy(quant + 2, &lowest_half, 2);
-  uint8_t* codes = quant + quant_header(kind);
+  const int centre = has_minimum ? 0 : kind == OCTAVO_CODES8 ? 128 : 8, most = kind == OCTAVO_CODES8 ? 255 : 15;
   for (int k = 0; k < kGroup; ++k) {
-    switch (kind) {
-      case OCTAVO_CODES8:
-        codes[k] = static_cast<uint8_t>(clamp(nearbyintf(weights[k] * inverse), -127, 127));
-        break;
-      case OCTAVO_CODES4: put_nibble(codes, k, clamp(nearbyintf(weights[k] * inverse) + 8.0f, 0, 15)); break;
-      default: put_nibble(codes, k, clamp(nearbyintf((weights[k] - from) * inverse), 0, 15));
-    }
+    const float whole = nearbyintf((weights[k] - from) * inverse) + static_cast<float>(centre);
+    const int code = clamp(whole, kind == OCTAVO_CODES8 ? 1 : 0, most);
+    group.parts[k / 4] |= static_cast<uint32_t>(code) << k % 4 * 8;
   }
+  return group;
+}
+
+// group_of(column, group): a Group of the weight's column.
+template <int KIND, typename GroupOf>
+void write_panels(Threads* threads, int64_t num_columns, int64_t depth, void* packed, GroupOf group_of) {
+  const int64_t size = panel_bytes(KIND, depth);
+  parallel_for(threads, round_up(num_columns, kPanel) / kPanel, [=](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      uint8_t* to = static_cast<uint8_t*>(packed) + panel * size;
+      memset(to, 0, size);
+      for (int64_t lane = 0; lane < kPanel && panel * kPanel + lane < num_columns; ++lane) {
+        const Column<KIND> column(depth, to, lane);
+        for (int64_t group = 0; group < depth / kGroup; ++group)
+          column.write(group, group_of(panel * kPanel + lane, group));
+      }
+    }
+  });
 }
 
 }  // namespace
@@ -121,37 +217,30 @@ void quantise_group(int kind, const float* weights, uint8_t* quant) {
 using namespace octavo;
 
 void octavo_pack(Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed) {
+  if (is_packed(kind)) {
+    return with_constant(kind, [=](auto constant) {
+      constexpr int known = decltype(constant)::kind;
+      const int64_t row_bytes = depth / quant_weights(known) * quant_bytes(known);
+      write_panels<known>(threads, num_columns, depth, packed, [=](int64_t column, int64_t group) {
+        return read_quant(known, static_cast<const uint8_t*>(rows) + column * row_bytes, group);
+      });
+    });
+  }
   parallel_for(threads, round_up(num_columns, kPanel) / kPanel, [=](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      if (!is_packed(kind)) {
-        const bool wide = kind == OCTAVO_FLOAT32;
-        const auto pack_plain = wide ? pack_plain_panel<OCTAVO_FLOAT32, float> : pack_plain_panel<OCTAVO_BFLOAT16, uint16_t>;
-        pack_plain(rows, num_columns, depth, packed, panel);
-        continue;
-      }
-      PanelWriter writer(kind, depth, packed, panel);
-      for (int lane = 0; lane < kPanel && panel * kPanel + lane < num_columns; ++lane) {
-        const int64_t first = (panel * kPanel + lane) * (depth / kGroup);
-        for (int64_t group = 0; group < depth / kGroup; ++group)
-          writer.write(group, lane, static_cast<const uint8_t*>(rows) + (first + group) * quant_bytes(kind));
-      }
-    }
+    const bool wide = kind == OCTAVO_FLOAT32;
+    const auto pack_plain =
+        wide ? pack_plain_panel<OCTAVO_FLOAT32, float> : pack_plain_panel<OCTAVO_BFLOAT16, uint16_t>;
+    for (int64_t panel = begin; panel < end; ++panel) pack_plain(rows, num_columns, depth, packed, panel);
   });
 }
 
 void octavo_pack_quantised(Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
                            void* packed) {
-  parallel_for(threads, round_up(num_columns, kPanel) / kPanel, [=](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      PanelWriter writer(kind, depth, packed, panel);
-      for (int lane = 0; lane < kPanel && panel * kPanel + lane < num_columns; ++lane) {
-        for (int64_t group = 0; group < depth / kGroup; ++group) {
-          uint8_t quant[34];
-          quantise_group(kind, rows + (panel * kPanel + lane) * depth + group * kGroup, quant);
-          writer.write(group, lane, quant);
-        }
-      }
-    }
+  with_constant(kind, [=](auto constant) {
+    constexpr int known = decltype(constant)::kind;
+    write_panels<known>(threads, num_columns, depth, packed, [=](int64_t column, int64_t group) {
+      return quantise_group(known, rows + column * depth + group * kGroup);
+    });
   });
 }
 
@@ -164,24 +253,9 @@ void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, c
       read_plain_column(kind, panel, depth, lane, out);
       continue;
     }
-    const uint8_t* codes = panel + scale_bytes(kind, depth);
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
-    for (int64_t k = 0; k < depth; ++k) {
-      const int64_t group = k / kGroup, within = k % kGroup;
-      const float scale = half_to_float(scales[group * kPanel + lane]);
-      if (kind == OCTAVO_CODES8) {
-        const int code = codes[(k / 4 * kPanel + lane) * 4 + k % 4];
-        out[k] = scale * static_cast<float>(code - 128);
-        continue;
-      }
-      const uint8_t byte = codes[((group * 4 + within % 16 / 4) * kPanel + lane) * 4 + k % 4];
-      const int code = within < 16 ? byte & 15 : byte >> 4;
-      if (kind == OCTAVO_CODES4) {
-        out[k] = scale * static_cast<float>(code - 8);
-      } else {
-        const float minimum = half_to_float(scales[(depth / kGroup + group) * kPanel + lane]);
-        out[k] = minimum + scale * static_cast<float>(code);
-      }
-    }
+    with_constant(kind, [=](auto constant) {
+      const Column<decltype(constant)::kind> column(depth, const_cast<uint8_t*>(panel), lane);  // is read only
+      for (int64_t group = 0; group < depth / kGroup; ++group) column.decode(group, out + group * kGroup);
+    });
   }
 }

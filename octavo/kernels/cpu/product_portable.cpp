@@ -1,4 +1,4 @@
-// The product kernels in plain C++, for any CPU: lanes are arrays, and the compiler does what it can with them.
+// The product kernels in the compiler's own vectors, for any little-endian CPU: 16 lanes are four vectors of four.
 // Knows nothing of tiles and layouts: product_kernel.h does.
 #include "product.h"
 
@@ -8,72 +8,92 @@
 namespace octavo {
 namespace {
 
-float half_to_float(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
-  const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
-  uint32_t bits;
-  if (exponent == 0) {
-    const float small = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2⁻²⁴: subnormals, and zero
-    memcpy(&bits, &small, 4);
-    bits |= sign;
-  } else {
-    bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
-  }
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
+typedef float FourFloats __attribute__((vector_size(16)));
+typedef int32_t FourInts __attribute__((vector_size(16)));
+typedef uint32_t FourWords __attribute__((vector_size(16)));
+typedef int16_t EightShorts __attribute__((vector_size(16)));
+
+template <typename Vector, typename Function>
+inline __attribute__((always_inline)) Vector each(Function function) {
+  Vector out;
+  for (int i = 0; i < 4; ++i) out.v[i] = function(i);
+  return out;
 }
 
 struct Lanes {
   struct Floats {
-    float v[16];
+    FourFloats v[4];
   };
   struct Ints {
-    int32_t v[16];
+    FourInts v[4];
   };
   struct Bytes {
-    uint8_t v[64];
+    FourWords v[4];
   };
-  static constexpr int kPackedRows = 2;
+  static constexpr int kPackedRows = 1;
   static constexpr int kFloatRows = 2;
 
-  template <typename Function>
-  static Floats each(Function function) {
-    Floats out;
-    for (int i = 0; i < 16; ++i) out.v[i] = function(i);
+  template <typename Vector>
+  static Vector load_any(const void* at) {
+    Vector out;
+    memcpy(out.v, at, 64);
     return out;
   }
   template <typename Function>
-  static Ints each_int(Function function) {
-    Ints out;
-    for (int i = 0; i < 16; ++i) out.v[i] = function(i);
-    return out;
-  }
+  static Floats floats(Function function) { return each<Floats>(function); }
+  template <typename Function>
+  static Ints ints(Function function) { return each<Ints>(function); }
+  template <typename Function>
+  static Bytes bytes(Function function) { return each<Bytes>(function); }
 
-  static Floats splat(float value) { return each([&](int) { return value; }); }
-  static Floats load(const float* at) { return each([&](int i) { return at[i]; }); }
-  static void store(float* at, Floats x) { memcpy(at, x.v, sizeof(x.v)); }
+  static Floats splat(float value) { return floats([&](int) { return FourFloats{value, value, value, value}; }); }
+  static Floats load(const float* at) { return load_any<Floats>(at); }
+  static void store(float* at, Floats x) { memcpy(at, x.v, 64); }
   static Floats load_halves(const void* at) {
-    return each([&](int i) { return half_to_float(static_cast<const uint16_t*>(at)[i]); });
+    const uint16_t* halves = static_cast<const uint16_t*>(at);
+    return floats([&](int i) {
+      const FourInts half = {halves[4 * i], halves[4 * i + 1], halves[4 * i + 2], halves[4 * i + 3]};
+      // 2¹¹² lies between the two exponents' zeros; subnormals come right. Not finite: all bits of the exponent.
+      const FourFloats size = (FourFloats)((half & 0x7fff) << 13) * 5.192296858534828e33f;
+      const FourInts not_finite = ((half & 0x7c00) == 0x7c00) & 0x7f800000;
+      return (FourFloats)((FourInts)size | not_finite | (half & 0x8000) << 16);
+    });
   }
-  static Floats as_floats(Ints x) {
-    Floats out;
-    memcpy(out.v, x.v, sizeof(out.v));
-    return out;
+  static Floats load_small(const void* at) {  // 16 bytes with a sign
+    const int8_t* small = static_cast<const int8_t*>(at);
+    return floats([&](int i) {
+      const FourInts four = {small[4 * i], small[4 * i + 1], small[4 * i + 2], small[4 * i + 3]};
+      return __builtin_convertvector(four, FourFloats);
+    });
   }
   // The halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) {
-    return as_floats(each_int([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(pairs.v[i]) << 16); }));
+    return floats([&](int i) { return (FourFloats)((FourWords)pairs.v[i] << 16); });
   }
   static Floats widen_high(Ints pairs) {
-    return as_floats(each_int([&](int i) { return static_cast<int32_t>(pairs.v[i] & 0xffff0000u); }));
+    return floats([&](int i) { return (FourFloats)((FourWords)pairs.v[i] & 0xffff0000u); });
   }
-  static Floats add(Floats x, Floats y) { return each([&](int i) { return x.v[i] + y.v[i]; }); }
-  static Floats mul(Floats x, Floats y) { return each([&](int i) { return x.v[i] * y.v[i]; }); }
-  static Floats div(Floats x, Floats y) { return each([&](int i) { return x.v[i] / y.v[i]; }); }
-  static Floats fma(Floats x, Floats y, Floats z) { return each([&](int i) { return fmaf(x.v[i], y.v[i], z.v[i]); }); }
-  static Floats least(Floats x, Floats y) { return each([&](int i) { return x.v[i] < y.v[i] ? x.v[i] : y.v[i]; }); }
-  static Floats greatest(Floats x, Floats y) { return each([&](int i) { return x.v[i] > y.v[i] ? x.v[i] : y.v[i]; }); }
+  static Floats add(Floats x, Floats y) { return floats([&](int i) { return x.v[i] + y.v[i]; }); }
+  static Floats mul(Floats x, Floats y) { return floats([&](int i) { return x.v[i] * y.v[i]; }); }
+  static Floats div(Floats x, Floats y) { return floats([&](int i) { return x.v[i] / y.v[i]; }); }
+  // Sixteen calls where the CPU is not known to have it: kept in one place, or they would be most of the code.
+#if !defined(__FP_FAST_FMAF)
+  __attribute__((noinline))
+#endif
+  static Floats fma(Floats x, Floats y, Floats z) {
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 4; ++j) z.v[i][j] = fmaf(x.v[i][j], y.v[i][j], z.v[i][j]);
+    return z;
+  }
+  static FourFloats choose(FourInts which, FourFloats yes, FourFloats no) {
+    return (FourFloats)(((FourInts)yes & which) | ((FourInts)no & ~which));
+  }
+  static Floats least(Floats x, Floats y) {
+    return floats([&](int i) { return choose(x.v[i] < y.v[i], x.v[i], y.v[i]); });
+  }
+  static Floats greatest(Floats x, Floats y) {
+    return floats([&](int i) { return choose(x.v[i] > y.v[i], x.v[i], y.v[i]); });
+  }
   // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
   static float largest_size(Floats x, Floats y) {
     int32_t bits[32], most = 0;
@@ -85,57 +105,53 @@ struct Lanes {
     return largest;
   }
 
-  static Ints splat_int(int32_t value) { return each_int([&](int) { return value; }); }
-  static Ints load_ints(const void* at) {
-    Ints out;
-    memcpy(out.v, at, 64);
-    return out;
-  }
+  static Ints splat_int(int32_t value) { return ints([&](int) { return FourInts{value, value, value, value}; }); }
+  static Ints load_ints(const void* at) { return load_any<Ints>(at); }
   static Ints add_ints(Ints x, Ints y) {
-    return each_int([&](int i) { return static_cast<int32_t>(static_cast<uint32_t>(x.v[i]) + static_cast<uint32_t>(y.v[i])); });
+    return ints([&](int i) { return (FourInts)((FourWords)x.v[i] + (FourWords)y.v[i]); });
   }
   static int32_t total(Ints x) {
-    uint32_t sum = 0;
-    for (int32_t value : x.v) sum += static_cast<uint32_t>(value);
-    return static_cast<int32_t>(sum);
+    const FourWords sum = (FourWords)x.v[0] + (FourWords)x.v[1] + (FourWords)x.v[2] + (FourWords)x.v[3];
+    return static_cast<int32_t>(sum[0] + sum[1] + sum[2] + sum[3]);
   }
   template <int COUNT>
-  static Ints shift_left(Ints x) { return each_int([&](int i) { return x.v[i] * (1 << COUNT); }); }
-  static Ints nearest(Floats x) { return each_int([&](int i) { return static_cast<int32_t>(nearbyintf(x.v[i])); }); }
-  static Floats to_float(Ints x) { return each([&](int i) { return static_cast<float>(x.v[i]); }); }
-  static Floats power_of_two(Ints n) { return each([&](int i) { return ldexpf(1.0f, n.v[i]); }); }
-  static void store_codes(int8_t* at, Ints x) {
-    for (int i = 0; i < 16; ++i) at[i] = static_cast<int8_t>(x.v[i] < -128 ? -128 : x.v[i] > 127 ? 127 : x.v[i]);
+  static Ints shift_left(Ints x) { return ints([&](int i) { return x.v[i] * (1 << COUNT); }); }
+  // For |x| < 2²².
+  static Ints nearest(Floats x) {
+    return ints([&](int i) { return __builtin_convertvector((x.v[i] + 12582912.0f) - 12582912.0f, FourInts); });
+  }
+  static Floats to_float(Ints x) { return floats([&](int i) { return __builtin_convertvector(x.v[i], FourFloats); }); }
+  static Floats power_of_two(Ints n) { return floats([&](int i) { return (FourFloats)((n.v[i] + 127) << 23); }); }
+  static void store_codes(int8_t* at, Ints x) {  // within −127 … 127
+    for (int i = 0; i < 16; ++i) at[i] = static_cast<int8_t>(x.v[i / 4][i % 4]);
   }
 
   // The compiler must not reason about it.
   template <typename Vector>
   static void keep(Vector& x) { __asm__ volatile("" : "+m"(x)); }
 
-  static Bytes load_bytes(const void* at) {
-    Bytes out;
-    memcpy(out.v, at, 64);
-    return out;
-  }
+  static Bytes load_bytes(const void* at) { return load_any<Bytes>(at); }
   static Bytes splat_bytes(const int8_t* four) {
-    Bytes out;
-    for (int i = 0; i < 64; ++i) out.v[i] = static_cast<uint8_t>(four[i & 3]);
-    return out;
+    uint32_t all;
+    memcpy(&all, four, 4);
+    return bytes([&](int) { return FourWords{all, all, all, all}; });
   }
-  static Bytes low_halves(Bytes x) {
-    for (uint8_t& byte : x.v) byte &= 15;
-    return x;
+  static Bytes low_halves(Bytes x) { return bytes([&](int i) { return x.v[i] & 0x0f0f0f0fu; }); }
+  static Bytes high_halves(Bytes x) { return bytes([&](int i) { return x.v[i] >> 4 & 0x0f0f0f0fu; }); }
+  // weights | (plane moved by SHIFT & MASK), in every byte
+  template <int SHIFT, int MASK>
+  static Bytes with_bits(Bytes weights, Bytes plane) {
+    constexpr int left = SHIFT > 0 ? SHIFT : 0, right = SHIFT < 0 ? -SHIFT : 0;
+    return bytes([&](int i) { return weights.v[i] | (plane.v[i] << left >> right & MASK * 0x01010101u); });
   }
-  static Bytes high_halves(Bytes x) {
-    for (uint8_t& byte : x.v) byte >>= 4;
-    return x;
-  }
-  template <bool HALVES>
+  // A product of a byte without and one with a sign fits 16 bits, a sum of two does not: even bytes apart from odd.
+  template <bool SMALL>
   static Ints dot(Ints sum, Bytes weights, Bytes x) {
-    for (int i = 0; i < 16; ++i) {
-      for (int j = 0; j < 4; ++j) sum.v[i] += weights.v[4 * i + j] * static_cast<int8_t>(x.v[4 * i + j]);
-    }
-    return sum;
+    return ints([&](int i) {
+      const EightShorts w = (EightShorts)weights.v[i], y = (EightShorts)x.v[i];
+      const FourInts even = (FourInts)((w & 255) * (y << 8 >> 8)), odd = (FourInts)((w >> 8 & 255) * (y >> 8));
+      return sum.v[i] + ((even << 16 >> 16) + (even >> 16)) + ((odd << 16 >> 16) + (odd >> 16));
+    });
   }
 };
 

@@ -1,9 +1,9 @@
 // The sums of a tile: some rows of activations times one or two panels of weights, over all of K.
 // Knows neither threads nor what is done with the sums. Included by product_kernel.h.
 
-// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on, and as
-// many `second` bytes further (0: none) where two panels lie apart. At `limit`, where the thread's share ends, it goes on
-// with `then`, its share of the next product.
+// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on, and
+// as many `second` bytes further (0: none) where two panels lie apart. At `limit`, where the thread's share ends, it
+// goes on with `then`, its share of the next product.
 struct Fetch {
   const uint8_t *at, *limit, *then;
   int64_t num_lines, second, then_second;
@@ -17,15 +17,114 @@ inline void fetch_some(Fetch& fetch) {
     fetch.second = fetch.then_second;
   }
   for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + line * 64, 0, 2);
-  if (fetch.second)
-    for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + fetch.second + line * 64, 0, 2);
+  if (fetch.second) {
+    const uint8_t* second = fetch.at + fetch.second;
+    for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(second + line * 64, 0, 2);
+  }
   fetch.at += fetch.num_lines * 64;
 }
 
+// A tile at work on packed weights, group after group.
+template <int KIND, int ROWS, int PANELS>
+struct PackedWork {
+  static constexpr Form kForm = form_of(KIND);
+  const uint8_t *codes[PANELS], *scales[PANELS], *outer[PANELS];
+  int64_t minimums, outer_minimums;  // how far behind their scales
+  Floats outer_scale[PANELS], outer_minimum[PANELS];
+  Ints dots[ROWS][PANELS];
+
+  inline __attribute__((always_inline)) PackedWork(const OctavoProduct* product, const int64_t* panels) {
+    const Places places = places_of(KIND, product->depth);
+    minimums = places.minimums;
+    outer_minimums = places.outer_minimums - places.outer_scales;
+    for (int p = 0; p < PANELS; ++p) {
+      scales[p] = static_cast<const uint8_t*>(product->weights) + panels[p] * places.end;
+      codes[p] = scales[p] + places.codes;
+      outer[p] = scales[p] + places.outer_scales;
+    }
+  }
+
+  inline __attribute__((always_inline)) void next_outer() {
+    for (int p = 0; p < PANELS; ++p) {
+      outer_scale[p] = L::load_halves(outer[p]);
+      if (kForm.has_minimum) outer_minimum[p] = L::load_halves(outer[p] + outer_minimums);
+      outer[p] += kPanel * 2;
+    }
+  }
+
+  // Part J of a run is in its nibbles here; PLANE has the bits above them.
+  template <int J>
+  static inline __attribute__((always_inline)) Bytes whole(Bytes nibbles, Bytes plane) {
+    constexpr int above = kForm.above();
+    return above ? L::template with_bits<4 - J * above, above == 1 ? 16 : 48>(nibbles, plane) : nibbles;
+  }
+
+  inline __attribute__((always_inline)) void dot_part(const OctavoGroup* records, int part,
+                                                      const Bytes (&weights)[PANELS]) {
+    for (int r = 0; r < ROWS; ++r) {
+      const Bytes x = L::splat_bytes(records[r].codes + 4 * part);
+      for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<kForm.bits != 8>(dots[r][p], weights[p], x);
+    }
+  }
+
+  // Vectors V and on of a run whose first part is FIRST of its group.
+  template <int FIRST, int V>
+  inline __attribute__((always_inline)) void dot_vectors(const OctavoGroup* records, const Bytes (&plane)[PANELS]) {
+    Bytes raw[PANELS], part[PANELS];
+    for (int p = 0; p < PANELS; ++p) raw[p] = L::load_bytes(codes[p] + V * 64);
+    if constexpr (kForm.bits == 8) {
+      dot_part(records, FIRST + V, raw);
+      if constexpr (V + 1 < kForm.parts()) dot_vectors<FIRST, V + 1>(records, plane);
+    } else {
+      constexpr int second = V + kForm.nibbles();
+      for (int p = 0; p < PANELS; ++p) part[p] = whole<V>(L::low_halves(raw[p]), plane[p]);
+      dot_part(records, FIRST + V, part);
+      for (int p = 0; p < PANELS; ++p) part[p] = whole<second>(L::high_halves(raw[p]), plane[p]);
+      dot_part(records, FIRST + second, part);
+      if constexpr (V + 1 < kForm.nibbles()) dot_vectors<FIRST, V + 1>(records, plane);
+    }
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) void add_run(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
+    for (int r = 0; r < ROWS; ++r) {
+      // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts at the last term, and stays exact.
+      const int32_t all = records[r].minus_sum, first = records[r].minus_sum_first;
+      const int32_t minus_sum = kForm.runs == 1 ? all : RUN == 0 ? first : all - first;
+      const Ints start = L::template shift_left<kForm.bits - 1>(L::splat_int(kForm.has_minimum ? 0 : minus_sum));
+      for (int p = 0; p < PANELS; ++p) dots[r][p] = start;
+    }
+    Bytes plane[PANELS];
+    if (kForm.above())
+      for (int p = 0; p < PANELS; ++p) plane[p] = L::load_bytes(codes[p] + kForm.nibbles() * 64);
+    dot_vectors<RUN * kForm.parts(), 0>(records, plane);
+    Floats scale[PANELS];
+    for (int p = 0; p < PANELS; ++p) {
+      const uint8_t* at = scales[p] + RUN * kPanel;  // runs are two where a scale is a byte, else one
+      scale[p] = kForm.is_nested ? L::mul(L::load_small(at), outer_scale[p]) : L::load_halves(at);
+      codes[p] += kForm.vectors() * 64;
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats x_scale = L::splat(records[r].scale);
+      for (int p = 0; p < PANELS; ++p)
+        total[r][p] = L::fma(L::to_float(dots[r][p]), L::mul(scale[p], x_scale), total[r][p]);
+    }
+  }
+
+  inline __attribute__((always_inline)) void add_group(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
+    add_run<0>(records, total);
+    if constexpr (kForm.runs == 2) add_run<1>(records, total);
+    for (int p = 0; kForm.has_minimum && p < PANELS; ++p) {
+      const uint8_t* at = scales[p] + minimums;
+      const Floats minimum = kForm.is_nested ? L::mul(L::load_small(at), outer_minimum[p]) : L::load_halves(at);
+      for (int r = 0; r < ROWS; ++r) total[r][p] = L::fma(minimum, L::splat(records[r].scaled_sum), total[r][p]);
+    }
+    for (int p = 0; p < PANELS; ++p) scales[p] += kForm.runs * kPanel * kForm.width();
+  }
+};
+
 template <int KIND>
 struct PackedTile {
-  static constexpr bool kMinimum = KIND == OCTAVO_CODES4_MINIMUM;
-  static constexpr int kVectors = KIND == OCTAVO_CODES8 ? 8 : 4;  // of 64 bytes, in a group
   static constexpr int kRows = Lanes::kPackedRows;
   static constexpr int kStep = kGroup;  // K-values of a step of the loop
   using Record = OctavoGroup;
@@ -34,64 +133,14 @@ struct PackedTile {
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
                                                          const int64_t* panels, Fetch fetch,
                                                          Floats (&total)[ROWS][PANELS]) {
-    const int64_t depth = product->depth, num_groups = depth / kGroup;
-    const int64_t stride = panel_bytes(KIND, depth), skip = scale_bytes(KIND, depth);
-    const uint8_t* scales[PANELS];
-    const uint8_t* codes[PANELS];
-    for (int p = 0; p < PANELS; ++p) {
-      scales[p] = static_cast<const uint8_t*>(product->weights) + panels[p] * stride;
-      codes[p] = scales[p] + skip;
-    }
+    PackedWork<KIND, ROWS, PANELS> work(product, panels);
     for (int r = 0; r < ROWS; ++r)
       for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
-
+    const int64_t num_groups = product->depth / kGroup;
     for (int64_t group = 0; group < num_groups; ++group, records += ROWS) {
       fetch_some(fetch);
-      Ints dots[ROWS][PANELS];
-      for (int r = 0; r < ROWS; ++r) {
-        // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts at the last term, and stays exact.
-        const Ints start = kMinimum ? L::splat_int(0)
-                                    : L::shift_left<KIND == OCTAVO_CODES8 ? 7 : 3>(L::splat_int(records[r].minus_sum));
-        for (int p = 0; p < PANELS; ++p) dots[r][p] = start;
-      }
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) {
-        Bytes raw[PANELS], low[PANELS];
-        for (int p = 0; p < PANELS; ++p) {
-          raw[p] = L::load_bytes(codes[p] + v * 64);
-          low[p] = KIND == OCTAVO_CODES8 ? raw[p] : L::low_halves(raw[p]);
-        }
-        for (int r = 0; r < ROWS; ++r) {
-          const Bytes x = L::splat_bytes(records[r].codes + 4 * v);
-          for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<KIND != OCTAVO_CODES8>(dots[r][p], low[p], x);
-        }
-        if (KIND != OCTAVO_CODES8) {
-          for (int p = 0; p < PANELS; ++p) raw[p] = L::high_halves(raw[p]);
-          for (int r = 0; r < ROWS; ++r) {
-            const Bytes x = L::splat_bytes(records[r].codes + 16 + 4 * v);
-            for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<true>(dots[r][p], raw[p], x);
-          }
-        }
-      }
-      Floats scale[PANELS];
-      for (int p = 0; p < PANELS; ++p) scale[p] = L::load_halves(scales[p]);
-      for (int r = 0; r < ROWS; ++r) {
-        const Floats x_scale = L::splat(records[r].scale);
-        for (int p = 0; p < PANELS; ++p)
-          total[r][p] = L::fma(L::to_float(dots[r][p]), L::mul(scale[p], x_scale), total[r][p]);
-      }
-      if (kMinimum) {
-        Floats minimum[PANELS];
-        for (int p = 0; p < PANELS; ++p) minimum[p] = L::load_halves(scales[p] + num_groups * kPanel * 2);
-        for (int r = 0; r < ROWS; ++r) {
-          const Floats scaled_sum = L::splat(records[r].scaled_sum);
-          for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(minimum[p], scaled_sum, total[r][p]);
-        }
-      }
-      for (int p = 0; p < PANELS; ++p) {
-        codes[p] += kVectors * 64;
-        scales[p] += kPanel * 2;
-      }
+      if (work.kForm.is_nested && group % (kOuter / kGroup) == 0) work.next_outer();
+      work.add_group(records, total);
     }
   }
 };
