@@ -4,6 +4,7 @@ Knows nothing of speed."""
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -139,29 +140,32 @@ def weights(threads):
     kind=st.sampled_from(list(Kind)),
     num_rows=st.integers(1, 150),
     num_threads=st.integers(1, 5),
-    gated=st.booleans(),
+    finish=st.sampled_from(
+        [{}, {"activation": "gelu_tanh"}, {"gated": True}, {"gated": True, "activation": "gelu_tanh"}]
+    ),
     seed=st.integers(0, 2**31),
 )
-def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_threads, gated, seed):
+def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_threads, finish, seed):
     x, alone, together = activations(num_rows, 256, seed), Threads(1), Threads(num_threads)
     try:
-        whole = run(together, x, weights[kind], gated=gated)
+        whole = run(together, x, weights[kind], **finish)
         for row in {0, num_rows // 2, num_rows - 1}:
-            assert torch.equal(run(alone, x[row : row + 1], weights[kind], gated=gated), whole[row : row + 1])
+            assert torch.equal(run(alone, x[row : row + 1], weights[kind], **finish), whole[row : row + 1])
         order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))[: seed % num_rows + 1]
-        assert torch.equal(run(alone, x[order], weights[kind], gated=gated), whole[order])
+        assert torch.equal(run(alone, x[order], weights[kind], **finish), whole[order])
     finally:
         alone.close()
         together.close()
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_instruction_sets_agree_to_the_bit(threads, weights, kind):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_instruction_sets_agree_to_the_bit(threads, weights, kind, activation):
     x, before, seen = activations(11, 256, seed=5), library.isa(), {}
     try:
         for name in ISAS:
             if library.use_isa(name):
-                seen[name] = run(threads, x, weights[kind], gated=True)
+                seen[name] = run(threads, x, weights[kind], gated=True, activation=activation)
     finally:
         library.use_isa(before)
     assert all(torch.equal(y, seen["portable"]) for y in seen.values())
@@ -177,8 +181,23 @@ def test_finishes(threads, isa, weights, kind, num_rows):
     assert torch.equal(run(threads, x, weights[kind], residual=residual), plain + residual)
     assert torch.equal(run(threads, x, weights[kind], bias=bias, residual=residual), plain + bias + residual)
     gate, up = plain[:, : width // 2], plain[:, width // 2 :]
-    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    expected = F.silu(gate.double()) * up.double()
     torch.testing.assert_close(run(threads, x, weights[kind], gated=True), expected.float(), rtol=1e-6, atol=1e-6)
+    expected = F.gelu(gate.double(), approximate="tanh") * up.double()
+    found = run(threads, x, weights[kind], gated=True, activation="gelu_tanh")
+    torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-6)
+    expected = F.gelu((plain + bias).double(), approximate="tanh")
+    found = run(threads, x, weights[kind], bias=bias, activation="gelu_tanh")
+    torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-6)
+
+
+def test_gelu_of_what_a_float_can_be(threads, isa):
+    # Through a product with the unit matrix, whose 37 columns end in a ragged panel.
+    x = torch.cat([torch.linspace(-12, 12, 31), torch.tensor([0.0, -0.0, 1e-30, -1e30, 1e30, torch.nan])])
+    unit = pack(threads, torch.ones(37, 1), Kind.FLOAT32)
+    y = run(threads, torch.zeros(1, 1), unit, bias=x, activation="gelu_tanh")[0]
+    expected = F.gelu(x.double(), approximate="tanh").float()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def test_rows_of_a_wider_tensor_and_a_ragged_end(threads):

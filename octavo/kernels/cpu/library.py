@@ -50,6 +50,13 @@ GGUF_KINDS = {
     "Q6_K": Kind.CODES6_NESTED,
 }
 _PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
+_FINISHES = {  # by (gated, activation), as OctavoFinish
+    (False, ""): 0,
+    (True, ""): 1,
+    (True, "silu"): 1,
+    (False, "gelu_tanh"): 2,
+    (True, "gelu_tanh"): 3,
+}
 QUANTS = {  # weights and bytes of one quant
     Kind.CODES8: (32, 34),
     Kind.CODES4: (32, 18),
@@ -214,9 +221,11 @@ def product(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: str = "",
 ) -> Tensor:
-    """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y); gated: y [M, N/2] = silu(first half) · second half."""
-    call = product_call(x, weight, y, bias=bias, residual=residual, gated=gated)
+    """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y), or gelu_tanh of it (without residual).
+    gated: y [M, N/2] = activation (silu or gelu_tanh) of the first half · the second half."""
+    call = product_call(x, weight, y, bias=bias, residual=residual, gated=gated, activation=activation)
     library().octavo_product(threads.pointer, ctypes.byref(call))
     return y
 
@@ -234,6 +243,7 @@ def product_call(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
+    activation: str = "",
 ) -> _Product:
     """What product() does, to be done later: holds addresses only, so the caller keeps every tensor alive."""
     assert x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised
@@ -241,7 +251,7 @@ def product_call(
     assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
     assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)
     assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous())
-    assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape)
+    assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape and not activation)
     return _Product(
         weight.memory.data_ptr(),
         x.memory.data_ptr(),
@@ -253,7 +263,7 @@ def product_call(
         weight.num_columns,
         x.depth,
         weight.kind,
-        int(gated),
+        _FINISHES[gated, activation],
     )
 
 

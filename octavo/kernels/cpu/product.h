@@ -41,8 +41,10 @@ enum OctavoKind {
 
 enum OctavoFinish {
   OCTAVO_FINISH_PLAIN = 0,  // y [rows, columns] = x · Wᵀ (+ bias) (+ residual)
-  // W is gate's columns, then up's, each a multiple of 16.
   OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up
+  OCTAVO_FINISH_GELU = 2,   // y [rows, columns] = gelu(x · Wᵀ (+ bias)), by tanh; no residual
+  OCTAVO_FINISH_GATED_GELU = 3,
+  // Gated: W is gate's columns, then up's, each a multiple of 16; neither bias nor residual.
 };
 
 // A group of 32 activations of one row. One that has a NaN or an infinity has codes of 0 and a scale of NaN: whatever
@@ -124,6 +126,8 @@ const ProductKernels& product_kernels();
 
 // next: the product after this one, or null.
 void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next);
+
+static inline bool is_gated(int finish) { return finish == OCTAVO_FINISH_GATED || finish == OCTAVO_FINISH_GATED_GELU; }
 
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 

@@ -28,36 +28,43 @@ inline Floats exponential(Floats x) {
   return L::mul(y, L::power_of_two(n));
 }
 
-inline Floats silu(Floats x) {
-  const Floats decay = exponential(L::mul(x, L::splat(-1.0f)));
-  return L::div(x, L::add(decay, L::splat(1.0f)));
+// x / (1 + e^power). What is NaN stays NaN.
+inline Floats share_of_x(Floats x, Floats power) { return L::div(x, L::add(exponential(power), L::splat(1.0f))); }
+
+inline Floats silu(Floats x) { return share_of_x(x, L::mul(x, L::splat(-1.0f))); }
+
+// x / 2 · (1 + tanh u) = x / (1 + e^−2u), with u = √(2/π) · (x + 0.044715 x³).
+inline Floats gelu(Floats x) {
+  return share_of_x(x, L::mul(x, L::fma(L::mul(x, x), L::splat(-0.0713548162726f), L::splat(-1.59576912161f))));
 }
 
 // ── what is done with a finished vector of 16 columns ───────────────────────────────────────────────
 
+inline Floats load_some(const float* at, int64_t num_left) {  // a panel's width, or what there is
+  if (num_left >= kPanel) return L::load(at);
+  float lanes[kPanel] = {};
+  for (int64_t lane = 0; lane < num_left; ++lane) lanes[lane] = at[lane];
+  return L::load(lanes);
+}
+
 inline void finish_plain(const OctavoProduct* product, int64_t row, int64_t column, Floats value) {
   const int64_t at = row * product->y_stride + column;
   const int64_t num_left = product->num_columns - column;
-  if (num_left >= kPanel) {
-    if (product->bias) value = L::add(value, L::load(product->bias + column));
-    if (product->residual) value = L::add(value, L::load(product->residual + at));
-    L::store(product->y + at, value);
-    return;
-  }
+  if (product->bias) value = L::add(value, load_some(product->bias + column, num_left));
+  if (product->finish == OCTAVO_FINISH_GELU) value = gelu(value);
+  if (product->residual) value = L::add(value, load_some(product->residual + at, num_left));
+  if (num_left >= kPanel) return L::store(product->y + at, value);
   float lanes[kPanel];
   L::store(lanes, value);
-  for (int64_t lane = 0; lane < num_left; ++lane) {
-    if (product->bias) lanes[lane] += product->bias[column + lane];
-    if (product->residual) lanes[lane] += product->residual[at + lane];
-    product->y[at + lane] = lanes[lane];
-  }
+  for (int64_t lane = 0; lane < num_left; ++lane) product->y[at + lane] = lanes[lane];
 }
 
 template <int ROWS, int PANELS>
 inline void finish(const OctavoProduct* product, int64_t row, const int64_t* panels, Floats (&sums)[ROWS][PANELS]) {
   for (int r = 0; r < ROWS; ++r) {
-    if (PANELS == 2 && product->finish == OCTAVO_FINISH_GATED) {
-      const Floats value = L::mul(silu(sums[r][0]), sums[r][PANELS - 1]);
+    if (PANELS == 2 && is_gated(product->finish)) {
+      const Floats gate = product->finish == OCTAVO_FINISH_GATED ? silu(sums[r][0]) : gelu(sums[r][0]);
+      const Floats value = L::mul(gate, sums[r][PANELS - 1]);
       L::store(product->y + (row + r) * product->y_stride + panels[0] * kPanel, value);
     } else {
       for (int p = 0; p < PANELS; ++p) finish_plain(product, row + r, panels[p] * kPanel, sums[r][p]);
@@ -98,7 +105,7 @@ struct Panels {
 };
 
 inline Panels panels_of(const OctavoProduct* product, int thread, int num_threads) {
-  const bool gated = product->finish == OCTAVO_FINISH_GATED;
+  const bool gated = is_gated(product->finish);
   Panels panels;
   panels.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
   panels.share = share_of(panels.num_panels, thread, num_threads);
