@@ -243,3 +243,53 @@ def test_fused_records_are_what_prepare_makes_of_the_unfused(threads, isa, num_r
     }
     for name, (records, unfused) in pairs.items():
         assert torch.equal(records.flatten(), prepare(threads, unfused, Kind.CODES8).memory), name
+
+
+# ── numbers that are none ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_broken_stays_broken_in_its_own_row(threads, isa, weights, kind, value):
+    x = activations(13, 256, seed=11)
+    broken = x.clone()
+    broken[0, 5], broken[6, 255], broken[7, 100] = value, value, value
+    others = [row for row in range(13) if row not in (0, 6, 7)]
+    for finish in ({}, {"gated": True}, {"activation": "gelu_tanh"}):
+        whole, found = run(threads, x, weights[kind], **finish), run(threads, broken, weights[kind], **finish)
+        assert torch.equal(found[others], whole[others])
+        if kind.is_quantised:
+            assert found[[0, 6, 7]].isnan().all()
+        elif not finish:  # a gate may turn −∞ to 0
+            assert not found[[0, 6, 7]].isfinite().any()
+        assert torch.equal(run(threads, broken[6:7], weights[kind], **finish).isnan(), found[6:7].isnan())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_broken_records_are_the_same_fused_or_not(threads, isa, value):
+    x = torch.randn(7, 576)
+    x[3, 40] = value
+    records = elementwise.rms_norm_quantise(threads, x, None, 0.0, library.packed_tile_rows())
+    assert torch.equal(records.flatten(), prepare(threads, x, Kind.CODES8).memory)
+
+
+@pytest.mark.parametrize("kind", [Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e38])
+def test_weights_that_cannot_be_rounded_say_so(threads, kind, value):
+    w = torch.randn(20, 64)
+    w[7, 40] = value
+    packed = pack_quantised(threads, w, kind)
+    assert packed.columns(torch.arange(20)).isfinite().all(1).tolist() == [row != 7 for row in range(20)]
+    y = run(threads, torch.randn(2, 64), packed)
+    assert not y[:, 7].isfinite().any() and y[:, :7].isfinite().all() and y[:, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_file_with_a_broken_scale_breaks_its_own_column(threads, isa, kind):
+    rows, (weights_of, num_bytes, halves) = quants(kind, 20, 512, seed=12), QUANTS[TYPES[kind]]
+    rows.view(20, 512 // weights_of, num_bytes)[7, 1, halves[0] + 1] |= 0x7C  # all bits of the float16's exponent
+    packed = pack(threads, rows, kind)
+    y = run(threads, torch.randn(3, 512), packed)
+    assert not y[:, 7].isfinite().any() and y[:, :7].isfinite().all() and y[:, 8:].isfinite().all()
+    expected = dequantise(rows.flatten(), TYPES[kind]).view(20, 512)
+    torch.testing.assert_close(packed.columns(torch.arange(20)), expected, rtol=0, atol=0, equal_nan=True)

@@ -10,12 +10,16 @@
 namespace octavo {
 namespace {
 
-uint16_t float_to_half(float value) {  // round to nearest even; weights' scales are far below where it would overflow
+// Nearest whole number, ties to even, for |value| < 2²²: the rounding of the sum does it, and needs no call.
+float nearest(float value) { return (value + 12582912.0f) - 12582912.0f; }
+
+uint16_t float_to_half(float value) {  // round to nearest even
   uint32_t bits;
   memcpy(&bits, &value, 4);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const float size = fabsf(value);
-  if (size < 6.103515625e-5f) return sign | static_cast<uint16_t>(nearbyintf(size * 16777216.0f));
+  if (size < 6.103515625e-5f) return sign | static_cast<uint16_t>(nearest(size * 16777216.0f));
+  if (!(size < 65520.0f)) return sign | (size >= 65520.0f ? 0x7c00 : 0x7e00);
   bits = (bits & 0x7fffffff) + 0xfff + (bits >> 13 & 1);
   return sign | static_cast<uint16_t>((bits >> 13) - (112 << 10));
 }
@@ -165,19 +169,27 @@ void read_plain_column(int kind, const void* panel, int64_t depth, int64_t lane,
   }
 }
 
+constexpr uint16_t kHalfNan = 0x7e00;
+
 int clamp(float value, int low, int high) {
   return value < static_cast<float>(low) ? low : value > static_cast<float>(high) ? high : static_cast<int>(value);
 }
 
 Group quantise_group(int kind, const float* weights) {
   float lowest = weights[0], highest = weights[0];
-  for (int k = 1; k < kGroup; ++k) {
-    lowest = fminf(lowest, weights[k]);
-    highest = fmaxf(highest, weights[k]);
+  bool is_finite = true;
+  for (int k = 0; k < kGroup; ++k) {
+    lowest = weights[k] < lowest ? weights[k] : lowest;
+    highest = weights[k] > highest ? weights[k] : highest;
+    is_finite &= weights[k] - weights[k] == 0.0f;
+  }
+  Group group = {};
+  if (!is_finite) {
+    group.scale = group.minimum = kHalfNan;  // these 32 weights mean nothing, and say so
+    return group;
   }
   // The codes are cut by the scale as stored, so that its rounding costs nothing more.
   const float extreme = -lowest > highest ? lowest : highest;
-  Group group = {};
   group.scale = float_to_half(kind == OCTAVO_CODES8   ? fabsf(extreme) / 127.0f
                               : kind == OCTAVO_CODES4 ? extreme / -8.0f
                                                       : (highest - lowest) / 15.0f);
@@ -187,7 +199,7 @@ Group quantise_group(int kind, const float* weights) {
   const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
   const int centre = has_minimum ? 0 : kind == OCTAVO_CODES8 ? 128 : 8, most = kind == OCTAVO_CODES8 ? 255 : 15;
   for (int k = 0; k < kGroup; ++k) {
-    const float whole = nearbyintf((weights[k] - from) * inverse) + static_cast<float>(centre);
+    const float whole = nearest((weights[k] - from) * inverse) + static_cast<float>(centre);
     const int code = clamp(whole, kind == OCTAVO_CODES8 ? 1 : 0, most);
     group.parts[k / 4] |= static_cast<uint32_t>(code) << k % 4 * 8;
   }
