@@ -12,6 +12,7 @@ from octavo.models import llama, number, positive
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
+_WINDOW = 4096  # where config.json asks for one and does not say how wide; null says that there is none
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -35,9 +36,9 @@ def _stretched(config: dict[str, Any]) -> int:
 
 def windows(config: dict[str, Any], num_layers: int) -> list[int]:
     """How far back each layer sees; 0: to the start."""
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+    if not config.get("use_sliding_window") or config.get("sliding_window", _WINDOW) is None:
         return [0] * num_layers
-    window = positive(config, "sliding_window")
+    window = positive(config, "sliding_window", _WINDOW)
     types = config.get("layer_types")
     if types is None:
         first = number(config, "max_window_layers", 28)

@@ -150,6 +150,14 @@ def test_whether_a_layer_has_a_window(changes: dict[str, Any], has_window: bool)
     assert load_family("qwen2").spec(SIZES | changes).has_window is has_window
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_of_unsaid_width_is_as_wide_as_transformers_says(family: str) -> None:
+    config = SIZES | {"use_sliding_window": True, "max_window_layers": 2}
+    assert Qwen2Config(**config).sliding_window == 4096
+    assert load_family("qwen2").windows(config, 3) == [0, 0, 4096]
+    assert load_family(family).spec(config).has_window
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
