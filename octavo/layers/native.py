@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.cpu.library import GGUF_KINDS, GROUP, PANEL, Kind, PackedWeight, pack, pack_quantised
@@ -98,7 +97,8 @@ class NativeWeight:
 
     def gelu(self, x: Tensor, norm: Norm | None, bias: Tensor | None) -> Tensor:
         """gelu_tanh(norm(x) · Wᵀ + bias)."""
-        return F.gelu(self.product(x, norm, bias), approximate="tanh")
+        x, before = self._before(x, norm)
+        return self._native.linear(x, self._weights, norm=before, bias=bias, finish=Finish.GELU)
 
     def can_gate(self, activation: str, bias: Tensor | None) -> bool:
         """Whether gated() can: else product() and what torch does with it."""

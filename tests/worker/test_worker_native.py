@@ -22,7 +22,7 @@ HELD = {
     "int8": (torch.float32, "int8"),
     "int4": (torch.float32, "int4"),
 }
-MAKERS = {"llama": checkpoints.llama, "qwen3": checkpoints.qwen3}
+MAKERS = {"llama": checkpoints.llama, "qwen3": checkpoints.qwen3, "gpt2": checkpoints.gpt2}
 MAX_TOKENS, MAX_ROWS = 64, 8
 
 
