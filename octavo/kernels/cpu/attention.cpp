@@ -1,7 +1,8 @@
-// Cuts attention into tiles and chunks, shares them out, and joins what comes back in the order of the chunks.
+// Cuts attention into tasks, shares them out, and joins what comes back in the order of the chunks.
 // Knows nothing of the arithmetic.
 #include "attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -21,125 +22,161 @@ const AttentionVariant& attention_variant() {
   }
 }
 
-// Keys of a chunk: whole pages, about kChunk tokens. Part of the arithmetic: it may depend on the page size only.
-constexpr int kChunk = 128;
+// Keys of a chunk: whole pages, about kChunk tokens, so that a core's nearest cache holds a chunk's keys. Part of the
+// arithmetic: it may depend on the page size only.
+constexpr int kChunk = 64;
 int chunk_size_of(int page_size) { return page_size >= kChunk ? page_size : kChunk / page_size * page_size; }
 
 bool can_do(int head_size, int page_size) {
-  return head_size <= kMaxHeadSize && head_size % 2 == 0 && page_size <= kMaxChunk;
+  return head_size <= kMaxHeadSize && head_size % 2 == 0 && page_size >= 1 && page_size <= kMaxChunk;
 }
 
-// A piece of work: a tile with all its chunks (chunk −1), or one chunk of a tile that several may work on.
+// To be done for every block of heads: a tile with all its chunks, or one chunk of a tile that is split.
 struct Piece {
   AttentionTile tile;
-  int32_t chunk, num_chunks;
-  int32_t split;  // index among the tiles that were split
+  int32_t first_chunk, end_chunk;  // of the tile
+  int32_t chunk;                   // −1: all
+  int32_t split;                   // index among the split tiles
 };
 
+// What a call is cut into. Kept from call to call: a step makes one a layer, and nothing should then be allocated.
 struct Work {
-  const OctavoAttention& call;
-  const AttentionVariant& variant;
+  const OctavoAttention* call;
+  const AttentionVariant* variant;
   int chunk_size, heads_per_block, num_blocks;  // blocks of query heads, each within one KV head
-  int64_t stride;                               // floats of one partial
+  int64_t stride;                               // floats of one query's sums
   std::vector<Piece> pieces;
-  std::vector<int64_t> split_at;                // of each split tile: its first partial for block 0
-  std::atomic<int64_t> next{0};
+  std::vector<int64_t> split_at;                // of each split tile: where its partials begin
+  std::vector<float> memory;
+  float* partials;
   std::unique_ptr<std::atomic<int32_t>[]> num_left;  // of each split tile and block: chunks not done
+  size_t max_left = 0;
+  int64_t num_tasks;
+  alignas(64) std::atomic<int64_t> next;
 };
+
+void describe(Work& work, const OctavoAttention& a) {
+  const int group = a.num_heads / a.num_kv_heads, blocks_per_group = (group + kMaxQueries - 1) / kMaxQueries;
+  work.call = &a;
+  work.variant = &attention_variant();
+  work.chunk_size = chunk_size_of(a.page_size);
+  work.heads_per_block = (group + blocks_per_group - 1) / blocks_per_group;
+  work.num_blocks = a.num_kv_heads * blocks_per_group;
+  work.stride = (a.head_size + 2 * kPadding - 1) / kPadding * kPadding;
+}
 
 int first_chunk_of(const Work& work, int position) {
-  const int first = work.call.window > 0 ? position - work.call.window + 1 : 0;
+  const int window = work.call->window, first = window > 0 ? position - window + 1 : 0;
   return first > 0 ? first / work.chunk_size : 0;
 }
 
-// Returns how many partials the split tiles need.
-int64_t cut(Work& work) {
-  const OctavoAttention& a = work.call;
-  const int tokens_per_tile = kMaxQueries / work.heads_per_block;
-  int64_t num_partials = 0;
+// Tokens × chunks that they see, about: what the call costs one head.
+int64_t count_chunks(const Work& work) {
+  const OctavoAttention& a = *work.call;
+  int64_t total = 0;
   for (int row = 0; row < a.num_rows; ++row) {
+    const int64_t count = a.query_start[row + 1] - a.query_start[row], length = a.seq_lens[row] - count / 2;
+    total += count * ((a.window > 0 && length > a.window ? a.window : length) / work.chunk_size + 1);
+  }
+  return total;
+}
+
+// Floats of one chunk's partials of a tile and block.
+int64_t partial_size(const Work& work, const AttentionTile& tile) {
+  return kTops + (int64_t)tile.num_tokens * work.heads_per_block * work.stride;
+}
+
+// A tile costing more than `bearable` is split: whole, it would keep one thread busy after the others have finished.
+void cut(Work& work, int64_t bearable) {
+  const OctavoAttention& a = *work.call;
+  const int tokens_per_tile = kMaxQueries / work.heads_per_block;
+  int64_t num_floats = 0;
+  work.pieces.clear();
+  work.split_at.clear();
+  for (int row = a.num_rows - 1; row >= 0; --row) {  // longest first: rows of many tokens come last in a batch
     const int first = a.query_start[row], count = a.query_start[row + 1] - first;
-    for (int done = 0; done < count; done += tokens_per_tile) {
-      const int tokens = count - done < tokens_per_tile ? count - done : tokens_per_tile;
-      const AttentionTile tile = {row, first + done, tokens, a.seq_lens[row] - count + done};
-      const int chunks = (tile.position + tokens + work.chunk_size - 1) / work.chunk_size;
-      const bool is_split = count <= tokens_per_tile && chunks - first_chunk_of(work, tile.position) > 1;
-      if (!is_split) {
-        work.pieces.push_back({tile, -1, chunks, -1});
+    for (int end_token = count; end_token > 0;) {
+      const int token = (end_token - 1) / tokens_per_tile * tokens_per_tile, num_tokens = end_token - token;
+      end_token = token;
+      const AttentionTile tile = {row, first + token, num_tokens, a.seq_lens[row] - count + token};
+      const int begin = first_chunk_of(work, tile.position);
+      const int end = (tile.position + num_tokens + work.chunk_size - 1) / work.chunk_size;
+      if (end - begin <= 1 || (int64_t)num_tokens * (end - begin) <= bearable) {
+        work.pieces.push_back({tile, begin, end, -1, -1});
         continue;
       }
       const int32_t split = (int32_t)work.split_at.size();
-      work.split_at.push_back(num_partials);
-      num_partials += (int64_t)chunks * tokens * work.heads_per_block * work.num_blocks;
-      for (int chunk = first_chunk_of(work, tile.position); chunk < chunks; ++chunk) {
-        work.pieces.push_back({tile, chunk, chunks, split});
-      }
+      work.split_at.push_back(num_floats);
+      num_floats += (end - begin) * work.num_blocks * partial_size(work, tile);
+      for (int chunk = begin; chunk < end; ++chunk) work.pieces.push_back({tile, begin, end, chunk, split});
     }
   }
-  return num_partials;
+  work.num_tasks = (int64_t)work.pieces.size() * work.num_blocks;
+  if ((int64_t)work.memory.size() < num_floats + kPadding) work.memory.resize((size_t)(num_floats + kPadding));
+  work.partials = (float*)(((uintptr_t)work.memory.data() + 63) / 64 * 64);
 }
 
-struct Block {
-  int first_head, num_heads;
-};
-
-Block block_of(const Work& work, int index) {
-  const int group = work.call.num_heads / work.call.num_kv_heads;
-  const int per_group = work.num_blocks / work.call.num_kv_heads;
-  const int first = index % per_group * work.heads_per_block;
-  const int count = group - first < work.heads_per_block ? group - first : work.heads_per_block;
-  return {index / per_group * group + first, count};
-}
-
-void write_out(const Work& work, const AttentionTile& tile, Block block, const float* partials) {
-  const OctavoAttention& a = work.call;
-  for (int i = 0; i < tile.num_tokens * block.num_heads; ++i) {
-    float* output = a.output + (tile.first + i / block.num_heads) * a.output_stride +
-                    (int64_t)(block.first_head + i % block.num_heads) * a.head_size;
-    work.variant.finish(partials + i * work.stride, output, a.head_size);
+void count_split_chunks(Work& work) {
+  const size_t needed = work.split_at.size() * work.num_blocks;
+  if (work.max_left < needed) {
+    work.num_left.reset(new std::atomic<int32_t>[needed]);
+    work.max_left = needed;
   }
-}
-
-void write_zeros(const Work& work, const AttentionTile& tile, Block block) {
-  const OctavoAttention& a = work.call;
-  for (int token = 0; token < tile.num_tokens; ++token) {
-    float* output = a.output + (tile.first + token) * a.output_stride + (int64_t)block.first_head * a.head_size;
-    for (int d = 0; d < block.num_heads * a.head_size; ++d) output[d] = 0.0f;
-  }
-}
-
-void do_whole(const Work& work, const AttentionTile& tile, Block block, int num_chunks) {
-  if (work.call.seq_lens[tile.row] <= 0) return write_zeros(work, tile, block);
-  alignas(64) float sums[kMaxQueries * (kMaxHeadSize + 2 * kPadding)], part[sizeof(sums) / sizeof(float)];
-  const int first = first_chunk_of(work, tile.position);
-  for (int chunk = first; chunk < num_chunks; ++chunk) {
-    work.variant.chunk(work.call, tile, block.first_head, block.num_heads, work.chunk_size, chunk,
-                       chunk == first ? sums : part, work.stride);
-    if (chunk == first) continue;
-    for (int i = 0; i < tile.num_tokens * block.num_heads; ++i) {
-      work.variant.merge(sums + i * work.stride, part + i * work.stride, work.call.head_size);
+  for (const Piece& piece : work.pieces) {
+    if (piece.chunk != piece.first_chunk) continue;
+    for (int block = 0; block < work.num_blocks; ++block) {
+      const int32_t num = piece.end_chunk - piece.first_chunk;
+      work.num_left[piece.split * work.num_blocks + block].store(num, std::memory_order_relaxed);
     }
   }
-  write_out(work, tile, block, sums);
 }
 
-void do_chunk(Work& work, const Piece& piece, int index, Block block, float* partials) {
-  const int num_queries = piece.tile.num_tokens * block.num_heads;
-  const int64_t per_block = (int64_t)piece.num_chunks * piece.tile.num_tokens * work.heads_per_block;
-  float* first = partials + (work.split_at[piece.split] + index * per_block) * work.stride;
-  const auto of_chunk = [&](int chunk) { return first + (int64_t)chunk * num_queries * work.stride; };
-  work.variant.chunk(work.call, piece.tile, block.first_head, block.num_heads, work.chunk_size, piece.chunk,
-                     of_chunk(piece.chunk), work.stride);
-  std::atomic<int32_t>& left = work.num_left[piece.split * work.num_blocks + index];
+// Tasks go head by head: rows that share pages then find them in the cache, and the shortest tiles come last.
+const Piece& piece_of(const Work& work, int64_t index) { return work.pieces[index % (int64_t)work.pieces.size()]; }
+
+AttentionTask task_of(const Work& work, int64_t index) {
+  const Piece& piece = piece_of(work, index);
+  const int block = (int)(index / (int64_t)work.pieces.size()), group = work.call->num_heads / work.call->num_kv_heads;
+  const int per_group = work.num_blocks / work.call->num_kv_heads, first = block % per_group * work.heads_per_block;
+  const bool is_whole = piece.chunk < 0;
+  return {piece.tile, block / per_group * group + first, std::min(group - first, work.heads_per_block),
+          is_whole ? piece.first_chunk : piece.chunk, is_whole ? piece.end_chunk : piece.chunk + 1};
+}
+
+void do_whole(const Work& work, const AttentionTask& task, const AttentionTask* next) {
+  alignas(64) float tops[kTops], sums[kMaxQueries * (kMaxHeadSize + 2 * kPadding)];
+  const Partials partials = {tops, sums, work.stride};
+  work.variant->attend(*work.call, task, work.chunk_size, next, partials);
+  work.variant->finish(*work.call, task, partials);
+}
+
+void do_chunk(Work& work, const AttentionTask& task, const AttentionTask* next, const Piece& piece, int block) {
+  const int64_t size = partial_size(work, piece.tile), num_chunks = piece.end_chunk - piece.first_chunk;
+  float* first = work.partials + work.split_at[piece.split] + block * num_chunks * size;
+  const auto nth = [&](int64_t chunk) {
+    return Partials{first + chunk * size, first + chunk * size + kTops, work.stride};
+  };
+  work.variant->attend(*work.call, task, work.chunk_size, next, nth(piece.chunk - piece.first_chunk));
+  std::atomic<int32_t>& left = work.num_left[piece.split * work.num_blocks + block];
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   // The last to finish joins them: whoever that is, from the first chunk to the last.
-  const int begin = first_chunk_of(work, piece.tile.position);
-  for (int chunk = begin + 1; chunk < piece.num_chunks; ++chunk) {
-    for (int i = 0; i < num_queries; ++i) {
-      work.variant.merge(of_chunk(begin) + i * work.stride, of_chunk(chunk) + i * work.stride, work.call.head_size);
-    }
+  const int num_queries = task.tile.num_tokens * task.num_heads;
+  for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
+    work.variant->merge(num_queries, work.call->head_size, nth(0), nth(chunk));
   }
-  write_out(work, piece.tile, block, of_chunk(begin));
+  work.variant->finish(*work.call, task, nth(0));
+}
+
+// Tasks [begin, end), one after the other.
+void do_tasks(Work& work, int64_t begin, int64_t end) {
+  AttentionTask task = task_of(work, begin), next;
+  for (int64_t index = begin; index < end; ++index, task = next) {
+    const bool is_last = index + 1 == end;
+    if (!is_last) next = task_of(work, index + 1);
+    const Piece& piece = piece_of(work, index);
+    if (piece.chunk < 0) do_whole(work, task, is_last ? nullptr : &next);
+    else do_chunk(work, task, is_last ? nullptr : &next, piece, (int)(index / (int64_t)work.pieces.size()));
+  }
 }
 
 }  // namespace
@@ -150,32 +187,30 @@ using namespace octavo;
 int octavo_attention(Threads* threads, const OctavoAttention* call) {
   const OctavoAttention& a = *call;
   if (!can_do(a.head_size, a.page_size) || a.num_heads % a.num_kv_heads != 0) return -1;
-  const int group = a.num_heads / a.num_kv_heads;
-  const int blocks_per_group = (group + kMaxQueries - 1) / kMaxQueries;
-  Work work{a, attention_variant(), chunk_size_of(a.page_size), (group + blocks_per_group - 1) / blocks_per_group,
-            a.num_kv_heads * blocks_per_group, (a.head_size + 2 * kPadding - 1) / kPadding * kPadding, {}, {}, {}, {}};
-  const int64_t num_partials = cut(work);
-  static thread_local std::vector<float> partials;  // kept: a step makes this call once a layer
-  if ((int64_t)partials.size() < num_partials * work.stride) partials.resize((size_t)(num_partials * work.stride));
-  work.num_left.reset(new std::atomic<int32_t>[work.split_at.size() * work.num_blocks]);
-  for (const Piece& piece : work.pieces) {
-    if (piece.split < 0) continue;
-    const int32_t num = piece.num_chunks - first_chunk_of(work, piece.tile.position);
-    for (int block = 0; block < work.num_blocks; ++block) work.num_left[piece.split * work.num_blocks + block] = num;
+  static thread_local Work kept;
+  Work& work = kept;
+  describe(work, a);
+  const int64_t num_chunks = count_chunks(work);
+  constexpr int64_t kWorthSharing = 64 * 1024;  // products: below, waking the others takes longer
+  const int num_threads = threads->size();
+  if (num_threads == 1 || num_chunks * work.chunk_size * a.num_heads * a.head_size < kWorthSharing) {
+    cut(work, INT64_MAX);
+    if (work.num_tasks > 0) do_tasks(work, 0, work.num_tasks);
+    return 0;
   }
-  float* const partials_of_all = partials.data();
-  const int64_t count = (int64_t)work.pieces.size() * work.num_blocks;
+  cut(work, num_chunks * work.num_blocks / (4 * num_threads));
+  count_split_chunks(work);
+  // Several at a time, so that a thread knows what it does next and can ask for it: few tasks in one go, more in
+  // several, as some take longer.
+  const int64_t per_thread = (work.num_tasks + num_threads - 1) / num_threads;
+  const int64_t step = per_thread <= 8 ? per_thread : std::min<int64_t>(8, per_thread / 4);
+  work.next.store(0, std::memory_order_relaxed);
   auto body = [&](int, int) {
-    for (int64_t index; (index = work.next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      // Longest first: whole rows of many tokens come last in a batch.
-      const Piece& piece = work.pieces[work.pieces.size() - 1 - index / work.num_blocks];
-      const int block = (int)(index % work.num_blocks);
-      if (piece.chunk < 0) do_whole(work, piece.tile, block_of(work, block), piece.num_chunks);
-      else do_chunk(work, piece, block, block_of(work, block), partials_of_all);
+    for (int64_t begin; (begin = work.next.fetch_add(step, std::memory_order_relaxed)) < work.num_tasks;) {
+      do_tasks(work, begin, std::min(begin + step, work.num_tasks));
     }
   };
-  if (count == 1) body(0, 1);
-  else run_on(threads, body);
+  run_on(threads, body);
   return 0;
 }
 

@@ -2,9 +2,9 @@
 // Knows nothing of tensors, models or scheduling.
 //
 // A page is one run of bytes, page_stride bytes after the one before it: [2, Hkv, page_size * head_size] floats, or as
-// many int8 codes and then [2, Hkv, page_size] float scales. Whole pages may be copied freely; cells never written may hold
-// anything. Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]: the
-// scores of a page's tokens are then the lanes of one vector, and no sum over lanes is ever taken.
+// many int8 codes and then [2, Hkv, page_size] float scales. Whole pages may be copied freely; cells never written may
+// hold anything. Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]:
+// the scores of a page's tokens are then the lanes of one vector, and no sum over lanes is ever taken.
 #pragma once
 #include <stdint.h>
 
@@ -29,8 +29,8 @@ typedef struct {
   float scale, softcap;  // softcap 0: none
 } OctavoAttention;
 
-// head_size even and up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query, its own
-// row's cells and the page size alone: not on the other rows, on how its row was cut into steps, or on the threads.
+// head_size even and up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query,
+// its own row's cells and the page size alone: not on other rows, on how its row was cut into steps, or on the threads.
 int octavo_attention(octavo::Threads* threads, const OctavoAttention* call);
 
 typedef struct {
@@ -52,28 +52,38 @@ int octavo_turn(octavo::Threads* threads, const OctavoTurn* call);
 
 namespace octavo {
 
-constexpr int kMaxQueries = 24;    // query vectors of a tile: one KV head's, of one or more tokens
+constexpr int kMaxQueries = 24;    // query vectors of a task: one KV head's, of one or more tokens
+constexpr int kTops = 32;          // … in whole vectors
 constexpr int kMaxHeadSize = 256;
 constexpr int kMaxChunk = 256;
 constexpr int kPadding = 16;       // the widest vector
 
-// Some tokens of one row and the query heads of one KV head that they bring.
+// Some tokens of one row.
 struct AttentionTile {
   int32_t row, first, num_tokens, position;  // first: index into T; position: of that token in its row
 };
 
-// Of one query and one chunk of keys: the largest score, the sum of weights relative to it, and the weighted values.
-struct PartialHeader {
-  float top, sum;
+// The queries that a tile's tokens bring to one KV head, and the chunks of keys they are to see.
+struct AttentionTask {
+  AttentionTile tile;
+  int32_t first_head, num_heads;
+  int32_t first_chunk, end_chunk;
+};
+
+// Of each query: the largest score (with room for whole vectors of them), and stride floats: kPadding lanes whose sum
+// is that of the weights relative to it, and the weighted values.
+struct Partials {
+  float* tops;
+  float* sums;
+  int64_t stride;
 };
 
 struct AttentionVariant {
-  // Queries of the tile × keys of the chunk → partials, stride floats apart.
-  void (*chunk)(const OctavoAttention&, const AttentionTile&, int first_head, int num_heads, int chunk_size, int chunk,
-                float* partials, int64_t stride);
+  // next, where it is not NULL, is what this thread will be given next: its pages are asked for.
+  void (*attend)(const OctavoAttention&, const AttentionTask&, int chunk_size, const AttentionTask* next, Partials);
   // into ← into and from together. Chunks are merged in their order.
-  void (*merge)(float* into, const float* from, int head_size);
-  void (*finish)(const float* partial, float* output, int head_size);
+  void (*merge)(int num_queries, int head_size, Partials into, Partials from);
+  void (*finish)(const OctavoAttention&, const AttentionTask&, Partials);
   void (*turn)(const OctavoTurn&, int64_t begin, int64_t end);
 };
 

@@ -1,6 +1,6 @@
 """Attention over KV pages and the turn before it, natively: tensors in, one call each.
-Knows nothing of models, batches or backends. float32; inside a page keys lie transposed (attention.h has the layout): only
-these two calls may read one, but whoever likes may copy whole pages along dimension 0 of a store."""
+Knows nothing of models, batches or backends. Inside a page keys lie transposed (attention.h has the layout): only these
+two calls may read one, but whoever likes may copy whole pages along dimension 0 of a store."""
 
 import ctypes
 import functools
@@ -126,8 +126,8 @@ def attend(
         output = torch.empty(heads.shape[0], num_heads * pages.head_size)
     call = AttentionCall(
         pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages.store), pages.stride,
-        pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0], num_heads,
-        pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, window, scale, softcap,
+        pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0],
+        num_heads, pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, window, scale, softcap,
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"
