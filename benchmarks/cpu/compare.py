@@ -18,6 +18,7 @@ Rounds = Mapping[str, Sequence[dict[str, Any]]]
 """Server → what each of its rounds gave."""
 
 _FIRST_SEED = 100
+_QUIET = 0.05  # of the cores for others: beyond it, threads that spin for each other wait for other people's work
 _BUSY_CLIENT = 0.1  # of one core: above it, the client is part of what is measured
 
 
@@ -206,7 +207,9 @@ def _remarks(servers: Sequence[Server], rounds: Rounds) -> list[str]:
         others = sorted(found["others_share"] for _, found in every)
         busy = "" if client <= _BUSY_CLIENT else ": it is part of what was measured"
         lines.append(f"the client computed for at most {client:.0%} of one core's time{busy}")
-        lines.append(
-            f"other processes took {statistics.median(others):.0%} of the cores in the middle, {others[-1]:.0%} at worst"
+        middle = statistics.median(others)
+        noisy = (
+            "" if middle <= _QUIET else ": not a quiet machine, and servers suffer from that unequally; measure again"
         )
+        lines.append(f"other processes took {middle:.0%} of the cores in the middle, {others[-1]:.0%} at worst{noisy}")
     return lines

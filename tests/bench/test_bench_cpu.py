@@ -66,6 +66,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("models") / "tiny.gguf", metadata, tensors)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For what is made of the model: one test's folder serves the next."""
+    return tmp_path_factory.mktemp("cache")
+
+
 def a_setting(model: Path, cache: Path, **changes: Any) -> peers.Setting:
     values: dict[str, Any] = {"llama_server": "", "llama_python": "", "vllm_python": ""} | changes
     return peers.Setting(resolve(str(model)), loads.QUICK, (0, 1), cache=cache, **values)
@@ -129,8 +135,8 @@ def test_the_tree_of_a_process_and_what_it_holds() -> None:
 # ── who takes part ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_peers_serve_the_same_file_under_the_same_name(model: Path, tmp_path: Path) -> None:
-    given = a_setting(model, tmp_path, llama_server="/opt/llama-server", vllm_python=sys.executable)
+def test_peers_serve_the_same_file_under_the_same_name(model: Path, cache: Path) -> None:
+    given = a_setting(model, cache, llama_server="/opt/llama-server", vllm_python=sys.executable)
     found, skipped = peers.servers([OCTAVO, OCTAVO_FLOAT32, "llama.cpp", "llama.cpp-q8_0", "vllm-float32"], given)
     assert list(skipped) == ["llama.cpp-q8_0"] and "llama-cpp-python" in skipped["llama.cpp-q8_0"]
     by_name = {server.name: server for server in found}
@@ -243,9 +249,9 @@ def test_a_load_with_failed_requests_has_no_figure_and_fails_the_run(capsys: pyt
 
 
 def test_the_loss_of_a_text_is_that_of_its_tokens_one_by_one(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = a_setting(model, tmp_path)
+    given = a_setting(model, cache)
     windows = [window[:40] for window in perplexity.cut(model)[:2]]
     losses = perplexity.octavo_losses(given, {"dtype": "float32"}, windows)
     seen: list[torch.Tensor] = []
