@@ -9,7 +9,7 @@ from benchmarks.cpu import loads, peers
 from benchmarks.gpu.show import Results
 from octavo.bench.flags import positive
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import Parser
+from octavo.flags import Parser, number
 from octavo.weights.source import resolve
 
 
@@ -45,6 +45,7 @@ def build_parser() -> Parser:
     add("--llama-python", default="", metavar="FILE", help="interpreter with llama-cpp-python[server] (default: this one)")  # fmt: skip
     add("--vllm-python", default="", metavar="FILE", help="interpreter with vllm (default: this one)")
     add("--rounds", type=positive, default=3, metavar="N", help="rounds over all servers (default: 3)")
+    add("--patience", type=number, default=0.0, metavar="X", help="on a machine that others use: seconds to wait for it to be quiet before each start and load, and try a disturbed load again (default: 0)")  # fmt: skip
     add("--quick", action="store_true", help="one round of small loads: a rehearsal, not a measurement")
     add("--result", metavar="FILE", help="also write everything measured to this JSON file, as it comes")
     return parser
@@ -91,13 +92,21 @@ def _run_here(parts: Sequence[str], arguments: argparse.Namespace, model: str, r
 
 def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Results) -> int:
     from benchmarks.cpu import compare
+    from benchmarks.cpu.rounds import Patience
 
     servers, skipped = peers.servers(arguments.servers, given)
     for name, reason in skipped.items():
         print(f"{name}: skipped, {reason}")
     results.put("skipped", skipped)
     num_rounds = 1 if arguments.quick else arguments.rounds
-    return compare.run(servers, given.loads, num_rounds, arguments.quick, results)
+    return compare.run(
+        servers,
+        given.loads,
+        num_rounds,
+        results,
+        patience=Patience(arguments.patience),
+        is_rehearsal=arguments.quick,
+    )
 
 
 if __name__ == "__main__":

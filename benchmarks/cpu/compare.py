@@ -2,28 +2,30 @@
 Knows nothing of how a server is started or what a peer is called."""
 
 import dataclasses
-import os
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.cpu import loads, processes
 from benchmarks.cpu.loads import Load
-from benchmarks.cpu.servers import DidNotStart, Server, started
+from benchmarks.cpu.rounds import QUIET, Patience, serve
+from benchmarks.cpu.servers import DidNotStart, Server
 from benchmarks.cpu.targets import MORE_IS_BETTER, TARGETS, Target
 from benchmarks.gpu.show import Results, table
 
 Rounds = Mapping[str, Sequence[dict[str, Any]]]
 """Server → what each of its rounds gave."""
 
-_FIRST_SEED = 100
-_QUIET = 0.05  # of the cores for others: beyond it, threads that spin for each other wait for other people's work
 _BUSY_CLIENT = 0.1  # of one core: above it, the client is part of what is measured
 
 
 def run(
-    servers: Sequence[Server], wanted: Sequence[Load], num_rounds: int, is_rehearsal: bool, results: Results
+    servers: Sequence[Server],
+    wanted: Sequence[Load],
+    num_rounds: int,
+    results: Results,
+    *,
+    patience: Patience | None = None,
+    is_rehearsal: bool = False,
 ) -> int:
     """Returns how many servers or requests failed."""
     rounds: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
@@ -33,7 +35,7 @@ def run(
         turned = [servers[(i + number) % len(servers)] for i in range(len(servers))]
         for server in turned:
             try:
-                rounds[server.name].append(_serve(server, wanted, number))
+                rounds[server.name].append(serve(server, wanted, number, patience or Patience()))
             except DidNotStart as error:
                 failures.append(f"{server.name}, round {number + 1}: did not start: {error}")
                 print(failures[-1], flush=True)
@@ -46,25 +48,6 @@ def run(
     for line in [*_remarks(servers, rounds), *failures]:
         print(line)
     return len(failures)
-
-
-def _serve(server: Server, wanted: Sequence[Load], number: int) -> dict[str, Any]:
-    with started(server) as running:
-        print(f"round {number + 1}, {server.name}: first token after {running.start_s:.2f} s", flush=True)
-        figures: dict[str, Any] = {"start_s": round(running.start_s, 3), "loads": {}}
-        for at, load in enumerate(wanted):
-            before, began = processes.work(running.pid), time.perf_counter()
-            own = time.process_time()
-            found = loads.send(load, running.url, server.fields, _FIRST_SEED * (number + 1) + at)
-            seconds, after = time.perf_counter() - began, processes.work(running.pid)
-            cores = len(os.sched_getaffinity(0))
-            mine = after.server - before.server + time.process_time() - own
-            found["others_share"] = round(max(0.0, after.machine - before.machine - mine) / seconds / cores, 3)
-            figures["loads"][load.name] = found
-            print(f"  {load.name}: {_cell(found)} output tokens/s (first token, each further token, ms)", flush=True)
-        figures["memory_bytes"] = processes.resident_bytes(running.pid)
-        print(f"  {figures['memory_bytes'] / 1e9:.2f} GB", flush=True)
-        return figures
 
 
 # ── figures ─────────────────────────────────────────────────────────────────────────────────────────
@@ -170,11 +153,6 @@ def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def _cell(found: dict[str, Any]) -> str:
-    figures = {"loads": {"": found}}
-    return _triple(*(value(figures, "", name) for name in ("rate", "ttft", "tpot")))
-
-
 def _triple(rate: float | None, ttft: float | None, tpot: float | None) -> str:
     return "–" if rate is None else f"{rate:,.1f} ({_number(ttft, 0)}, {_number(tpot, 1)})"
 
@@ -209,7 +187,7 @@ def _remarks(servers: Sequence[Server], rounds: Rounds) -> list[str]:
         lines.append(f"the client computed for at most {client:.0%} of one core's time{busy}")
         middle = statistics.median(others)
         noisy = (
-            "" if middle <= _QUIET else ": not a quiet machine, and servers suffer from that unequally; measure again"
+            "" if middle <= QUIET else ": not a quiet machine, and servers suffer from that unequally; measure again"
         )
         lines.append(f"other processes took {middle:.0%} of the cores in the middle, {others[-1]:.0%} at worst{noisy}")
     return lines

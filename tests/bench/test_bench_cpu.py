@@ -241,7 +241,7 @@ def test_a_load_with_failed_requests_has_no_figure_and_fails_the_run(capsys: pyt
     assert compare.value(figures, "c8", "rate") is None and compare.value(figures, "c32", "rate") == 100
     assert compare.median([figures], "c8", "rate") is None
     servers = [Server(OCTAVO, (sys.executable, "-c", ""), is_peer=False)]
-    assert compare.run(servers, loads.QUICK, 2, True, Results(None)) == 2
+    assert compare.run(servers, loads.QUICK, 2, Results(None), is_rehearsal=True) == 2
     assert "octavo, round 2: did not start: exit code 0" in capsys.readouterr().out
 
 

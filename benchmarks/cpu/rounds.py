@@ -1,0 +1,86 @@
+"""One server's turn in a round: started, put under every load, asked for its memory; with others' use of the machine noted.
+Knows nothing of how figures are judged."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.cpu import loads, processes
+from benchmarks.cpu.loads import Load
+from benchmarks.cpu.servers import Server, started
+
+QUIET = 0.05
+"""Of the cores for others: beyond it, threads that wait for each other wait for other people's work."""
+
+_FIRST_SEED = 100
+_MAX_TRIES = 3  # of a load that others disturbed, for who is patient
+_LOOK_S = 1.0
+
+
+@dataclasses.dataclass(slots=True)
+class Patience:
+    """How long, before each start and each load, a machine that others use is waited for. Without any, nothing is tried
+    again either."""
+
+    seconds: float = 0.0
+
+    def wait(self, pid: int) -> None:
+        """Until others leave the machine alone."""
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            watch = _Watch(pid)
+            time.sleep(_LOOK_S)
+            if watch.others_share() <= QUIET:
+                return
+
+
+class _Watch:
+    """What others, neither the process's tree nor this one, have taken of the cores since it was made."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._began, self._own, self._work = time.perf_counter(), time.process_time(), processes.work(pid)
+
+    def others_share(self) -> float:
+        now = processes.work(self._pid)
+        mine = now.server - self._work.server + time.process_time() - self._own
+        seconds = (time.perf_counter() - self._began) * len(os.sched_getaffinity(0))
+        return max(0.0, now.machine - self._work.machine - mine) / seconds
+
+
+def serve(server: Server, wanted: Sequence[Load], number: int, patience: Patience) -> dict[str, Any]:
+    """Everything one server gives in round `number`, from 0."""
+    patience.wait(os.getpid())
+    with started(server) as running:
+        print(f"round {number + 1}, {server.name}: first token after {running.start_s:.2f} s", flush=True)
+        figures: dict[str, Any] = {"start_s": round(running.start_s, 3), "loads": {}}
+        for at, load in enumerate(wanted):
+            seed = _FIRST_SEED * (number + 1) + at
+            found = figures["loads"][load.name] = _least_disturbed(
+                load, server, running.url, running.pid, seed, patience
+            )
+            print(f"  {load.name}: {_said(found)}", flush=True)
+        figures["memory_bytes"] = processes.resident_bytes(running.pid)
+        print(f"  {figures['memory_bytes'] / 1e9:.2f} GB", flush=True)
+        return figures
+
+
+def _least_disturbed(load: Load, server: Server, url: str, pid: int, seed: int, patience: Patience) -> dict[str, Any]:
+    tries: list[dict[str, Any]] = []
+    while not tries or (patience.seconds and len(tries) < _MAX_TRIES and tries[-1]["others_share"] > QUIET):
+        patience.wait(pid)
+        watch = _Watch(pid)
+        # Other prompts each time: a server may remember the last ones.
+        found = loads.send(load, url, server.fields, seed + 1000 * _FIRST_SEED * len(tries))
+        tries.append(found | {"others_share": round(watch.others_share(), 3)})
+    return min(tries, key=lambda found: found["others_share"]) | {"tries": len(tries)}
+
+
+def _said(found: dict[str, Any]) -> str:
+    times = [f"{found[key]['p50']:,.1f}" if found[key] else "–" for key in ("ttft_ms", "tpot_ms")]
+    return (
+        f"{found['output_tokens_per_second']:,.1f} output tokens/s, first token {times[0]} ms, each further {times[1]} ms; "
+        f"others {found['others_share']:.0%}"
+    )
