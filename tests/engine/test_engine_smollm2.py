@@ -4,11 +4,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.text import load_text
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.source import resolve
 from tests.engine.exactness import check, greedy_references
+from tests.native import native
 
 pytestmark = pytest.mark.model
 
@@ -56,7 +57,7 @@ def references():
 
 
 def test_alone_among_31_others_and_with_prefix_hits(references):
-    with LLM(kv_cache_memory_bytes=2**29) as llm:
+    with LLM(dtype="float32", kv_cache_memory_bytes=2**29) as llm:
         alone = check(llm, references, "alone", together=False)
         crowd = references + references[:12]
         among = check(llm, crowd, "among 31 others, with prefix hits")
@@ -71,7 +72,9 @@ def test_alone_among_31_others_and_with_prefix_hits(references):
 
 @pytest.mark.parametrize("budget", [7, 64])
 def test_chunks(references, budget):
-    with LLM(kv_cache_memory_bytes=2**29, max_num_batched_tokens=budget, enable_prefix_caching=False) as llm:
+    with LLM(
+        dtype="float32", kv_cache_memory_bytes=2**29, max_num_batched_tokens=budget, enable_prefix_caching=False
+    ) as llm:
         check(llm, references, f"chunks of {budget}")
 
 
@@ -79,6 +82,28 @@ def test_chunks(references, budget):
 def test_preempted(references, swap_space):
     # 1,024 tokens of room: the twenty need about 2,300.
     pages = 64 * 16 * 2 * 30 * 3 * 64 * 4
-    with LLM(kv_cache_memory_bytes=pages, max_model_len=1024, swap_space=swap_space) as llm:
+    with LLM(dtype="float32", kv_cache_memory_bytes=pages, max_model_len=1024, swap_space=swap_space) as llm:
         check(llm, references, "preempted")
+        assert llm.engine_stats()["preemptions"] > 0
+
+
+def test_packed_weights_give_the_same_tokens_in_any_company(references):
+    """As the file holds them, without an excuse for near ties: the arithmetic is the same to the last bit."""
+    native()  # without the kernels weights are decoded
+    prompts = [reference.prompt for reference in references]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+    def tokens(llm, prompts):
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    with LLM(kv_cache_memory_bytes=2**29) as llm:
+        alone = [tokens(llm, [prompt])[0] for prompt in prompts]
+        assert tokens(llm, prompts + prompts[:12]) == alone + alone[:12]
+    # They are a rounding away from float32: most of the way the tokens are the same.
+    same = [sum(a == b for a, b in zip(t, r.tokens, strict=False)) for t, r in zip(alone, references, strict=True)]
+    assert sum(same) > 0.5 * 48 * len(prompts)
+    with LLM(kv_cache_memory_bytes=2**29, max_num_batched_tokens=7, cpu_threads=1, enable_prefix_caching=False) as llm:
+        assert tokens(llm, prompts) == alone
+    with LLM(kv_cache_memory_bytes=64 * 16 * 2 * 30 * 3 * 64 * 4, max_model_len=1024, swap_space=0.5) as llm:
+        assert tokens(llm, prompts) == alone
         assert llm.engine_stats()["preemptions"] > 0
