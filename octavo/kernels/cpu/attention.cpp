@@ -64,8 +64,6 @@ struct Work {
   int num_splits;
   std::unique_ptr<std::atomic<int32_t>[]> num_left;  // of each split tile and block: chunks not done
   int64_t max_left = 0;
-  alignas(64) std::atomic<int64_t> next_shared;
-  alignas(64) std::atomic<int64_t> next;
 };
 
 void describe(Work& work, const OctavoAttention& a) {
@@ -285,15 +283,19 @@ void do_tasks(Work& work, const std::vector<Piece>& pieces, int64_t begin, int64
   }
 }
 
-// A thread's part of all tasks: several at a time, so that it knows what it does next and can ask for it; few tasks in
-// one go, more in several, as some take longer.
-void do_part(Work& work, const std::vector<Piece>& pieces, std::atomic<int64_t>& next, int num_threads) {
+// Several at a time, so that a thread knows what it does next and can ask for it: few tasks in one go, more in several,
+// as some take longer.
+void do_all(Work& work, const std::vector<Piece>& pieces, Threads* threads, int num_threads) {
   const int64_t num_tasks = (int64_t)pieces.size() * work.num_blocks;
+  if (num_tasks == 0) return;
+  if (num_threads == 1) return do_tasks(work, pieces, 0, num_tasks);
   const int64_t per_thread = (num_tasks + num_threads - 1) / num_threads;
-  const int64_t step = per_thread <= 8 || num_threads == 1 ? per_thread : std::min<int64_t>(8, per_thread / 4);
-  for (int64_t begin; (begin = next.fetch_add(step, std::memory_order_relaxed)) < num_tasks;) {
-    do_tasks(work, pieces, begin, std::min(begin + step, num_tasks));
-  }
+  const int64_t step = per_thread <= 8 ? per_thread : std::min<int64_t>(8, per_thread / 4);
+  auto body = [&](int index, int num_shares) {
+    const Share share = share_of(num_tasks, index, num_shares);
+    do_tasks(work, pieces, share.begin, share.end);
+  };
+  run_on(threads, body, (int)((num_tasks + step - 1) / step));
 }
 
 }  // namespace
@@ -313,17 +315,8 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   const int num_threads = is_alone ? 1 : threads->size();
   cut(work, num_threads, num_threads == 1 ? INT64_MAX : num_chunks * work.num_blocks / (4 * num_threads));
   allocate(work);
-  work.next_shared.store(0, std::memory_order_relaxed);
-  work.next.store(0, std::memory_order_relaxed);
-  auto share = [&](int, int) { do_part(work, work.shared, work.next_shared, num_threads); };
-  auto body = [&](int, int) { do_part(work, work.pieces, work.next, num_threads); };
-  if (num_threads == 1) {
-    share(0, 1);
-    body(0, 1);
-  } else {
-    if (!work.shared.empty()) run_on(threads, share);
-    run_on(threads, body);
-  }
+  do_all(work, work.shared, threads, num_threads);
+  do_all(work, work.pieces, threads, num_threads);
   return 0;
 }
 
