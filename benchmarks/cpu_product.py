@@ -4,7 +4,8 @@ Knows nothing of Octavo but the product kernels. Run: python -m benchmarks.cpu_p
 Weights are cold: calls take turns over a model's worth of copies. The ceilings are measured in the same run with the same
 threads: bandwidth by reading as much memory, arithmetic by dot instructions on registers alone (a quarter of that for
 float32: an instruction does 16 products, not 64). Scales cost two multiplications a group beside eight dots: no packed
-product can pass 80 % of it (Q4_1: 73 %).
+product can pass 80 % of it (with minimums 73 %; five and six bits, which are put together first, and Q6_K's two scales a
+group leave less).
 A shared machine is noisy: reading and multiplying take turns, a share of reading is the median of the rounds' own ratios,
 and every other figure is the best of the rounds' medians. A call is about a millisecond (wide weights are cut into
 pieces): a longer one would lose its core to other jobs."""

@@ -1,6 +1,8 @@
 """Native attention against the reference backend, and against itself: other threads, other batch mates, other chunks."""
 
+import functools
 import random
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,18 +12,21 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.kernels.cpu.attention import attend, new_pages, page_bytes, turn_and_store
-from octavo.kernels.cpu.build import NoCompiler, library_path
+from octavo.kernels.cpu.build import NoCompiler, find_compiler
 from octavo.kernels.cpu.library import Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
 from tests.models.batches import Row, make_batch
 
 try:
-    library_path()
+    find_compiler()
 except NoCompiler as missing:
     pytest.skip(str(missing), allow_module_level=True)
 
 ISAS = ["avx512vnni", "avx2", "portable"]
-HEADS = [(1, 1, 8), (4, 4, 16), (9, 3, 64), (30, 1, 32), (6, 2, 40), (4, 2, 128), (2, 1, 256)]
+SHAPES = [  # heads, KV heads, head size; page size
+    ((1, 1, 8), 16), ((4, 4, 16), 1), ((9, 3, 64), 16), ((9, 3, 64), 5), ((14, 2, 64), 64), ((30, 1, 32), 20),
+    ((6, 2, 40), 16), ((12, 2, 128), 32), ((2, 1, 256), 256),
+]  # fmt: skip
 MIXES = {
     "one decode": [(0, 1)],
     "long decodes": [(900, 1), (2, 1), (127, 1), (128, 1), (300, 1), (0, 1)],
@@ -113,14 +118,17 @@ def outputs(backend, layer, mix, page_size: int, seed: int, broken_share: float 
     return step([(row, count) for row, (_, count) in zip(rows, mix, strict=True)])
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 20])
-@pytest.mark.parametrize("heads", HEADS)
+@functools.cache
+def reference(layer: LayerHeads, mix: str, page_size: int, seed: int) -> torch.Tensor:
+    return outputs(ReferenceAttention(), layer, MIXES[mix], page_size, seed)
+
+
+@pytest.mark.parametrize(("heads", "page_size"), SHAPES)
 @pytest.mark.parametrize("mix", MIXES)
 def test_equals_the_reference(isa, pool, mix, heads, page_size) -> None:
     layer = layer_of(heads)
     found = outputs(NativeAttention(pool), layer, MIXES[mix], page_size, seed=3)
-    expected = outputs(ReferenceAttention(), layer, MIXES[mix], page_size, seed=3)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, reference(layer, mix, page_size, seed=3), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (6, 2, 40)])
@@ -128,8 +136,7 @@ def test_equals_the_reference(isa, pool, mix, heads, page_size) -> None:
 def test_window_and_soft_cap(isa, pool, heads, window, softcap) -> None:
     layer = layer_of(heads, window=window, softcap=softcap)
     found = outputs(NativeAttention(pool), layer, MIXES["everything"], 16, seed=4)
-    expected = outputs(ReferenceAttention(), layer, MIXES["everything"], 16, seed=4)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found, reference(layer, "everything", 16, seed=4), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("heads", [(9, 3, 64), (6, 2, 40), (4, 4, 16)])
@@ -148,51 +155,111 @@ def test_norms_and_rotation_and_broken_numbers(isa, pool, heads) -> None:
 def test_int8_pages_are_near(isa, pool, heads, page_size) -> None:
     layer = layer_of(heads)
     found = outputs(NativeAttention(pool, is_int8=True), layer, MIXES["everything"], page_size, seed=6)
-    expected = outputs(ReferenceAttention(), layer, MIXES["everything"], page_size, seed=6)
+    expected = reference(layer, "everything", page_size, seed=6)
     torch.testing.assert_close(found, expected, atol=4e-2, rtol=0)
     assert (found - expected).square().mean().sqrt() < 6e-3 * expected.square().mean().sqrt() + 3e-3
 
 
-def walk(pool: Threads, is_int8: bool, layer: LayerHeads, tokens, cuts, stale: float, seed: int) -> list[torch.Tensor]:
-    """Rows' tokens through random steps with one another: each row's outputs, whatever the steps were."""
-    rng, page_size = random.Random(seed), 16
-    lengths = [len(part) for part in tokens]
-    num_pages = 1 + sum(-(-length // page_size) for length in lengths)
-    pages = rng.sample(range(num_pages), num_pages)
-    rows = [Row([0] * length, [pages.pop() for _ in range(-(-length // page_size))]) for length in lengths]
-    backend = bound(NativeAttention(pool, is_int8), layer, num_pages, page_size, stale)
+@dataclass
+class Walker:
+    """A row of a random walk. Its first `shared` tokens are another's, whose pages it reads."""
+
+    tokens: torch.Tensor  # [length, H + 2 Hkv, D]
+    parent: int = -1
+    shared: int = 0
+
+
+def walk(backend: NativeAttention, layer: LayerHeads, page_size: int, walkers, cuts, stale, seed) -> list[torch.Tensor]:
+    """Rows' tokens through random steps with one another: what each row's own tokens gave, whatever the steps were."""
+    rng = random.Random(seed)
+    num_pages = 1 + sum(-(-len(one.tokens) // page_size) for one in walkers)
+    free = rng.sample(range(num_pages), num_pages)
+    rows: list[Row] = []
+    for one in walkers:
+        pages = rows[one.parent].pages[: one.shared // page_size] if one.shared else []
+        pages = pages + [free.pop() for _ in range(-(-len(one.tokens) // page_size) - len(pages))]
+        rows.append(Row([0] * len(one.tokens), pages, one.shared))
+    bound(backend, layer, num_pages, page_size, stale)
     found: list[list[torch.Tensor]] = [[] for _ in rows]
-    while unfinished := [index for index, row in enumerate(rows) if row.computed < lengths[index]]:
-        chosen = rng.sample(unfinished, rng.randint(1, len(unfinished)))
-        steps = [(index, min(rng.choice(cuts), lengths[index] - rows[index].computed)) for index in chosen]
+    while unfinished := [index for index, row in enumerate(rows) if row.computed < len(row.tokens)]:
+        able = [i for i in unfinished if not walkers[i].shared or rows[walkers[i].parent].computed >= walkers[i].shared]
+        chosen = rng.sample(able, rng.randint(1, len(able)) if rng.random() < 0.5 else len(able))
+        steps = [(index, min(rng.choice(cuts), len(rows[index].tokens) - rows[index].computed)) for index in chosen]
         steps = [s for s in steps if s[1] == 1] + [s for s in steps if s[1] > 1]  # as make_batch sorts them
-        heads = torch.cat([tokens[index][rows[index].computed :][:count] for index, count in steps])
-        output = backend.run(
-            layer, heads.clone(), None, make_batch([(rows[i], count) for i, count in steps], page_size)
-        )
+        heads = torch.cat([walkers[index].tokens[rows[index].computed :][:count] for index, count in steps])
+        output = backend.run(layer, heads, None, make_batch([(rows[i], count) for i, count in steps], page_size))
         for (index, _), part in zip(steps, output.split([count for _, count in steps]), strict=True):
             found[index].append(part)
     return [torch.cat(parts) for parts in found]
 
 
+def random_walkers(rng: random.Random, heads: tuple[int, int, int], page_size: int) -> list[Walker]:
+    """Some rows alone, and some that begin with the pages of the first."""
+    torch.manual_seed(rng.randrange(2**31))
+    width = (heads[0] + 2 * heads[1], heads[2])
+    walkers = [Walker(torch.randn(rng.choice([1, 40, 150, 290]), *width)) for _ in range(rng.randint(1, 3))]
+    walkers[0] = Walker(torch.randn(rng.randint(200, 300), *width))
+    for _ in range(rng.choice([0, 2, 5])):
+        shared = rng.randint(1, 199 // page_size) * page_size
+        own = torch.randn(rng.randint(1, 40), *width)
+        walkers.append(Walker(torch.cat((walkers[0].tokens[:shared], own)), 0, shared))
+    return walkers
+
+
 @pytest.mark.parametrize("is_int8", [False, True])
-@pytest.mark.parametrize("window", [0, 50])
-def test_bits_depend_on_neither_threads_nor_batch_mates_nor_chunks(isa, is_int8, window) -> None:
-    heads = (9, 3, 64)
-    layer = layer_of(heads, window=window)
-    generator = torch.Generator().manual_seed(9)
-    tokens = [torch.randn(length, 15, 64, generator=generator) for length in (310, 40, 1, 150)]
+@pytest.mark.parametrize("seed", range(5))
+def test_bits_depend_on_neither_threads_nor_batch_mates_nor_chunks_nor_sharing(isa, is_int8, seed) -> None:
+    rng = random.Random(seed)
+    heads = rng.choice([(9, 3, 64), (4, 1, 16), (6, 2, 40)])
+    page_size = rng.choice([16, 16, 5, 64])
+    window, softcap = rng.choice([(0, 0.0), (0, 0.0), (50, 0.0), (70, 20.0), (0, 5.0)])
+    layer = layer_of(heads, window=window, softcap=softcap)
+    walkers = random_walkers(rng, heads, page_size)
     pools = [Threads(num) for num in (1, 2, 3)]
     try:
-        expected = [walk(pools[0], is_int8, layer, [one], [len(one)], 0.0, 0)[0] for one in tokens]
-        for seed, cuts in enumerate([[1], [1, 2, 7], [400], [1, 30, 64], [16, 100], [9]]):
-            for pool in pools:
-                stale = [0.0, 1e30, 90.0][seed % 3]
-                found = walk(pool, is_int8, layer, tokens, cuts, stale, seed)
-                assert all(map(torch.equal, found, expected)), f"seed {seed}, cuts {cuts}"
+        alone = [
+            walk(NativeAttention(pools[0], is_int8), layer, page_size, [Walker(one.tokens)], [len(one.tokens)], 0.0, 0)
+            for one in walkers
+        ]
+        for pool, cuts in zip(pools, rng.sample([[1], [1, 2, 7], [400], [1, 1, 1, 64], [9]], 3), strict=True):
+            stale = rng.choice([0.0, 1e30, float("nan")])
+            found = walk(NativeAttention(pool, is_int8), layer, page_size, walkers, cuts, stale, seed)
+            for one, [expected], part in zip(walkers, alone, found, strict=True):
+                assert torch.equal(part.view(torch.int32), expected[one.shared :].view(torch.int32)), f"{cuts} {stale}"
     finally:
         for pool in pools:
             pool.close()
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (30, 1, 32)])
+def test_rows_that_begin_with_the_same_pages_get_the_bits_they_get_alone(isa, pool, heads, is_int8) -> None:
+    """Eleven decode rows in one step; two groups of them share pages, of which one ends within a chunk."""
+    generator, page_size = torch.Generator().manual_seed(5), 16
+    lengths = [700, 530, 529, 513, 600, 200, 300, 150, 160, 400, 512]
+    prefix = {0: list(range(32)), 1: list(range(100, 109)), 2: []}
+    group = [0, 0, 0, 0, 0, 2, 1, 1, 1, 0, 0]
+    layer, rows, free = layer_of(heads), [], list(range(110, 400))
+    for length, shared in zip(lengths, group, strict=True):
+        pages = prefix[shared][: (length - 1) // page_size]
+        rows.append([*pages, *(free.pop() for _ in range(-(-length // page_size) - len(pages)))])
+    backend = bound(NativeAttention(pool, is_int8), layer, 400, page_size)
+    shape = (heads[0] + 2 * heads[1], heads[2])
+    everywhere = torch.randn(400 * page_size, *shape, generator=generator)
+    turn_and_store(pool, everywhere, heads[0], backend.pages, torch.arange(400 * page_size))
+    queries = torch.randn(len(rows), *shape, generator=generator)
+
+    def attended(which: list[int]) -> torch.Tensor:
+        table = torch.zeros(len(which), 50, dtype=torch.int32)
+        for index, row in enumerate(which):
+            table[index, : len(rows[row])] = torch.tensor(rows[row], dtype=torch.int32)
+        starts = torch.arange(len(which) + 1, dtype=torch.int32)
+        seq_lens = torch.tensor([lengths[row] for row in which], dtype=torch.int32)
+        return attend(pool, queries[which], heads[0], backend.pages, starts, seq_lens, table, 0.1)
+
+    together = attended(list(range(len(rows))))
+    alone = torch.cat([attended([row]) for row in range(len(rows))])
+    assert torch.equal(together.view(torch.int32), alone.view(torch.int32))
 
 
 def test_padding_writes_nowhere_and_its_output_is_zero(isa, pool) -> None:
@@ -224,3 +291,17 @@ def test_pages_of_codes_begin_on_cache_lines() -> None:
     assert page_bytes(3, 64, 16, is_int8=True) == 2 * 3 * 16 * (64 + 4)
     assert page_bytes(1, 8, 1, is_int8=True) == 64
     assert page_bytes(3, 40, 5, is_int8=True) == 1344  # 1,320 used
+
+
+@pytest.mark.parametrize(("head_size", "page_size"), [(258, 16), (7, 16), (64, 257)])
+def test_what_it_cannot_do_is_refused(pool, head_size, page_size) -> None:
+    pages = new_pages(2, 1, head_size, page_size)
+    heads, slots, one = (
+        torch.randn(1, 3, head_size),
+        torch.zeros(1, dtype=torch.int64),
+        torch.ones(1, dtype=torch.int32),
+    )
+    with pytest.raises(AssertionError, match="too large"):
+        turn_and_store(pool, heads, 1, pages, slots)
+    with pytest.raises(AssertionError, match="too large"):
+        attend(pool, heads, 1, pages, torch.tensor([0, 1], dtype=torch.int32), one, one[None] - 1, 1.0)

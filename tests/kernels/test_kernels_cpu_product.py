@@ -158,6 +158,24 @@ def test_a_row_is_the_same_bits_in_any_batch(weights, kind, num_rows, num_thread
         together.close()
 
 
+@pytest.mark.parametrize("num_columns", [2064, 2080])  # 129 panels, 130
+def test_a_long_product_is_the_same_bits_whoever_claims_its_parts(num_columns):
+    alone = Threads(1)
+    w, x = (
+        torch.randn(num_columns, 2048),
+        torch.randn(66, 2048),
+    )  # of more multiplications than product_kernel.h's kLong
+    weight, gated = pack_quantised(alone, w, Kind.CODES4), num_columns % 32 == 0
+    expected = run(alone, x, weight, gated=gated)
+    assert torch.equal(run(alone, x[40:41], weight, gated=gated), expected[40:41])
+    for num_threads in (2, 3, 5):
+        together = Threads(num_threads)
+        for _ in range(3):
+            assert torch.equal(run(together, x, weight, gated=gated), expected)
+        together.close()
+    alone.close()
+
+
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_instruction_sets_agree_to_the_bit(threads, weights, kind, activation):

@@ -2,6 +2,8 @@
 // Knows nothing of the arithmetic.
 #include "attention.h"
 
+#include <string.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -31,12 +33,19 @@ bool can_do(int head_size, int page_size) {
   return head_size <= kMaxHeadSize && head_size % 2 == 0 && page_size >= 1 && page_size <= kMaxChunk;
 }
 
+// Which shared piece has done a row's first chunks, if any, and which of its tokens is the row's.
+struct Seed {
+  int32_t shared = -1, place = 0;
+};
+
 // To be done for every block of heads: a tile with all its chunks, or one chunk of a tile that is split.
 struct Piece {
   AttentionTile tile;
   int32_t first_chunk, end_chunk;  // of the tile
-  int32_t chunk;                   // −1: all
-  int32_t split;                   // index among the split tiles
+  int32_t chunk = -1;              // −1: all
+  int32_t split = -1;              // index among the split tiles
+  Seed seed;
+  int64_t partials = -1;           // where those of a split or shared piece begin
 };
 
 // What a call is cut into. Kept from call to call: a step makes one a layer, and nothing should then be allocated.
@@ -44,15 +53,17 @@ struct Work {
   const OctavoAttention* call;
   const AttentionVariant* variant;
   int chunk_size, heads_per_block, num_blocks;  // blocks of query heads, each within one KV head
+  int tokens_per_tile;
   int64_t stride;                               // floats of one query's sums
-  std::vector<Piece> pieces;
-  std::vector<int64_t> split_at;                // of each split tile: where its partials begin
+  std::vector<Piece> shared, pieces;            // shared: to be done before all others
+  std::vector<int32_t> alike;                   // rows of one token (it has the row's number too) by their first page
+  std::vector<Seed> seeds;                      // of each row
   std::vector<float> memory;
+  int64_t num_floats;                           // of partials
   float* partials;
+  int num_splits;
   std::unique_ptr<std::atomic<int32_t>[]> num_left;  // of each split tile and block: chunks not done
-  size_t max_left = 0;
-  int64_t num_tasks;
-  alignas(64) std::atomic<int64_t> next;
+  int64_t max_left = 0;
 };
 
 void describe(Work& work, const OctavoAttention& a) {
@@ -62,6 +73,7 @@ void describe(Work& work, const OctavoAttention& a) {
   work.chunk_size = chunk_size_of(a.page_size);
   work.heads_per_block = (group + blocks_per_group - 1) / blocks_per_group;
   work.num_blocks = a.num_kv_heads * blocks_per_group;
+  work.tokens_per_tile = kMaxQueries / work.heads_per_block;
   work.stride = (a.head_size + 2 * kPadding - 1) / kPadding * kPadding;
 }
 
@@ -81,102 +93,209 @@ int64_t count_chunks(const Work& work) {
   return total;
 }
 
-// Floats of one chunk's partials of a tile and block.
+// Floats of the partials of one chunk, or of several joined, of a tile and block.
 int64_t partial_size(const Work& work, const AttentionTile& tile) {
   return kTops + (int64_t)tile.num_tokens * work.heads_per_block * work.stride;
 }
 
-// A tile costing more than `bearable` is split: whole, it would keep one thread busy after the others have finished.
-void cut(Work& work, int64_t bearable) {
-  const OctavoAttention& a = *work.call;
-  const int tokens_per_tile = kMaxQueries / work.heads_per_block;
-  int64_t num_floats = 0;
-  work.pieces.clear();
-  work.split_at.clear();
-  for (int row = a.num_rows - 1; row >= 0; --row) {  // longest first: rows of many tokens come last in a batch
-    const int first = a.query_start[row], count = a.query_start[row + 1] - first;
-    for (int end_token = count; end_token > 0;) {
-      const int token = (end_token - 1) / tokens_per_tile * tokens_per_tile, num_tokens = end_token - token;
-      end_token = token;
-      const AttentionTile tile = {row, first + token, num_tokens, a.seq_lens[row] - count + token};
-      const int begin = first_chunk_of(work, tile.position);
-      const int end = (tile.position + num_tokens + work.chunk_size - 1) / work.chunk_size;
-      if (end - begin <= 1 || (int64_t)num_tokens * (end - begin) <= bearable) {
-        work.pieces.push_back({tile, begin, end, -1, -1});
-        continue;
-      }
-      const int32_t split = (int32_t)work.split_at.size();
-      work.split_at.push_back(num_floats);
-      num_floats += (end - begin) * work.num_blocks * partial_size(work, tile);
-      for (int chunk = begin; chunk < end; ++chunk) work.pieces.push_back({tile, begin, end, chunk, split});
-    }
-  }
-  work.num_tasks = (int64_t)work.pieces.size() * work.num_blocks;
-  if ((int64_t)work.memory.size() < num_floats + kPadding) work.memory.resize((size_t)(num_floats + kPadding));
-  work.partials = (float*)(((uintptr_t)work.memory.data() + 63) / 64 * 64);
+int64_t reserve(Work& work, int64_t num_floats) {
+  work.num_floats += num_floats;
+  return work.num_floats - num_floats;
 }
 
-void count_split_chunks(Work& work) {
-  const size_t needed = work.split_at.size() * work.num_blocks;
+// How many first chunks the rows alike[begin … end) have in common, each of them whole.
+int count_common_chunks(const Work& work, size_t begin, size_t end) {
+  const OctavoAttention& a = *work.call;
+  const int pages_per_chunk = work.chunk_size / a.page_size;
+  const int32_t* first = a.page_table + work.alike[begin] * a.table_stride;
+  int common = a.seq_lens[work.alike[begin]] / work.chunk_size;
+  for (size_t i = begin + 1; i < end; ++i) {
+    const int row = work.alike[i], most = std::min(common, a.seq_lens[row] / work.chunk_size) * pages_per_chunk;
+    const int32_t* other = a.page_table + row * a.table_stride;
+    common = (int)(std::mismatch(first, first + most, other).first - first) / pages_per_chunk;
+  }
+  return common;
+}
+
+// Rows of one token that begin with the same pages read them together: as many queries as a prompt's, for one reading.
+void find_shared(Work& work, int num_threads) {
+  const OctavoAttention& a = *work.call;
+  work.alike.clear();
+  for (int row = 0; row < a.num_rows && a.window == 0 && a.query_start[row + 1] == row + 1; ++row) {
+    if (a.seq_lens[row] > work.chunk_size) work.alike.push_back(row);
+  }
+  const auto first_page = [&](int32_t row) { return a.page_table[row * a.table_stride]; };
+  std::sort(work.alike.begin(), work.alike.end(), [&](int32_t one, int32_t other) {
+    return first_page(one) != first_page(other) ? first_page(one) < first_page(other) : one < other;
+  });
+  for (size_t begin = 0, end; begin < work.alike.size(); begin = end) {
+    for (end = begin + 1; end < work.alike.size() && first_page(work.alike[end]) == first_page(work.alike[begin]);) ++end;
+    const int num_rows = (int)(end - begin);
+    const int common = num_rows > 1 ? count_common_chunks(work, begin, end) : 0;
+    constexpr int kWorthSharing = 16;  // chunks read once less: below, doing it in two turns takes longer
+    if (common * (num_rows - 1) * work.num_blocks < kWorthSharing) continue;
+    // Enough tiles for all threads, of two rows at least.
+    const int least = (num_rows + work.tokens_per_tile - 1) / work.tokens_per_tile;
+    const int wanted = (4 * num_threads + work.num_blocks - 1) / work.num_blocks;
+    const int num_tiles = std::max(least, std::min(wanted, num_rows / 2));
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const Share share = share_of(num_rows, tile, num_tiles);
+      const int32_t* rows = work.alike.data() + begin + share.begin;
+      Piece piece;
+      piece.tile = {rows[0], -1, (int32_t)(share.end - share.begin), common * work.chunk_size, rows};
+      piece.first_chunk = 0, piece.end_chunk = common;
+      piece.partials = reserve(work, work.num_blocks * partial_size(work, piece.tile));
+      for (int place = 0; place < piece.tile.num_tokens; ++place) {
+        work.seeds[rows[place]] = {(int32_t)work.shared.size(), place};
+      }
+      work.shared.push_back(piece);
+    }
+  }
+}
+
+// A tile costing more than `bearable` is split: whole, it would keep one thread busy after the others have finished.
+void add(Work& work, Piece piece, int64_t bearable) {
+  const int num_chunks = piece.end_chunk - piece.first_chunk;
+  if (num_chunks <= 1 || (int64_t)piece.tile.num_tokens * num_chunks <= bearable) {
+    work.pieces.push_back(piece);
+    return;
+  }
+  piece.split = work.num_splits++;
+  piece.partials = reserve(work, num_chunks * work.num_blocks * partial_size(work, piece.tile));
+  for (piece.chunk = piece.first_chunk; piece.chunk < piece.end_chunk; ++piece.chunk) work.pieces.push_back(piece);
+}
+
+void cut(Work& work, int num_threads, int64_t bearable) {
+  const OctavoAttention& a = *work.call;
+  work.shared.clear();
+  work.pieces.clear();
+  work.num_floats = work.num_splits = 0;
+  work.seeds.assign((size_t)a.num_rows, {});
+  if (a.num_rows > 1) find_shared(work, num_threads);
+  for (int row = a.num_rows - 1; row >= 0; --row) {  // longest first: rows of many tokens come last in a batch
+    const int first = a.query_start[row], count = a.query_start[row + 1] - first;
+    for (int end = count; end > 0;) {
+      const int token = (end - 1) / work.tokens_per_tile * work.tokens_per_tile;
+      Piece piece;
+      piece.tile = {row, first + token, end - token, a.seq_lens[row] - count + token, nullptr};
+      piece.seed = work.seeds[row];
+      piece.first_chunk = piece.seed.shared < 0 ? first_chunk_of(work, piece.tile.position)
+                                                : work.shared[piece.seed.shared].end_chunk;
+      piece.end_chunk = (a.seq_lens[row] - count + end + work.chunk_size - 1) / work.chunk_size;
+      end = token;
+      add(work, piece, bearable);
+    }
+  }
+}
+
+void allocate(Work& work) {
+  if ((int64_t)work.memory.size() < work.num_floats + kPadding) work.memory.resize((size_t)(work.num_floats + kPadding));
+  work.partials = (float*)(((uintptr_t)work.memory.data() + 63) / 64 * 64);
+  const int64_t needed = (int64_t)work.num_splits * work.num_blocks;
   if (work.max_left < needed) {
-    work.num_left.reset(new std::atomic<int32_t>[needed]);
+    work.num_left.reset(new std::atomic<int32_t>[(size_t)needed]);
     work.max_left = needed;
   }
   for (const Piece& piece : work.pieces) {
-    if (piece.chunk != piece.first_chunk) continue;
+    if (piece.split < 0 || piece.chunk != piece.first_chunk) continue;
     for (int block = 0; block < work.num_blocks; ++block) {
-      const int32_t num = piece.end_chunk - piece.first_chunk;
-      work.num_left[piece.split * work.num_blocks + block].store(num, std::memory_order_relaxed);
+      const int32_t num_chunks = piece.end_chunk - piece.first_chunk;
+      work.num_left[piece.split * work.num_blocks + block].store(num_chunks, std::memory_order_relaxed);
     }
   }
 }
 
-// Tasks go head by head: rows that share pages then find them in the cache, and the shortest tiles come last.
-const Piece& piece_of(const Work& work, int64_t index) { return work.pieces[index % (int64_t)work.pieces.size()]; }
-
-AttentionTask task_of(const Work& work, int64_t index) {
-  const Piece& piece = piece_of(work, index);
-  const int block = (int)(index / (int64_t)work.pieces.size()), group = work.call->num_heads / work.call->num_kv_heads;
+AttentionTask task_of(const Work& work, const Piece& piece, int block) {
+  const int group = work.call->num_heads / work.call->num_kv_heads;
   const int per_group = work.num_blocks / work.call->num_kv_heads, first = block % per_group * work.heads_per_block;
   const bool is_whole = piece.chunk < 0;
   return {piece.tile, block / per_group * group + first, std::min(group - first, work.heads_per_block),
           is_whole ? piece.first_chunk : piece.chunk, is_whole ? piece.end_chunk : piece.chunk + 1};
 }
 
-void do_whole(const Work& work, const AttentionTask& task, const AttentionTask* next) {
-  alignas(64) float tops[kTops], sums[kMaxQueries * (kMaxHeadSize + 2 * kPadding)];
-  const Partials partials = {tops, sums, work.stride};
-  work.variant->attend(*work.call, task, work.chunk_size, next, partials);
-  work.variant->finish(*work.call, task, partials);
+Partials partials_at(const Work& work, const Piece& piece, int64_t index) {
+  float* at = work.partials + piece.partials + index * partial_size(work, piece.tile);
+  return {at, at + kTops, work.stride};
 }
 
-void do_chunk(Work& work, const AttentionTask& task, const AttentionTask* next, const Piece& piece, int block) {
-  const int64_t size = partial_size(work, piece.tile), num_chunks = piece.end_chunk - piece.first_chunk;
-  float* first = work.partials + work.split_at[piece.split] + block * num_chunks * size;
-  const auto nth = [&](int64_t chunk) {
-    return Partials{first + chunk * size, first + chunk * size + kTops, work.stride};
-  };
-  work.variant->attend(*work.call, task, work.chunk_size, next, nth(piece.chunk - piece.first_chunk));
+void begin(const Work& work, const Piece& piece, const AttentionTask& task, int block, Partials into) {
+  if (piece.seed.shared < 0) {
+    std::fill_n(into.tops, kMaxQueries, kUnseen);
+    return;
+  }
+  const Partials from = partials_at(work, work.shared[piece.seed.shared], block);
+  const int64_t first = (int64_t)piece.seed.place * task.num_heads;
+  memcpy(into.tops, from.tops + first, sizeof(float) * (size_t)task.num_heads);
+  memcpy(into.sums, from.sums + first * work.stride, sizeof(float) * (size_t)(task.num_heads * work.stride));
+}
+
+struct Buffer {
+  alignas(64) float tops[kTops];
+  alignas(64) float sums[kMaxQueries * (kMaxHeadSize + 2 * kPadding)];
+};
+
+void do_whole(Work& work, const Piece& piece, int block, const AttentionTask& task, const AttentionTask* next) {
+  Buffer buffer;
+  const Partials into = {buffer.tops, buffer.sums, work.stride};
+  begin(work, piece, task, block, into);
+  work.variant->attend(*work.call, task, work.chunk_size, next, into);
+  work.variant->finish(*work.call, task, into);
+}
+
+void do_chunk(Work& work, const Piece& piece, int block, const AttentionTask& task, const AttentionTask* next) {
+  const int64_t num_chunks = piece.end_chunk - piece.first_chunk, first = block * num_chunks;
+  const Partials ours = partials_at(work, piece, first + piece.chunk - piece.first_chunk);
+  std::fill_n(ours.tops, kMaxQueries, kUnseen);
+  work.variant->attend(*work.call, task, work.chunk_size, next, ours);
   std::atomic<int32_t>& left = work.num_left[piece.split * work.num_blocks + block];
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   // The last to finish joins them: whoever that is, from the first chunk to the last.
-  const int num_queries = task.tile.num_tokens * task.num_heads;
-  for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
-    work.variant->merge(num_queries, work.call->head_size, nth(0), nth(chunk));
+  Buffer buffer;
+  const Partials into = {buffer.tops, buffer.sums, work.stride};
+  begin(work, piece, task, block, into);
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const int num_queries = task.tile.num_tokens * task.num_heads;
+    work.variant->merge(num_queries, work.call->head_size, into, partials_at(work, piece, first + chunk));
   }
-  work.variant->finish(*work.call, task, nth(0));
+  work.variant->finish(*work.call, task, into);
 }
 
-// Tasks [begin, end), one after the other.
-void do_tasks(Work& work, int64_t begin, int64_t end) {
-  AttentionTask task = task_of(work, begin), next;
+void do_shared(Work& work, const Piece& piece, int block, const AttentionTask& task, const AttentionTask* next) {
+  const Partials into = partials_at(work, piece, block);
+  std::fill_n(into.tops, kMaxQueries, kUnseen);
+  work.variant->attend(*work.call, task, work.chunk_size, next, into);
+}
+
+// Tasks [begin, end) of the pieces, one after the other. They go head by head: rows that share pages then find them in
+// the cache, and the shortest tiles come last.
+void do_tasks(Work& work, const std::vector<Piece>& pieces, int64_t begin, int64_t end) {
+  const int64_t num_pieces = (int64_t)pieces.size();
+  const auto nth = [&](int64_t index) {
+    return task_of(work, pieces[index % num_pieces], (int)(index / num_pieces));
+  };
+  AttentionTask task = nth(begin), next;
   for (int64_t index = begin; index < end; ++index, task = next) {
     const bool is_last = index + 1 == end;
-    if (!is_last) next = task_of(work, index + 1);
-    const Piece& piece = piece_of(work, index);
-    if (piece.chunk < 0) do_whole(work, task, is_last ? nullptr : &next);
-    else do_chunk(work, task, is_last ? nullptr : &next, piece, (int)(index / (int64_t)work.pieces.size()));
+    if (!is_last) next = nth(index + 1);
+    const Piece& piece = pieces[index % num_pieces];
+    const auto act = &pieces == &work.shared ? do_shared : piece.chunk < 0 ? do_whole : do_chunk;
+    act(work, piece, (int)(index / num_pieces), task, is_last ? nullptr : &next);
   }
+}
+
+// Several at a time, so that a thread knows what it does next and can ask for it: few tasks in one go, more in several,
+// as some take longer.
+void do_all(Work& work, const std::vector<Piece>& pieces, Threads* threads, int num_threads) {
+  const int64_t num_tasks = (int64_t)pieces.size() * work.num_blocks;
+  if (num_tasks == 0) return;
+  if (num_threads == 1) return do_tasks(work, pieces, 0, num_tasks);
+  const int64_t per_thread = (num_tasks + num_threads - 1) / num_threads;
+  const int64_t step = per_thread <= 8 ? per_thread : std::min<int64_t>(8, per_thread / 4);
+  auto body = [&](int index, int num_shares) {
+    const Share share = share_of(num_tasks, index, num_shares);
+    do_tasks(work, pieces, share.begin, share.end);
+  };
+  run_on(threads, body, (int)((num_tasks + step - 1) / step));
 }
 
 }  // namespace
@@ -191,26 +310,13 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   Work& work = kept;
   describe(work, a);
   const int64_t num_chunks = count_chunks(work);
-  constexpr int64_t kWorthSharing = 64 * 1024;  // products: below, waking the others takes longer
-  const int num_threads = threads->size();
-  if (num_threads == 1 || num_chunks * work.chunk_size * a.num_heads * a.head_size < kWorthSharing) {
-    cut(work, INT64_MAX);
-    if (work.num_tasks > 0) do_tasks(work, 0, work.num_tasks);
-    return 0;
-  }
-  cut(work, num_chunks * work.num_blocks / (4 * num_threads));
-  count_split_chunks(work);
-  // Several at a time, so that a thread knows what it does next and can ask for it: few tasks in one go, more in
-  // several, as some take longer.
-  const int64_t per_thread = (work.num_tasks + num_threads - 1) / num_threads;
-  const int64_t step = per_thread <= 8 ? per_thread : std::min<int64_t>(8, per_thread / 4);
-  work.next.store(0, std::memory_order_relaxed);
-  auto body = [&](int, int) {
-    for (int64_t begin; (begin = work.next.fetch_add(step, std::memory_order_relaxed)) < work.num_tasks;) {
-      do_tasks(work, begin, std::min(begin + step, work.num_tasks));
-    }
-  };
-  run_on(threads, body);
+  constexpr int64_t kWorthWaking = 64 * 1024;  // products: below, waking the others takes longer
+  const bool is_alone = num_chunks * work.chunk_size * a.num_heads * a.head_size < kWorthWaking;
+  const int num_threads = is_alone ? 1 : threads->size();
+  cut(work, num_threads, num_threads == 1 ? INT64_MAX : num_chunks * work.num_blocks / (4 * num_threads));
+  allocate(work);
+  do_all(work, work.shared, threads, num_threads);
+  do_all(work, work.pieces, threads, num_threads);
   return 0;
 }
 

@@ -57,10 +57,12 @@ constexpr int kTops = 32;          // … in whole vectors
 constexpr int kMaxHeadSize = 256;
 constexpr int kMaxChunk = 256;
 constexpr int kPadding = 16;       // the widest vector
+constexpr float kUnseen = -__builtin_inff();  // the largest score of no key
 
-// Some tokens of one row.
+// Some tokens of one row, or one of each of several rows that share what it reads: then `row` is one of them.
 struct AttentionTile {
   int32_t row, first, num_tokens, position;  // first: index into T; position: of that token in its row
+  const int32_t* tokens;  // indices into T; NULL: those from `first` on
 };
 
 // The queries that a tile's tokens bring to one KV head, and the chunks of keys they are to see.
@@ -79,9 +81,10 @@ struct Partials {
 };
 
 struct AttentionVariant {
-  // next, where it is not NULL, is what this thread will be given next: its pages are asked for.
+  // Joins what the task's chunks give to the partials. next, where it is not NULL, is what this thread will be given
+  // next: its pages are asked for.
   void (*attend)(const OctavoAttention&, const AttentionTask&, int chunk_size, const AttentionTask* next, Partials);
-  // into ← into and from together. Chunks are merged in their order.
+  // The same with what `from` is of. Chunks are always joined in their order.
   void (*merge)(int num_queries, int head_size, Partials into, Partials from);
   void (*finish)(const OctavoAttention&, const AttentionTask&, Partials);
   void (*turn)(const OctavoTurn&, int64_t begin, int64_t end);

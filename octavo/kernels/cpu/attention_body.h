@@ -64,7 +64,7 @@ static void look_ahead(const OctavoAttention& a, After after, Chunk<T>& c) {
   const auto nth = [&](int page) {  // in the order of use
     if (page < num_pages) return (const char*)c.keys[page * per_page];
     if (page < 2 * num_pages) return (const char*)c.values[page - num_pages];
-    if (after.num_pages == 0) return (const char*)c.values[0];  // nothing to ask for: these are here
+    if (after.num_pages <= 0) return (const char*)c.values[0];  // nothing to ask for: these are here
     const int next = page - 2 * num_pages < after.num_pages ? page - 2 * num_pages : after.num_pages - 1;
     return (const char*)keys_of<T>(a, after.table[next], after.kv_head);
   };
@@ -147,7 +147,8 @@ static void attend_chunk(const OctavoAttention& a, const AttentionTask& task, in
 static void scale_queries(const OctavoAttention& a, const AttentionTask& task, float* q) {
   const vec scale = set1(a.softcap != 0.0f ? a.scale : a.scale * kLog2E);
   for (int token = 0; token < task.tile.num_tokens; ++token) {
-    const float* from = a.queries + (task.tile.first + token) * a.query_stride + (int64_t)task.first_head * a.head_size;
+    const int64_t index = task.tile.tokens != nullptr ? task.tile.tokens[token] : task.tile.first + token;
+    const float* from = a.queries + index * a.query_stride + (int64_t)task.first_head * a.head_size;
     for (int head = 0; head < task.num_heads; ++head, from += a.head_size, q += kQueryStride) {
       int d = 0;
       for (; d + W <= a.head_size; d += W) store(q + d, mul(load(from + d), scale));
@@ -160,7 +161,6 @@ static void attend(const OctavoAttention& a, const AttentionTask& task, int chun
                    Partials into) {
   alignas(64) float q[kMaxQueries * kQueryStride];
   scale_queries(a, task, q);
-  for (int i = 0; i < kMaxQueries; ++i) into.tops[i] = kUnseen;
   for (int chunk = task.first_chunk; chunk < task.end_chunk; ++chunk) {
     if (a.is_int8) attend_chunk<int8_t>(a, task, chunk_size, chunk, next, q, into);
     else attend_chunk<float>(a, task, chunk_size, chunk, next, q, into);

@@ -14,7 +14,6 @@ namespace OCTAVO_VARIANT {
 constexpr int kAhead = 4;                          // pages
 constexpr int kScoreStride = kMaxChunk + kPadding;
 constexpr int kQueryStride = kMaxHeadSize + kPadding;  // no power of two: queries would share a few sets of the cache
-constexpr float kUnseen = -__builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 
 // A chunk of one KV head's keys and values, T as they lie in the pages or copied to floats.

@@ -42,11 +42,9 @@ const ProductKernels& product_kernels() {
 
 void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next) {
   const auto share = product_kernels().product_share;
-  // One row is bound by memory, which long runs suit best; more rows by arithmetic.
-  const int64_t per_thread = product->num_rows == 1 ? 1 : kSharesPerThread;
-  const int64_t panels = (product->num_columns + kPanel - 1) / kPanel, most = threads->size() * per_thread;
-  auto body = [=](int index, int num_shares) { share(product, next, index, num_shares); };
-  run_on(threads, body, static_cast<int>(panels < most ? panels : most));
+  alignas(64) int64_t num_claimed = 0;
+  auto body = [&](int index, int num_shares) { share(product, next, &num_claimed, index, num_shares); };
+  run_on(threads, body);
 }
 
 }  // namespace octavo

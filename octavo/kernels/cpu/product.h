@@ -117,7 +117,9 @@ struct ProductKernels {
   // x [32 · num_groups], quantised to records that lie `step` apart.
   void (*quantise)(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step);
   // next: the product after this one, whose weights are fetched towards the end; or null.
-  void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads);
+  // num_claimed: 0 at first, one for all shares.
+  void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
+                        int num_shares);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };

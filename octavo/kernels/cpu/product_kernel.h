@@ -97,77 +97,100 @@ struct RunTiles<Tile, PANELS, 0> {
 // One row is bound by memory: one panel at a time is one stream of addresses, fetched this many bytes ahead of its use.
 constexpr int64_t kAhead = 8192;
 
-// A thread's panels of a product: of a gated one, those of the gate; their partners lie `apart` bytes further.
-struct Panels {
-  Share share;
-  int64_t num_panels, num_bytes, apart;
+// Multiplications of a product that lasts long enough, about a millisecond, for other processes to slow one thread.
+constexpr int64_t kLong = int64_t{1} << 28;
+
+// A product's panels, of a gated one those of the gate; their partners lie `apart` bytes further. They are multiplied
+// per_unit at a time. A share has units [begin, end) to itself; those from `pool` on are claimed one by one.
+struct Units {
   const uint8_t* weights;
+  int64_t num_panels, num_bytes, apart, per_unit, count;
+  int64_t begin, end, pool;
 };
 
-inline Panels panels_of(const OctavoProduct* product, int thread, int num_threads) {
+inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index, int num_shares) {
   const bool gated = is_gated(product->finish);
-  Panels panels;
-  panels.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
-  panels.share = share_of(panels.num_panels, thread, num_threads);
-  panels.num_bytes = panel_bytes(product->kind, product->depth);
-  panels.apart = gated ? panels.num_panels * panels.num_bytes : 0;
-  panels.weights = static_cast<const uint8_t*>(product->weights);
-  return panels;
+  Units units;
+  units.weights = static_cast<const uint8_t*>(product->weights);
+  units.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
+  units.num_bytes = panel_bytes(product->kind, product->depth);
+  units.apart = gated ? units.num_panels * units.num_bytes : 0;
+  units.per_unit = gated || num_rows == 1 ? 1 : 2;
+  units.count = (units.num_panels + units.per_unit - 1) / units.per_unit;
+  // A pool lets threads end together that had unequal parts of their CPUs. It breaks runs of addresses, which costs a
+  // short product (and one row, bound by memory) more than it gains.
+  const bool has_pool = num_rows > 1 && num_shares > 1 && num_rows * product->num_columns * product->depth > kLong;
+  units.pool = has_pool ? units.count / 2 : units.count;
+  const Share own = share_of(units.pool, index, num_shares);
+  units.begin = own.begin;
+  units.end = own.end;
+  return units;
+}
+
+// What to fetch while unit `panel` on is multiplied: what follows it, or what follows the product.
+inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bool is_stream, const Fetch& after) {
+  Fetch fetch = after;
+  if (is_stream) {
+    fetch.at = mine.weights + panel * mine.num_bytes + kAhead;
+    fetch.limit = mine.weights + mine.end * mine.num_bytes;
+    fetch.second = mine.apart;
+  } else if (following < mine.count) {
+    fetch.at = mine.weights + following * mine.per_unit * mine.num_bytes;
+    fetch.limit = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
+    fetch.second = mine.apart;
+  }
+  return fetch;
 }
 
 template <typename Tile>
-void share_of_product(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads) {
+void share_of_product(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
+                      int num_shares) {
   const RunTiles<Tile, 1> single;
   const RunTiles<Tile, 2> pair;
-  const Panels mine = panels_of(product, thread, num_threads);
-  const bool gated = mine.apart != 0;
   const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, Tile::kRows);
   const int64_t num_steps = (product->depth + Tile::kStep - 1) / Tile::kStep;
+  const Units mine = units_of(product, num_rows, index, num_shares);
+  const bool gated = mine.apart != 0;
   const auto* records = static_cast<const typename Tile::Record*>(product->activations);
 
-  Fetch later = {};
-  later.limit = mine.weights + mine.share.end * mine.num_bytes;
-  later.second = mine.apart;
+  Fetch after = {};
+  after.num_lines = mine.per_unit * mine.num_bytes / 64 / (num_steps * tiles) + 1;  // a part with every tile
   if (next) {
-    const Panels after = panels_of(next, thread, num_threads);
-    later.then = after.weights + after.share.begin * after.num_bytes;
-    later.then_second = after.apart;
+    const Units others = units_of(next, num_rows, index, num_shares);
+    after.then = others.weights + others.begin * others.per_unit * others.num_bytes;
+    after.then_second = others.apart;
   }
-
-  for (int64_t panel = mine.share.begin; panel < mine.share.end;) {
-    const int width = gated || (num_rows > 1 && panel + 1 < mine.share.end) ? 2 : 1;
+  const auto own_or_claimed = [&](int64_t unit) {
+    return unit < mine.end ? unit : mine.pool + __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
+  };
+  for (int64_t unit = own_or_claimed(mine.begin), following; unit < mine.count; unit = following) {
+    following = own_or_claimed(unit + 1);  // early, so that it can be fetched
+    const int64_t panel = unit * mine.per_unit;
+    const int width = gated || (mine.per_unit == 2 && panel + 1 < mine.num_panels) ? 2 : 1;
     const int64_t panels[2] = {panel, gated ? panel + mine.num_panels : panel + 1};
-    const int64_t num_passed = gated ? 1 : width;
-    // The next panels come in while these are multiplied, a part with every tile.
-    later.num_lines = mine.num_bytes * num_passed / 64 / (num_steps * tiles) + 1;
+    Fetch fetch = fetch_after(mine, panel, following, num_rows == 1, after);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
-      const int64_t passed = num_passed * mine.num_bytes + later.num_lines * 64 * num_steps * tile;
-      const int64_t ahead = num_rows == 1 ? kAhead : passed;
-      Fetch fetch = later;
-      fetch.at = mine.weights + panel * mine.num_bytes + ahead;
       (width == 1 ? single.of : pair.of)[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
+      fetch.at += fetch.num_lines * 64 * num_steps;
     }
-    panel += num_passed;
   }
 }
 
-void product_share(const OctavoProduct* product, const OctavoProduct* next, int thread, int num_threads) {
+void product_share(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
+                   int num_shares) {
+  const auto run = [&](auto tile) { share_of_product<decltype(tile)>(product, next, num_claimed, index, num_shares); };
   switch (product->kind) {
-    case OCTAVO_FLOAT32: return share_of_product<FloatTile<OCTAVO_FLOAT32>>(product, next, thread, num_threads);
-    case OCTAVO_BFLOAT16: return share_of_product<FloatTile<OCTAVO_BFLOAT16>>(product, next, thread, num_threads);
-    case OCTAVO_CODES8: return share_of_product<PackedTile<OCTAVO_CODES8>>(product, next, thread, num_threads);
-    case OCTAVO_CODES4: return share_of_product<PackedTile<OCTAVO_CODES4>>(product, next, thread, num_threads);
-    case OCTAVO_CODES4_MINIMUM:
-      return share_of_product<PackedTile<OCTAVO_CODES4_MINIMUM>>(product, next, thread, num_threads);
-    case OCTAVO_CODES5: return share_of_product<PackedTile<OCTAVO_CODES5>>(product, next, thread, num_threads);
-    case OCTAVO_CODES5_MINIMUM:
-      return share_of_product<PackedTile<OCTAVO_CODES5_MINIMUM>>(product, next, thread, num_threads);
-    case OCTAVO_CODES4_NESTED:
-      return share_of_product<PackedTile<OCTAVO_CODES4_NESTED>>(product, next, thread, num_threads);
-    case OCTAVO_CODES5_NESTED:
-      return share_of_product<PackedTile<OCTAVO_CODES5_NESTED>>(product, next, thread, num_threads);
-    default: return share_of_product<PackedTile<OCTAVO_CODES6_NESTED>>(product, next, thread, num_threads);
+    case OCTAVO_FLOAT32: return run(FloatTile<OCTAVO_FLOAT32>());
+    case OCTAVO_BFLOAT16: return run(FloatTile<OCTAVO_BFLOAT16>());
+    case OCTAVO_CODES8: return run(PackedTile<OCTAVO_CODES8>());
+    case OCTAVO_CODES4: return run(PackedTile<OCTAVO_CODES4>());
+    case OCTAVO_CODES4_MINIMUM: return run(PackedTile<OCTAVO_CODES4_MINIMUM>());
+    case OCTAVO_CODES5: return run(PackedTile<OCTAVO_CODES5>());
+    case OCTAVO_CODES5_MINIMUM: return run(PackedTile<OCTAVO_CODES5_MINIMUM>());
+    case OCTAVO_CODES4_NESTED: return run(PackedTile<OCTAVO_CODES4_NESTED>());
+    case OCTAVO_CODES5_NESTED: return run(PackedTile<OCTAVO_CODES5_NESTED>());
+    default: return run(PackedTile<OCTAVO_CODES6_NESTED>());
   }
 }
 
