@@ -9,7 +9,8 @@ import importlib.util
 import numpy as np
 import torch
 
-from octavo.sampling import minimum, penalties
+from octavo.kernels.cpu.native import Native
+from octavo.sampling import by_native, minimum, penalties
 from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Ints, SamplingState
@@ -25,6 +26,7 @@ def sample(
     lens: Ints,  # [S] tokens each row holds = position of the token to sample
     out: torch.Tensor | None = None,  # [S] int64, filled and returned
     by_kernels: bool | None = None,  # None: where the logits are on a GPU and Triton is installed
+    native: Native | None = None,  # a CPU's kernels, where it has them
 ) -> torch.Tensor:
     """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
     if (logits.is_cuda and _HAS_TRITON) if by_kernels is None else by_kernels:
@@ -33,6 +35,11 @@ def sample(
         if out is None:
             out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
         kernels.sample(logits, tokens, state, rows, lens, out)
+        return out
+    if native is not None and not logits.is_cuda:
+        if out is None:
+            out = torch.empty(len(rows), dtype=torch.int64)
+        by_native.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out)
         return out
     # A GPU without Triton waits here: what follows is NumPy's and torch's on the host.
     ids = _sample(logits.float().cpu(), tokens, state, rows, lens)
