@@ -1,8 +1,8 @@
 // Attention over KV pages: what a call is told. Plain pointers, so that any language can make the call.
 // Knows nothing of tensors, models or scheduling.
 //
-// A page is one run of bytes, page_stride bytes after the one before it: [2, Hkv, page_size * head_size] floats, or as
-// many int8 codes and then [2, Hkv, page_size] float scales. Whole pages may be copied freely; cells never written may
+// A page is one run of bytes, page_stride bytes after the one before it: [2, Hkv, page_size * head_size] floats of 32 or
+// 16 bits, or as many int8 codes and then [2, Hkv, page_size] float scales. Whole pages may be copied freely; cells never written may
 // hold anything. Values (1) lie token by token, [page_size, head_size]. Keys (0) lie TRANSPOSED, [head_size, page_size]:
 // the scores of a page's tokens are then the lanes of one vector, and no sum over lanes is ever taken.
 #pragma once
@@ -24,7 +24,8 @@ typedef struct {
   const int32_t* page_table;   // [B, table_stride]
   int64_t table_stride;
   int32_t num_rows, num_heads, num_kv_heads, head_size, page_size;
-  int32_t is_int8;  // the pages hold codes and scales; 0: floats
+  int32_t is_int8;     // the pages hold codes and scales
+  int32_t is_float16;  // … or floats of 16 bits; neither: of 32
   int32_t window;   // a token sees itself and the window − 1 before it; 0: all before it
   float scale, softcap;  // softcap 0: none
 } OctavoAttention;
@@ -43,10 +44,10 @@ typedef struct {
   const int64_t* slots;  // [T] page * page_size + offset; −1: written nowhere
   void* pages;
   int64_t page_stride;
-  int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size, is_int8;
+  int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size, is_int8, is_float16;
 } OctavoTurn;
 
-// Norm and turn q and k, then write k and v, made finite, to the pages.
+// Norm and turn q and k, then write k and v, made finite and what the pages can hold, to them.
 int octavo_turn(octavo::Threads* threads, const OctavoTurn* call);
 }
 

@@ -25,7 +25,7 @@ class AttentionCall(ctypes.Structure):
         ("pages", c_void_p), ("page_stride", c_int64), ("query_start", c_void_p), ("seq_lens", c_void_p),
         ("page_table", c_void_p), ("table_stride", c_int64), ("num_rows", c_int32), ("num_heads", c_int32),
         ("num_kv_heads", c_int32), ("head_size", c_int32), ("page_size", c_int32), ("is_int8", c_int32),
-        ("window", c_int32), ("scale", c_float), ("softcap", c_float),
+        ("is_float16", c_int32), ("window", c_int32), ("scale", c_float), ("softcap", c_float),
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ class TurnCall(ctypes.Structure):
         ("heads", c_void_p), ("token_stride", c_int64), ("rotation", c_void_p), ("q_norm", c_void_p),
         ("k_norm", c_void_p), ("epsilon", c_float), ("slots", c_void_p), ("pages", c_void_p), ("page_stride", c_int64),
         ("num_tokens", c_int32), ("num_heads", c_int32), ("num_kv_heads", c_int32), ("head_size", c_int32),
-        ("page_size", c_int32), ("is_int8", c_int32),
+        ("page_size", c_int32), ("is_int8", c_int32), ("is_float16", c_int32),
     )  # fmt: skip
 
 
@@ -47,11 +47,13 @@ def functions() -> ctypes.CDLL:
     return library()
 
 
-def page_bytes(num_kv_heads: int, head_size: int, page_size: int, is_int8: bool) -> int:
+def page_bytes(
+    num_kv_heads: int, head_size: int, page_size: int, is_int8: bool = False, is_float16: bool = False
+) -> int:
     """Of one layer's page. Codes and scales are padded, so that every page begins on a cache line."""
     num_cells = 2 * num_kv_heads * page_size
     if not is_int8:
-        return num_cells * head_size * 4
+        return num_cells * head_size * (2 if is_float16 else 4)
     return -(-num_cells * (head_size + 4) // _LINE) * _LINE
 
 
@@ -59,14 +61,14 @@ def page_bytes(num_kv_heads: int, head_size: int, page_size: int, is_int8: bool)
 class Pages:
     """The pages of one layer, all in one tensor."""
 
-    store: torch.Tensor  # [num_pages, 2, Hkv, page_size * D] float32, or [num_pages, page_bytes] uint8: int8 pages
+    store: torch.Tensor  # [num_pages, 2, Hkv, page_size * D] float32 or 16; [num_pages, page_bytes] uint8: int8 pages
     num_kv_heads: int
     head_size: int
     page_size: int
 
     def __post_init__(self) -> None:
-        expected = page_bytes(self.num_kv_heads, self.head_size, self.page_size, self.is_int8)
-        assert self.store.dtype in (torch.float32, torch.uint8) and self.store[0].is_contiguous()
+        expected = page_bytes(self.num_kv_heads, self.head_size, self.page_size, self.is_int8, self.is_float16)
+        assert self.store.dtype in (torch.float32, torch.float16, torch.uint8) and self.store[0].is_contiguous()
         assert self.store[0].nbytes == expected, f"a page of {self.store[0].nbytes} bytes, not {expected}"
 
     @property
@@ -74,17 +76,23 @@ class Pages:
         return self.store.dtype == torch.uint8
 
     @property
+    def is_float16(self) -> bool:
+        return self.store.dtype == torch.float16
+
+    @property
     def stride(self) -> int:
         """Bytes from page to page."""
         return self.store.stride(0) * self.store.element_size()
 
 
-def new_pages(num_pages: int, num_kv_heads: int, head_size: int, page_size: int, is_int8: bool = False) -> Pages:
-    """Pages of zeros."""
-    if is_int8:
+def new_pages(
+    num_pages: int, num_kv_heads: int, head_size: int, page_size: int, dtype: torch.dtype = torch.float32
+) -> Pages:
+    """Pages of zeros. dtype: float32, float16 or int8."""
+    if dtype == torch.int8:
         store = torch.zeros(num_pages, page_bytes(num_kv_heads, head_size, page_size, True), dtype=torch.uint8)
     else:
-        store = torch.zeros(num_pages, 2, num_kv_heads, page_size * head_size)
+        store = torch.zeros(num_pages, 2, num_kv_heads, page_size * head_size, dtype=dtype)
     return Pages(store, num_kv_heads, head_size, page_size)
 
 
@@ -102,7 +110,7 @@ def turn_and_store(
     call = TurnCall(
         pointer(heads), heads.stride(0), pointer(rotation), pointer(q_norm), pointer(k_norm), epsilon, pointer(slots),
         pointer(pages.store), pages.stride, heads.shape[0], num_heads, pages.num_kv_heads, pages.head_size,
-        pages.page_size, pages.is_int8,
+        pages.page_size, pages.is_int8, pages.is_float16,
     )  # fmt: skip
     status = functions().octavo_turn(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"
@@ -127,7 +135,8 @@ def attend(
     call = AttentionCall(
         pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages.store), pages.stride,
         pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0],
-        num_heads, pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, window, scale, softcap,
+        num_heads, pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, pages.is_float16, window, scale,
+        softcap,
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"

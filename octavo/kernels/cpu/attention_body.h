@@ -163,6 +163,7 @@ static void attend(const OctavoAttention& a, const AttentionTask& task, int chun
   scale_queries(a, task, q);
   for (int chunk = task.first_chunk; chunk < task.end_chunk; ++chunk) {
     if (a.is_int8) attend_chunk<int8_t>(a, task, chunk_size, chunk, next, q, into);
+    else if (a.is_float16) attend_chunk<Half>(a, task, chunk_size, chunk, next, q, into);
     else attend_chunk<float>(a, task, chunk_size, chunk, next, q, into);
   }
 }

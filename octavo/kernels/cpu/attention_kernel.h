@@ -6,7 +6,7 @@
 // a query must not see have weight 0 exactly, and a chunk of which it sees none changes nothing.
 #pragma once
 #include "attention.h"
-#include "elementwise_vector.h"
+#include "attention_half.h"
 
 namespace octavo {
 namespace OCTAVO_VARIANT {
@@ -78,10 +78,13 @@ static void score_block(const float* q, const T* const* keys, const char* const*
     vec k[NV];
     OCTAVO_UNROLL for (int v = 0; v < NV; ++v) {
       k[v] = load(at[v]);
-      if (sizeof(T) > 1) ask(after[v] + d * W * (int)sizeof(T));
       at[v] += step;
     }
-    if (sizeof(T) == 1) ask(after[d % NV] + d / NV * NV * W);  // a line holds four vectors of codes
+    // A line holds kVectors of the vectors that lie one after the other for every d: each is asked for once.
+    constexpr int kVectors = 64 / (W * (int)sizeof(T)) < NV ? 64 / (W * (int)sizeof(T)) : NV;
+    OCTAVO_UNROLL for (int v = 0; v < NV / kVectors; ++v) {
+      ask(after[d % kVectors * (NV / kVectors) + v] + d / kVectors * kVectors * W * (int)sizeof(T));
+    }
     OCTAVO_UNROLL for (int i = 0; i < NQ; ++i) {
       const vec x = set1(q[i * kQueryStride + d]);
       OCTAVO_UNROLL for (int v = 0; v < NV; ++v) sums[i][v] = fma(x, k[v], sums[i][v]);

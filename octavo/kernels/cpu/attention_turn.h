@@ -2,7 +2,7 @@
 // Knows nothing of threads. Included by attention_body.h.
 #pragma once
 #include "attention.h"
-#include "elementwise_vector.h"
+#include "attention_half.h"
 
 namespace octavo {
 namespace OCTAVO_VARIANT {
@@ -44,16 +44,21 @@ OCTAVO_INLINE Cell cell_of(const OctavoTurn& t, int64_t slot) {
   return {(char*)t.pages + slot / t.page_size * t.page_stride, (int)(slot % t.page_size)};
 }
 
+template <class T>
+OCTAVO_INLINE void scatter(const T* from, int count, T* to, int step) {
+  if (step == 1) memcpy(to, from, sizeof(T) * (size_t)count);
+  else for (int d = 0; d < count; ++d) to[(int64_t)d * step] = from[d];
+}
+
 // k or v of one token and head, finite and followed by zeros, to run `run` of its page; elements lie `step` apart.
 static void write_cell(const OctavoTurn& t, const float* x, Cell to, int run, int start, int step) {
   const int64_t first = (int64_t)run * t.page_size * t.head_size + start;
-  if (!t.is_int8) {
-    float* cell = (float*)to.page + first;
-    if (step == 1) memcpy(cell, x, sizeof(float) * (size_t)t.head_size);
-    else for (int d = 0; d < t.head_size; ++d) cell[(int64_t)d * step] = x[d];
-    return;
+  if (t.is_float16) {
+    alignas(64) Half halves[kMaxHeadSize + kPadding];
+    for (int d = 0; d < t.head_size; d += W) store(halves + d, load(x + d));
+    return scatter(halves, t.head_size, (Half*)to.page + first, step);
   }
-  int8_t* cell = (int8_t*)to.page + first;
+  if (!t.is_int8) return scatter(x, t.head_size, (float*)to.page + first, step);
   float* scales = (float*)(to.page + (int64_t)2 * t.num_kv_heads * t.page_size * t.head_size);
   vec tops = set1(0.0f);
   for (int d = 0; d < t.head_size; d += W) tops = max(tops, absolute(load(x + d)));
@@ -62,8 +67,7 @@ static void write_cell(const OctavoTurn& t, const float* x, Cell to, int run, in
   scales[run * t.page_size + to.offset] = top / 127.0f;
   alignas(64) int8_t codes[kMaxHeadSize + kPadding];
   for (int d = 0; d < t.head_size; d += W) store_int8(codes + d, nearest(mul(load(x + d), inverse)));
-  if (step == 1) memcpy(cell, codes, (size_t)t.head_size);
-  else for (int d = 0; d < t.head_size; ++d) cell[(int64_t)d * step] = codes[d];
+  scatter(codes, t.head_size, (int8_t*)to.page + first, step);
 }
 
 static void turn_token(const OctavoTurn& t, int64_t token, float* buffer) {
