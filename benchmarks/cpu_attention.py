@@ -1,10 +1,12 @@
-"""Native decode attention against octavo's torch_cpu backend and against the machine's read bandwidth, and the
-elementwise kernels in µs: `python -m benchmarks.cpu_attention [threads]`. One round of each in turn, the fastest counts."""
+"""Native attention of one layer (turn, store, attend) against octavo's torch_cpu backend and against reading memory, and
+the elementwise kernels, in µs: `python -m benchmarks.cpu_attention [--threads 2] [--shapes 9/3/64,…] [--only decode]`."""
 
+import argparse
 import random
-import sys
 import time
 from collections.abc import Callable
+from ctypes import byref
+from dataclasses import dataclass
 
 import torch
 
@@ -12,37 +14,58 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
-from octavo.kernels.cpu.attention import Pages, attend, new_pages, turn_and_store
+from octavo.kernels.cpu.attention import AttentionCall, Pages, TurnCall, functions, new_pages, turn_and_store
 from octavo.kernels.cpu.library import Threads, isa, library
 
-HEADS, KV_HEADS, SIZE, PAGE = 9, 3, 64, 16  # SmolLM2-135M
-LAYERS = 8  # stores that take turns, so that a layer's pages are as cold as in a step of a model
+SHAPES = ["9/3/64", "14/2/64", "32/4/64", "12/2/128"]  # heads, KV heads, head size: SmolLM2-135M's first
+PAGE = 16
+LAYERS = 12  # stores that take turns, so that a layer's pages are as cold as in a step of a model
 ROUNDS = 7
 
 
-def decode_batch(num_rows: int, context: int) -> tuple[Batch, int]:
-    per_row = -(-context // PAGE)
-    num_pages = num_rows * per_row + 1
-    pages = random.Random(1).sample(range(1, num_pages), num_pages - 1)
-    table = torch.tensor(pages, dtype=torch.int32).view(num_rows, per_row)
-    slots = table[:, -1].long() * PAGE + (context - 1) % PAGE
-    positions = torch.full((num_rows,), context - 1)
-    starts = torch.arange(num_rows + 1, dtype=torch.int32)
-    lengths = torch.full((num_rows,), context, dtype=torch.int32)
-    batch = Batch(
-        positions, positions, slots, starts, lengths, table, starts[1:].long() - 1, 1, context, num_rows,
-        [1] * num_rows, [context] * num_rows,
-    )  # fmt: skip
-    return batch, num_pages
+@dataclass(frozen=True)
+class Load:
+    name: str
+    rows: list[tuple[int, int]]  # tokens before this step, and in it
+    num_shared: int = 0  # tokens that all rows have in common
 
 
-def prompt_batch(count: int) -> tuple[Batch, int]:
-    num_pages = -(-count // PAGE)
-    positions = torch.arange(count)
+LOADS = {
+    "decode": [
+        *(Load(f"1 row at {context}", [(context - 1, 1)]) for context in (128, 1024, 4096)),
+        *(Load(f"{num} rows at {context}", [(context - 1, 1)] * num) for num in (8, 32) for context in (128, 256, 512)),
+        Load("16 rows at 600, 512 shared", [(599, 1)] * 16, 512),
+    ],
+    "prompt": [
+        *(Load(f"prompt of {count}", [(0, count)]) for count in (128, 512)),
+        *(Load(f"prompt of {count} after 512", [(512, count)]) for count in (128, 512)),
+        Load("8 rows at 256, prompt of 128", [(255, 1)] * 8 + [(0, 128)]),
+    ],
+}
+
+
+def batch_of(load: Load) -> tuple[Batch, int]:
+    """→ batch, number of pages. Pages lie in random order."""
+    lengths = [before + count for before, count in load.rows]
+    num_shared = load.num_shared // PAGE
+    num_pages = num_shared + sum(-(-length // PAGE) - num_shared for length in lengths) + 1
+    free = random.Random(1).sample(range(1, num_pages), num_pages - 1)
+    shared = [free.pop() for _ in range(num_shared)]
+    table = torch.zeros(len(lengths), -(-max(lengths) // PAGE), dtype=torch.int32)
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for row, (before, count) in enumerate(load.rows):
+        pages = [*shared, *(free.pop() for _ in range(-(-lengths[row] // PAGE) - num_shared))]
+        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        positions += range(before, before + count)
+        slots += [pages[position // PAGE] * PAGE + position % PAGE for position in range(before, before + count)]
+        starts.append(len(positions))
+    counts = [count for _, count in load.rows]
     batch = Batch(
-        positions, positions, positions, torch.tensor([0, count], dtype=torch.int32),
-        torch.tensor([count], dtype=torch.int32), torch.arange(num_pages, dtype=torch.int32)[None],
-        torch.tensor([count - 1]), count, count, 0, [count], [count],
+        torch.tensor(positions), torch.tensor(positions), torch.tensor(slots), torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(starts[1:]) - 1, max(counts), max(lengths),
+        counts.count(1), counts, lengths,
     )  # fmt: skip
     return batch, num_pages
 
@@ -65,50 +88,76 @@ def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
     return {name: min(times) for name, times in found.items()}
 
 
-def attention(pool: Threads, batch: Batch, num_pages: int, label: str) -> None:
-    floats = [new_pages(num_pages, KV_HEADS, SIZE, PAGE) for _ in range(LAYERS)]
-    codes = [new_pages(num_pages, KV_HEADS, SIZE, PAGE, is_int8=True) for _ in range(LAYERS)]
-    everywhere = torch.arange(num_pages * PAGE)
-    for pages in (*floats, *codes):
-        turn_and_store(pool, torch.randn(len(everywhere), HEADS + 2 * KV_HEADS, SIZE), HEADS, pages, everywhere)
-    heads = torch.randn(batch.num_tokens, HEADS + 2 * KV_HEADS, SIZE)
-    rotation = torch.polar(torch.ones(batch.num_tokens, 1, SIZE // 2), torch.randn(batch.num_tokens, 1, SIZE // 2))
-    plain = TorchCpuAttention()
-    plain.bind([torch.randn(num_pages, 2, KV_HEADS, PAGE, SIZE) for _ in range(LAYERS)], 64)
-    plain.plan(batch)
-    layers = [LayerHeads(index, HEADS, KV_HEADS, SIZE, SIZE**-0.5) for index in range(LAYERS)]
-    output = torch.empty(batch.num_tokens, HEADS * SIZE)
+class Native:
+    """A layer's two calls for each of several stores, made ready beforehand as an executor would."""
 
-    def native(layers: list[Pages]) -> None:
-        for pages in layers:
-            turn_and_store(pool, heads, HEADS, pages, batch.slots, rotation)
-            attend(
-                pool, heads, HEADS, pages, batch.query_start, batch.seq_lens, batch.page_table, SIZE**-0.5,
-                output=output,
-            )  # fmt: skip
+    def __init__(self, pool: Threads, heads: tuple[int, int, int], batch: Batch, num_pages: int, dtype: torch.dtype):
+        num_heads, num_kv_heads, size = heads
+        self.pool, self.num_tokens = pool, batch.num_tokens
+        self.heads = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, size)
+        self.rotation = torch.randn(batch.num_tokens, size // 2, 2)
+        self.output = torch.empty(batch.num_tokens, num_heads * size)
+        self.batch = batch  # whose tensors the calls point to
+        self.layers = [self._filled(new_pages(num_pages, num_kv_heads, size, PAGE, dtype)) for _ in range(LAYERS)]
+        self.turns = [TurnCall() for _ in self.layers]
+        self.attentions = [AttentionCall() for _ in self.layers]
+        for pages, turn, attention in zip(self.layers, self.turns, self.attentions, strict=True):
+            for call in (turn, attention):
+                call.pages, call.page_stride = pages.store.data_ptr(), pages.stride
+                call.num_heads, call.num_kv_heads, call.head_size, call.page_size = num_heads, num_kv_heads, size, PAGE
+                call.is_int8, call.is_float16 = pages.is_int8, pages.is_float16
+            turn.heads, turn.token_stride = self.heads.data_ptr(), self.heads.stride(0)
+            turn.rotation, turn.slots = self.rotation.data_ptr(), batch.slots.data_ptr()
+            turn.num_tokens = batch.num_tokens
+            attention.queries, attention.query_stride = self.heads.data_ptr(), self.heads.stride(0)
+            attention.output, attention.output_stride = self.output.data_ptr(), self.output.stride(0)
+            attention.query_start, attention.seq_lens = batch.query_start.data_ptr(), batch.seq_lens.data_ptr()
+            attention.page_table, attention.table_stride = batch.page_table.data_ptr(), batch.page_table.stride(0)
+            attention.num_rows, attention.scale = batch.num_rows, size**-0.5
+
+    def _filled(self, pages: Pages) -> Pages:
+        slots = torch.arange(len(pages.store) * PAGE)
+        turn_and_store(self.pool, torch.randn(len(slots), *self.heads.shape[1:]), self.num_heads(pages), pages, slots)
+        return pages
+
+    def num_heads(self, pages: Pages) -> int:
+        return self.heads.shape[1] - 2 * pages.num_kv_heads
+
+    def run(self) -> None:
+        turn, attend = functions().octavo_turn, functions().octavo_attention
+        for one, other in zip(self.turns, self.attentions, strict=True):
+            turn(self.pool.pointer, byref(one))
+            attend(self.pool.pointer, byref(other))
+
+
+def attention(pool: Threads, heads: tuple[int, int, int], load: Load) -> None:
+    num_heads, num_kv_heads, size = heads
+    batch, num_pages = batch_of(load)
+    natives = [Native(pool, heads, batch, num_pages, dtype) for dtype in (torch.float32, torch.float16, torch.int8)]
+    plain = TorchCpuAttention()
+    plain.bind([torch.randn(num_pages, 2, num_kv_heads, PAGE, size) for _ in range(LAYERS)], 64)
+    plain.plan(batch)
+    layers = [LayerHeads(index, *heads, size**-0.5) for index in range(LAYERS)]
+    angles = torch.randn(batch.num_tokens, 1, size // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles)
 
     def torch_cpu() -> None:
         for layer in layers:
-            plain.run(layer, heads, rotation, batch)
+            plain.run(layer, natives[0].heads, rotation, batch)
 
     def read() -> None:
-        for pages in floats:
+        for pages in natives[0].layers:
             library().octavo_read_all(pool.pointer, pages.store.data_ptr(), pages.store.nbytes)
 
     times = microseconds(
-        {
-            "native": lambda: native(floats),
-            "int8": lambda: native(codes),
-            "torch": torch_cpu,
-            "read": read,
-        }
+        {"32": natives[0].run, "16": natives[1].run, "8": natives[2].run, "torch": torch_cpu, "read": read}
     )
-    bytes_read = sum(batch.seq_lens_host) * 2 * KV_HEADS * SIZE * 4
-    native_us, int8_us, torch_us, read_us = (times[name] / LAYERS for name in ("native", "int8", "torch", "read"))
-    speed, ceiling = bytes_read / native_us / 1e3, floats[0].store.nbytes / read_us / 1e3
+    us = {name: time / LAYERS for name, time in times.items()}
+    seen = sum((before + count / 2) * count for before, count in load.rows)
+    rate = seen * num_heads * size * 4 / us["32"] / 1e3
     print(
-        f"{label:>22} {native_us:9.1f} {int8_us:9.1f} {torch_us:9.1f} {torch_us / native_us:7.1f} ×"
-        f" {speed:8.1f} {ceiling:8.1f} {speed / ceiling:6.0%}"
+        f"{load.name:>30} {us['32']:9.1f} {us['16']:9.1f} {us['8']:9.1f} {us['torch']:9.1f} {us['torch'] / us['32']:6.1f} ×"
+        f" {us['read']:9.1f} {rate:9.0f}"
     )
 
 
@@ -132,21 +181,27 @@ def between(pool: Threads, num_rows: int) -> None:
     for name, (native, plain) in pairs.items():
         times = microseconds({"native": native} | ({"torch": plain} if plain else {}))
         beside = f"{times['torch']:9.1f}" if plain else "        –"
-        print(f"{name:>22} rows {num_rows:4} {times['native']:9.1f} {beside}")
+        print(f"{name:>30} rows {num_rows:4} {times['native']:9.1f} {beside}")
 
 
 def main() -> None:
-    num_threads = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    torch.set_num_threads(num_threads)
-    pool = Threads(num_threads)
-    print(f"{num_threads} threads, {isa()}; turn + store + attention of a layer, µs")
-    print(f"{'':>22} {'native':>9} {'int8':>9} {'torch_cpu':>9} {'ratio':>9} {'GB/s':>8} {'read':>8} {'share':>6}")
-    for num_rows in (1, 8, 32):
-        for context in (128, 512, 2048):
-            attention(pool, *decode_batch(num_rows, context), f"batch {num_rows}, context {context}")
-    for count in (128, 512):
-        attention(pool, *prompt_batch(count), f"prompt of {count}")
-    for num_rows in (1, 8, 32):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shapes", default=SHAPES[0], help=f"heads/KV heads/head size, or all: {', '.join(SHAPES)}")
+    parser.add_argument("--only", choices=[*LOADS, "between"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    pool = Threads(options.threads)  # not pinned: torch's own threads would then all get this one's CPU
+    print(f"{options.threads} threads, {isa()}; a layer, µs. read: all of its pages of 32 bits; GFLOP/s with those")
+    for shape in SHAPES if options.shapes == "all" else options.shapes.split(","):
+        if options.only == "between":
+            break
+        names = (shape, "32 bit", "16 bit", "8 bit", "torch_cpu", "ratio", "read", "GFLOP/s")
+        print("{:>30} {:>9} {:>9} {:>9} {:>9} {:>8} {:>9} {:>9}".format(*names))
+        num_heads, num_kv_heads, size = map(int, shape.split("/"))
+        for load in [load for kind, loads in LOADS.items() if options.only in (None, kind) for load in loads]:
+            attention(pool, (num_heads, num_kv_heads, size), load)
+    for num_rows in (1, 8, 32) if options.only in (None, "between") else ():
         between(pool, num_rows)
 
 
