@@ -252,7 +252,8 @@ class Runner:
         logits = self._logits(assembled.batch)
         if logits is None:
             return None
-        tokens = sample(logits, self.rows.tokens, self.rows.sampling, assembled.sample_rows, assembled.sample_lens)
+        rows, lens = assembled.sample_rows, assembled.sample_lens
+        tokens = sample(logits, self.rows.tokens, self.rows.sampling, rows, lens, native=self._native)
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
         return tokens
 
