@@ -214,6 +214,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     notes: list[str] = []  # what `auto` decided, in words, for the start-up print
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
     kv_dtype: str = ""  # what KV pages hold; empty: dtype
+    num_warm_pages: int | None = None  # cached pages alone do not take memory beyond these; None: all is taken already
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):

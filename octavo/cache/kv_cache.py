@@ -34,8 +34,15 @@ class Transfer(NamedTuple):
 
 
 class KVCache:
-    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0, prefix_caching: bool = True) -> None:
-        self.pool = PagePool(num_pages)
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_host_pages: int = 0,
+        prefix_caching: bool = True,
+        num_warm_pages: int | None = None,
+    ) -> None:
+        self.pool = PagePool(num_pages, num_warm_pages)
         self.page_size = page_size
         self.prefix_caching = prefix_caching
         self.tables: dict[int, list[int]] = {}

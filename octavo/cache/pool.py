@@ -7,14 +7,19 @@ from collections import OrderedDict, deque
 class PagePool:
     """Reference-counted pages. An ownerless page that was published stays findable until it is evicted, oldest first.
 
-    Every page is in exactly one of three states: owned (refs > 0), cached (no owner, has a key) or blank."""
+    Every page is in exactly one of three states: owned (refs > 0), cached (no owner, has a key) or blank.
 
-    def __init__(self, num_pages: int) -> None:
+    Memory of a page that was never taken may not have been taken from the system yet. So that what is only cached does not
+    grow without need, no page beyond the first `num_warm` is taken for the first time while a cached one can be evicted."""
+
+    def __init__(self, num_pages: int, num_warm: int | None = None) -> None:
         self.num_pages = num_pages
+        self._num_warm = num_pages if num_warm is None else num_warm
+        self._num_touched = 0  # pages below this were taken before
         self.refs = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
         self.index: dict[bytes, int] = {}
-        self.blank: deque[int] = deque(range(num_pages))
+        self.blank: deque[int] = deque(range(num_pages))  # those that were taken before come first
         self.cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -27,11 +32,20 @@ class PagePool:
 
     def take(self, count: int) -> list[int]:
         """`count` pages for one new owner: blank ones first, then the longest unused of the cached. The caller checked num_free."""
-        blank = self.blank
-        pages = [blank.popleft() if blank else self._evict() for _ in range(count)]
+        pages = [self._take_blank() if self._prefers_blank() else self._evict() for _ in range(count)]
         for page in pages:
             self.refs[page] = 1
         return pages
+
+    def _prefers_blank(self) -> bool:
+        if not self.blank or not self.cached:
+            return bool(self.blank)
+        return self.blank[0] < self._num_touched or self._num_touched < self._num_warm
+
+    def _take_blank(self) -> int:
+        page = self.blank.popleft()
+        self._num_touched = max(self._num_touched, page + 1)
+        return page
 
     def share(self, page: int) -> None:
         if self.refs[page] == 0:
@@ -45,7 +59,7 @@ class PagePool:
             assert self.refs[page] >= 0, "page released twice"
             if self.refs[page] == 0:
                 if self.keys[page] is None:
-                    self.blank.append(page)
+                    self.blank.appendleft(page)
                 else:
                     self.cached[page] = None
 
@@ -60,7 +74,7 @@ class PagePool:
         for page in self.index.values():
             self.keys[page] = None
         self.index.clear()
-        self.blank.extend(self.cached)
+        self.blank.extendleft(self.cached)
         self.cached.clear()
         return forgotten
 

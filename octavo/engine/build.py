@@ -30,7 +30,13 @@ def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine
     except BaseException:
         executor.close()
         raise
-    cache = KVCache(report.num_pages, report.page_size, report.num_host_pages, config.cache.enable_prefix_caching)
+    cache = KVCache(
+        report.num_pages,
+        report.page_size,
+        report.num_host_pages,
+        config.cache.enable_prefix_caching,
+        report.num_warm_pages,
+    )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
     return Engine(EngineLoop(scheduler, executor, EngineMetrics(model_name, report)), report)

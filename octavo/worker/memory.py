@@ -16,6 +16,7 @@ MiB = 2**20
 GiB = 2**30
 
 _AUTO_CPU_BYTES = 4 * GiB  # a host has other work: more than this is taken only when it is asked for
+_WARM_BYTES = 256 * MiB  # on a CPU, where the size is auto: what idle pages may keep resident
 _AUTO_CPU_SHARE = 0.4
 
 
@@ -66,7 +67,18 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         notes=notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         kv_dtype=first.kv_dtype,
+        num_warm_pages=_warm_pages(config, reports, notes),
     )
+
+
+def _warm_pages(config: CacheConfig, reports: list[LoadReport], notes: list[str]) -> int | None:
+    """A CPU's pages take memory when they are first written to. With an explicit size that much is meant to be used."""
+    if not is_cpu(reports[0]) or isinstance(config.kv_cache_memory_bytes, int):
+        return None
+    notes.append(
+        f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
+    )
+    return max(1, _WARM_BYTES // sum(report.page_bytes for report in reports))
 
 
 def is_cpu(report: LoadReport) -> bool:

@@ -1,6 +1,7 @@
 """The verbs of the cache: each succeeds whole or changes nothing."""
 
 from octavo.cache import KVCache
+from octavo.cache.pool import PagePool
 
 
 def snapshot(cache: KVCache):
@@ -76,3 +77,29 @@ def test_waste_is_below_one_page_per_sequence():
     for sequence, length in enumerate((1, 15, 16, 17, 200)):
         pages = cache.admit(sequence, [sequence] * length).pages
         assert 0 <= len(pages) * 16 - length < 16
+
+
+def test_cached_pages_alone_take_no_page_that_was_never_used():
+    pool = PagePool(10, num_warm=4)
+
+    def use(count: int, key: bytes) -> list[int]:
+        pages = pool.take(count)
+        for number, page in enumerate(pages):
+            pool.publish(page, key + bytes([number]))
+        pool.give(pages)
+        return pages
+
+    assert use(3, b"a") == [0, 1, 2] and len(pool.cached) == 3
+    assert use(1, b"b") == [3], "the last of the warm ones"
+    assert set(use(2, b"c")) <= {0, 1, 2}, "an idle prefix goes before a page that was never used is taken"
+    assert set(pool.take(4)) == {0, 1, 2, 3}
+    assert pool.take(3) == [4, 5, 6], "requests that run may have all there is"
+    assert pool.num_free == 3
+
+
+def test_blank_pages_that_were_used_come_first():
+    pool = PagePool(10)
+    pages = pool.take(4)
+    pool.give(pages[2:])
+    assert set(pool.take(2)) == set(pages[2:])
+    assert pool.take(1) == [4]
