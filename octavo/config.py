@@ -61,9 +61,9 @@ class CacheConfig:
     )
     kv_cache_dtype: str = knob(
         AUTO,
-        "what KV pages hold; auto: the model's type; fp8: half of its bytes (GPU); int8: about a quarter of float32's (CPU with "
-        "native kernels)",
-        choices=(AUTO, "fp8", "int8"),
+        "what KV pages hold; auto: the model's type, or float16 where native CPU kernels multiply by packed weights; fp8: half of "
+        "16-bit pages (GPU); float32, float16, int8 (about a quarter of float32's bytes): on a CPU with native kernels",
+        choices=(AUTO, "fp8", "float32", "float16", "int8"),
     )
     gpu_memory_utilization: float = knob(
         0.92, "share of the GPU's memory for weights, KV pages and working space when the KV size is auto"
@@ -244,9 +244,10 @@ def _check_on_gpu(config: Config) -> None:
         raise ConfigError(
             f"--quantization {how} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
         )
-    if config.cache.kv_cache_dtype == "int8":
+    kind = config.cache.kv_cache_dtype
+    if kind in ("int8", "float16", "float32"):
         raise ConfigError(
-            "--kv-cache-dtype int8 is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
+            f"--kv-cache-dtype {kind} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
         )
 
 

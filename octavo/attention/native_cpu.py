@@ -26,8 +26,8 @@ class NativeCpuAttention:
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if dtype != torch.float32:
             return f"it computes in float32, not in {dtype}"
-        if kv_dtype not in (torch.float32, torch.int8):
-            return f"its pages hold float32 or int8, not {kv_dtype}"
+        if kv_dtype not in (torch.float32, torch.float16, torch.int8):
+            return f"its pages hold float32, float16 or int8, not {kv_dtype}"
         if spec.head_size > MAX_HEAD_SIZE or spec.head_size % 2:
             return f"its heads have an even size of at most {MAX_HEAD_SIZE}, not {spec.head_size}"
         return None
@@ -63,7 +63,6 @@ class NativeCpuAttention:
                 store,
                 self._page_size,
                 store.stride(0) * store.element_size(),
-                self._is_int8,
             ),
             heads,
             rotation,

@@ -24,6 +24,7 @@ class Weights(Protocol):
     """One format's reader."""
 
     stored_dtype: str
+    has_packed: bool  # whether tensors(keep_packed=True) gives any Quants
     num_bytes: int
 
     def tensors(

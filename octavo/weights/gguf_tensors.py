@@ -28,21 +28,25 @@ class GGUFTensors:
         for _, entry in self._plan:
             _require_decodable(file, entry)
         self.num_bytes = sum(entry.num_bytes for _, entry in self._plan)
+        self.has_packed = any(self._stays_packed(entry) for _, entry in self._plan)
         self.stored_dtype = _stored_dtype([entry for _, entry in self._plan])
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
         """A tensor, or Quants, may be a view of the file: copy what you keep."""
-        keep_packed = keep_packed and getattr(self._family, "GGUF_ROWS_STAY_WHOLE", False)
         # A private mapping: nothing is read before it is decoded, and nothing can be written back.
         whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:
             packed = whole[entry.offset : entry.offset + entry.num_bytes].to(device)
-            if keep_packed and entry.type in PACKED_TYPES and len(entry.shape) == 2:
+            if keep_packed and self._stays_packed(entry):
                 yield name, self._fixed(name, Quants(entry.type, packed.view(entry.shape[0], -1)))
             else:
                 yield name, self._fixed(name, dequantise(packed, entry.type).view(entry.shape)).to(dtype)
+
+    def _stays_packed(self, entry: TensorEntry) -> bool:
+        rows_stay_whole = getattr(self._family, "GGUF_ROWS_STAY_WHOLE", False)
+        return rows_stay_whole and entry.type in PACKED_TYPES and len(entry.shape) == 2
 
     def _fixed(self, name: str, weight: SameWeight) -> SameWeight:
         fixed: SameWeight = self._family.gguf_fix(name, weight, self._config)

@@ -53,6 +53,7 @@ class SafetensorsFiles:
         del bytes_of[""]
         if not bytes_of:
             raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
+        self.has_packed = False
         self.stored_dtype = bytes_of.most_common(1)[0][0]
 
     def tensors(

@@ -45,7 +45,7 @@ def _require(config: Config, native: Native | None, note: str) -> None:
         ("--quantization", config.model.quantization),
         ("--kv-cache-dtype", config.cache.kv_cache_dtype),
     ):
-        if value in ("int8", "int4"):
+        if value in ("int8", "int4", "float16"):
             why = f" ({note})" if note else ""
             raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here{why}: leave it out")
 

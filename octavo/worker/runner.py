@@ -42,7 +42,12 @@ from octavo.worker.staging import Staging
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _MAX_UNCOLLECTED = 2  # as executor.base says
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
-_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}  # auto: the model's own type
+_KV_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}  # auto: the model's own type
 
 
 class Step:
@@ -108,7 +113,7 @@ class Runner:
         if self._native is not None:
             dtype = torch.float32
             torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
-        self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, dtype)
+        self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, self._page_type(checkpoint, dtype))
         self.attention, why = choose(
             self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native
         )
@@ -135,6 +140,14 @@ class Runner:
             self._notes.append(held(self.model))
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
         return self._report(dtype, self._measure() if self.device.is_cuda else None)
+
+    def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
+        """What `auto` is for pages: weights that are rounded to a few bits leave nothing for float32 pages to be exact about."""
+        if self._native is None:
+            return dtype
+        is_rounded = self.config.model.quantization in ("int8", "int4")
+        is_packed = self.limits.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
+        return torch.float16 if is_rounded or is_packed else dtype
 
     def _measure(self) -> DeviceMemory:
         """What steps of the largest size take, run over a store of one page."""

@@ -100,7 +100,7 @@ class Little:
         self.norm = Norm(randn(HIDDEN), None, 1e-5)
         self.frequencies = randn(8).abs()
         store = torch.zeros(64, 2, 2, 4 * 16)
-        self.heads = Heads(4, 2, 16, 0.25, 0, 0.0, None, store, 4, store.stride(0) * 4, False)
+        self.heads = Heads(4, 2, 16, 0.25, 0, 0.0, None, store, 4, store.stride(0) * 4)
 
     def forward(self, inputs: dict[str, torch.Tensor], step: Step) -> torch.Tensor:
         kernels, weights = self.kernels, self.weights

@@ -69,7 +69,7 @@ def last_logits(steps: WholeSteps, store: Store, prompts: list[list[int]], chunk
     return [found[id(row)] for row in rows]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=["float pages", "int8 pages"])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8], ids=["32 bits", "16 bits", "8 bits"])
 @pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("family", MAKERS)
 def test_same_bits_whatever_the_company(family: str, held: str, kv_dtype: torch.dtype) -> None:

@@ -38,7 +38,6 @@ class Heads(NamedTuple):
     store: Tensor
     page_size: int
     page_stride: int  # bytes
-    is_int8: bool
 
 
 class Native:
@@ -197,7 +196,8 @@ class Native:
         return op
 
     def _about_pages(self, call: AttentionCall | TurnCall, layer: Heads) -> None:
-        call.pages, call.page_stride, call.is_int8 = _address(layer.store), layer.page_stride, layer.is_int8
+        call.pages, call.page_stride = _address(layer.store), layer.page_stride
+        call.is_int8, call.is_float16 = layer.store.dtype == torch.int8, layer.store.dtype == torch.float16
         call.num_heads, call.num_kv_heads = layer.num_heads, layer.num_kv_heads
         call.head_size, call.page_size = layer.head_size, layer.page_size
 
