@@ -55,15 +55,15 @@ def serve(server: Server, wanted: Sequence[Load], number: int, patience: Patienc
     patience.wait(os.getpid())
     with started(server) as running:
         print(f"round {number + 1}, {server.name}: first token after {running.start_s:.2f} s", flush=True)
-        figures: dict[str, Any] = {"start_s": round(running.start_s, 3), "loads": {}}
+        idle = processes.resident_bytes(running.pid)
+        figures: dict[str, Any] = {"start_s": round(running.start_s, 3), "idle_bytes": idle, "loads": {}}
         for at, load in enumerate(wanted):
             seed = _FIRST_SEED * (number + 1) + at
             found = figures["loads"][load.name] = _least_disturbed(
                 load, server, running.url, running.pid, seed, patience
             )
+            figures["memory_bytes"] = found["memory_bytes"] = processes.resident_bytes(running.pid)
             print(f"  {load.name}: {_said(found)}", flush=True)
-        figures["memory_bytes"] = processes.resident_bytes(running.pid)
-        print(f"  {figures['memory_bytes'] / 1e9:.2f} GB", flush=True)
         return figures
 
 
@@ -82,5 +82,5 @@ def _said(found: dict[str, Any]) -> str:
     times = [f"{found[key]['p50']:,.1f}" if found[key] else "–" for key in ("ttft_ms", "tpot_ms")]
     return (
         f"{found['output_tokens_per_second']:,.1f} output tokens/s, first token {times[0]} ms, each further {times[1]} ms; "
-        f"others {found['others_share']:.0%}"
+        f"{found['memory_bytes'] / 1e9:.2f} GB; others {found['others_share']:.0%}"
     )
