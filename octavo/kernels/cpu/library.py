@@ -195,7 +195,7 @@ def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
 
 
 def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) -> PackedWeight:
-    memory = aligned(library().octavo_packed_bytes(kind, len(rows), depth))
+    memory = _shelf(library().octavo_packed_bytes(kind, len(rows), depth))
     function(threads.pointer, kind, rows.data_ptr(), len(rows), depth, memory.data_ptr())
     return PackedWeight(memory, kind, len(rows), depth)
 
@@ -278,6 +278,22 @@ def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
     start = time.perf_counter()
     library().octavo_dot_all(threads.pointer, num_dots)
     return 2 * 64 * num_dots * threads.num_threads / (time.perf_counter() - start)
+
+
+_SHELF_BYTES = 32 << 20
+_shelf_left: list[Tensor] = []  # what is left of the newest shelf, if there is one
+
+
+def _shelf(num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] for a weight. Small weights stand side by side, so that they too are on huge pages."""
+    if num_bytes >= _SHELF_BYTES // 4:
+        return aligned(num_bytes)
+    taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    left = _shelf_left.pop() if _shelf_left else aligned(_SHELF_BYTES)
+    if len(left) < taken:
+        left = aligned(_SHELF_BYTES)
+    _shelf_left.append(left[taken:])
+    return left[:num_bytes]
 
 
 def aligned(num_bytes: int) -> Tensor:
