@@ -2,8 +2,10 @@
 Knows nothing of how anything is measured."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 from benchmarks.cpu import loads, peers
 from benchmarks.gpu.show import Results
@@ -109,5 +111,11 @@ def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Resul
     )
 
 
+def _leave(number: int, frame: FrameType | None) -> None:
+    """As Ctrl-C does: on the way out, servers are stopped."""
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     sys.exit(main())

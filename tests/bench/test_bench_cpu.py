@@ -24,6 +24,7 @@ from octavo.weights.source import resolve
 from tests.text.vocabularies import SAMPLES, byte_level, gguf_of_byte_level
 from tests.weights.gguf_writer import Packed, write_gguf
 
+ROOT = Path(__file__).resolve().parents[2]
 HIDDEN, LAYERS, HEADS, KV_HEADS, INNER, CONTEXT = 64, 2, 4, 2, 96, 4096
 
 
@@ -107,6 +108,19 @@ def test_without_peers_octavo_is_measured_and_they_are_skipped_by_name(
         target.title for target in TARGETS if target.server == OCTAVO
     ]
     assert all(verdict["ratio"] is None for verdict in result["compare"]["verdicts"])
+
+
+def test_a_benchmark_that_is_ended_leaves_no_server_behind(model: Path) -> None:
+    command = [sys.executable, "-u", "-m", "benchmarks.cpu", "--quick", "--model", str(model), "--servers", OCTAVO]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("round 1, octavo: first token after")
+        members = processes.tree(process.pid)
+        assert len(members) >= 2
+        process.terminate()
+    assert process.returncode == 130
+    # What init has not buried yet is dead all the same.
+    assert not [pid for pid in members if (fields := processes._stat(pid)) and fields[0] != "Z"]
 
 
 def test_a_server_that_ends_at_once_is_reported_with_its_last_words() -> None:
