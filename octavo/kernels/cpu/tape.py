@@ -179,7 +179,7 @@ _LOOKS = {
 class _Room(Tensor):
     """A buffer while recording: torch may look at it from all sides, and compute nothing.
 
-    (A dispatch mode would say the same of all tensors, but costs a start 0.9 s: it imports torch's compiler.)"""
+    (A dispatch mode would say the same of all tensors, but costs a start 1.8 s: it imports torch's compiler.)"""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
