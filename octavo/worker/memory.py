@@ -52,6 +52,11 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
             )
         notes.append(f"the context is cut from {max_model_len} to {fits} tokens, which is what the KV store holds")
         max_model_len = fits
+    num_warm_pages = _warm_pages(config, reports)
+    if num_warm_pages is not None:
+        notes.append(
+            f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
+        )
     return EngineReport(
         device=first.device if len(reports) == 1 else f"{len(reports)} ranks, each {first.device}",
         dtype=first.dtype,
@@ -67,17 +72,14 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         notes=notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         kv_dtype=first.kv_dtype,
-        num_warm_pages=_warm_pages(config, reports, notes),
+        num_warm_pages=num_warm_pages,
     )
 
 
-def _warm_pages(config: CacheConfig, reports: list[LoadReport], notes: list[str]) -> int | None:
+def _warm_pages(config: CacheConfig, reports: list[LoadReport]) -> int | None:
     """A CPU's pages take memory when they are first written to. With an explicit size that much is meant to be used."""
     if not is_cpu(reports[0]) or isinstance(config.kv_cache_memory_bytes, int):
         return None
-    notes.append(
-        f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
-    )
     return max(1, _WARM_BYTES // sum(report.page_bytes for report in reports))
 
 

@@ -103,6 +103,19 @@ class Runner:
             context_len=self.spec.context_len,
             num_cores=usable_cores(),
         )
+        context = self._choose_kernels(checkpoint)
+        available = self.device.memory_available()
+        with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
+            self.model = family.Model(checkpoint.config, self.spec, context)
+            self._fill(checkpoint, available)
+        if self._native is not None:
+            self._notes.append(held(self.model))
+        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
+        return self._report(context.dtype, self._measure() if self.device.is_cuda else None)
+
+    def _choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
+        """Who computes, in which types: what the layers are built with."""
+        config = self.config
         torch.set_num_threads(self.limits.cpu_threads)
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
@@ -121,7 +134,7 @@ class Runner:
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
         self._kernels = _kernels(self.device, dtype)
-        context = BuildContext(
+        return BuildContext(
             self.group,
             dtype,
             place,
@@ -132,14 +145,6 @@ class Runner:
             self._native,
             self.weight_dtype,
         )
-        available = self.device.memory_available()
-        with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
-            self.model = family.Model(checkpoint.config, self.spec, context)
-            self._fill(checkpoint, available)
-        if self._native is not None:
-            self._notes.append(held(self.model))
-        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
-        return self._report(dtype, self._measure() if self.device.is_cuda else None)
 
     def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
         """What `auto` is for pages: weights that are rounded to a few bits leave nothing for float32 pages to be exact about."""

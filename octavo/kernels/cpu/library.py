@@ -70,7 +70,7 @@ QUANTS = {  # weights and bytes of one quant
 _ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # what pack_quantised makes
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     _fields_ = [
         ("weights", ctypes.c_void_p),
         ("activations", ctypes.c_void_p),
@@ -99,8 +99,8 @@ _SIGNATURES = {
     "octavo_pack_quantised": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
     "octavo_read_columns": (None, [_INT, _POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER]),
     "octavo_prepare": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _POINTER]),
-    "octavo_product": (None, [_POINTER, ctypes.POINTER(_Product)]),
-    "octavo_products": (None, [_POINTER, ctypes.POINTER(_Product), _LONG]),
+    "octavo_product": (None, [_POINTER, ctypes.POINTER(Product)]),
+    "octavo_products": (None, [_POINTER, ctypes.POINTER(Product), _LONG]),
     "octavo_dot_all": (_LONG, [_POINTER, _LONG]),
     "octavo_read_all": (_LONG, [_POINTER, _POINTER, _LONG]),
 }
@@ -230,9 +230,9 @@ def product(
     return y
 
 
-def products(threads: Threads, calls: Sequence[_Product]) -> None:
+def products(threads: Threads, calls: Sequence[Product]) -> None:
     """Several in one call, one after the other."""
-    library().octavo_products(threads.pointer, (_Product * len(calls))(*calls), len(calls))
+    library().octavo_products(threads.pointer, (Product * len(calls))(*calls), len(calls))
 
 
 def product_call(
@@ -244,7 +244,7 @@ def product_call(
     residual: Tensor | None = None,
     gated: bool = False,
     activation: str = "",
-) -> _Product:
+) -> Product:
     """What product() does, to be done later: holds addresses only, so the caller keeps every tensor alive."""
     assert x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised
     width = weight.num_columns // 2 if gated else weight.num_columns
@@ -252,7 +252,7 @@ def product_call(
     assert not gated or (weight.num_columns % (2 * PANEL) == 0 and bias is None and residual is None)
     assert bias is None or (bias.shape == (width,) and bias.dtype == torch.float32 and bias.is_contiguous())
     assert residual is None or (residual.stride() == y.stride() and residual.shape == y.shape and not activation)
-    return _Product(
+    return Product(
         weight.memory.data_ptr(),
         x.memory.data_ptr(),
         y.data_ptr(),

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
-from octavo.kernels.cpu.library import Kind, PackedWeight, Threads, aligned
-from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Product, Step, is_plain, prepared_bytes
+from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned
+from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
 
 
@@ -179,7 +179,7 @@ class Native:
         writes.append((call, "prepared"))
         if norm is not None:
             _set_norm(call.norm, norm)
-            if is_plain(kind) or norm.bias is not None:
+            if not kind.is_quantised or norm.bias is not None:
                 call.normed = self._scratch("normed", 4 * len(x) * depth)
                 writes.append((call, "normed"))
         self._do(op, reads, writes, _rows(len(x)), (products, weights, norm, bias))
@@ -256,7 +256,7 @@ def _by_form(weights: Sequence[PackedWeight]) -> list[list[PackedWeight]]:
     """Neighbours that take their activations in the same form, together."""
     groups: list[list[PackedWeight]] = []
     for weight in weights:
-        if groups and is_plain(groups[-1][0].kind) == is_plain(weight.kind):
+        if groups and groups[-1][0].kind.is_quantised == weight.kind.is_quantised:
             groups[-1].append(weight)
         else:
             groups.append([weight])

@@ -8,9 +8,7 @@ from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
-from octavo.kernels.cpu.library import Kind, Threads, _Product, library
-
-Product = _Product
+from octavo.kernels.cpu.library import Kind, Product, Threads, library
 
 
 class Code(IntEnum):
@@ -44,11 +42,6 @@ class Finish(IntEnum):
     @property
     def is_gated(self) -> bool:
         return self in (Finish.GATED, Finish.GATED_GELU)
-
-
-def is_plain(kind: Kind) -> bool:
-    """Whether products of that kind take activations as floats, and not quantised."""
-    return not kind.is_quantised
 
 
 @functools.cache
