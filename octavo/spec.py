@@ -15,8 +15,15 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     context_len: int  # positions the model was trained for
-    has_window: bool = False  # some layer sees only the latest positions
+    windows: tuple[
+        int, ...
+    ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all
     has_softcap: bool = False  # some layer bounds its scores
+
+    @property
+    def has_window(self) -> bool:
+        """Some layer sees only the latest positions."""
+        return any(self.windows)
 
     def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
         """Bytes one token's keys and values take on one rank, over all layers."""

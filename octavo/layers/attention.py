@@ -30,6 +30,8 @@ class SelfAttention(nn.Module):
         head_norms: HeadNorms | None = None,
     ) -> None:
         super().__init__()
+        # The cache lets go of pages by what the spec says: a layer that looks further back would read another's.
+        assert window == (spec.windows[index] if spec.windows else 0), "a layer's window is not the spec's"
         self.norm = norm
         self.backend = context.attention
         q_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size

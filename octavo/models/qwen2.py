@@ -22,7 +22,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         plain,
         family="qwen2",
         context_len=max(plain.context_len, _stretched(config)),
-        has_window=any(windows(config, plain.num_layers)),
+        windows=tuple(windows(config, plain.num_layers)),
     )
 
 
