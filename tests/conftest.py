@@ -16,6 +16,11 @@ def pytest_configure(config):
     if config.getoption("markexpr", "") in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: kernels run on the CPU
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items):

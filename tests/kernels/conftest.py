@@ -1,13 +1,9 @@
 """Where kernels run: compiled on a GPU, or in Triton's interpreter where there is none."""
 
-import os
 from importlib.util import find_spec
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
