@@ -13,17 +13,20 @@ def _rotation(positions, frequencies, out, amplitude, HALF: tl.constexpr, PADDED
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PADDED)
     is_pair = pair < HALF
-    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + pair, mask=is_pair, other=0.0)
+    frequency = tl.load(frequencies + pair, mask=is_pair, other=0.0)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    stretch = tl.where(frequency == 0.0, 1.0, amplitude)
     place = out + token * (2 * HALF) + 2 * pair
-    tl.store(place, amplitude * tl.cos(angle), mask=is_pair)
-    tl.store(place + 1, amplitude * tl.sin(angle), mask=is_pair)
+    tl.store(place, stretch * tl.cos(angle), mask=is_pair)
+    tl.store(place + 1, stretch * tl.sin(angle), mask=is_pair)
 
 
 _launch_rotation = Launcher(_rotation)
 
 
 def rotation(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> torch.Tensor:
-    """positions [T] int64, frequencies [D/2] float32 → [T, D/2, 2] float32: amplitude times cosine and sine of each angle."""
+    """positions [T] int64, frequencies [D/2] float32 → [T, D/2, 2] float32: amplitude times cosine and sine of each angle.
+    A pair that does not turn, of frequency 0, is not stretched either."""
     half = frequencies.shape[0]
     out = torch.empty((positions.shape[0], half, 2), dtype=torch.float32, device=positions.device)
     _launch_rotation(

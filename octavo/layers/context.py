@@ -22,6 +22,7 @@ class BuildContext:
     quantization: str = ""  # how products hold their weights: "" as they come, "fp8", "int8", "int4"
     native: Native | None = None  # the CPU's own kernels where they can run: then `dtype` is float32 …
     weight_dtype: torch.dtype = torch.float32  # … and weights that are not packed are held in this
+    max_len: int = 0  # tokens that a request can have at most; 0: as many as the model was trained for
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for a parameter of this rank."""

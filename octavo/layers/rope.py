@@ -2,7 +2,9 @@
 Knows nothing of any family; it reads the rope settings of an HF config in their old and new spelling.
 
 Checkpoints hold a head's pairs as (i, i + D/2). `interleave` reorders the rows of q and k to (2i, 2i + 1) at load, so
-that a pair is one complex number in memory. Scores are sums over the head, so the order does not show anywhere else."""
+that a pair is one complex number in memory. Scores are sums over the head, so the order does not show anywhere else.
+
+Where only the first part of a head is rotated, the other pairs have the frequency 0: they stay as they are."""
 
 import math
 from types import ModuleType
@@ -14,30 +16,53 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.quants import Quants, SameWeight
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
-def rope_settings(config: dict[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """One flat dict with rope_type and rope_theta, from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta`."""
+def rope_settings(
+    config: dict[str, Any], default_theta: float = 10000.0, *, can_be_partial: bool = False
+) -> dict[str, Any]:
+    """One flat dict with rope_type and rope_theta, from `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta`.
+    `can_be_partial`: for families that may rotate a part of each head, rotated_size() of it."""
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = settings.get("rope_type", settings.get("type")) or "default"
     if kind not in _TYPES:
         raise ConfigError(f"rope type {kind!r} is not supported; the supported ones are {', '.join(_TYPES)}")
-    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    partial = 1.0 if partial is None else partial
+    if partial != 1.0 and not can_be_partial:
         raise ConfigError(f"partial_rotary_factor {partial} is not supported: only whole heads are rotated")
+    settings["partial_rotary_factor"] = partial
     settings["rope_type"] = kind
     settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or default_theta
     if not settings.get("original_max_position_embeddings"):
         settings["original_max_position_embeddings"] = config.get(
             "original_max_position_embeddings", config.get("max_position_embeddings")
         )
+    settings["max_position_embeddings"] = config.get("max_position_embeddings")
     if kind in ("linear", "llama3", "yarn") and not settings.get("factor"):
         raise ConfigError(f"rope type {kind!r} needs a factor in rope_scaling of config.json")
+    if kind == "longrope" and not settings["max_position_embeddings"]:
+        raise ConfigError("rope type 'longrope' needs max_position_embeddings in config.json")
     return settings
 
 
+def rotated_size(settings: dict[str, Any], head_size: int) -> int:
+    """How many of a head's numbers are rotated, the first ones: an even count."""
+    partial = settings["partial_rotary_factor"]
+    is_number = isinstance(partial, int | float) and not isinstance(partial, bool) and 0 < partial <= 1
+    size = int(head_size * partial) if is_number else 0
+    if not size or size % 2:
+        raise ConfigError(
+            f"partial_rotary_factor is {str(partial)[:40]!r}: of a head of {head_size} it must leave an even number to rotate"
+        )
+    return size
+
+
 class Rope:
+    """`max_len`: tokens that a request can have at most (0: as many as the model was trained for). A scaling that treats
+    long requests otherwise goes by it: not by the request, whose first keys were written before it was long."""
+
     def __init__(
         self,
         settings: dict[str, Any],
@@ -45,12 +70,15 @@ class Rope:
         device: torch.device,
         kernels: ModuleType | None = None,
         native: Native | None = None,
+        max_len: int = 0,
     ) -> None:
-        self.frequencies, self.amplitude = _frequencies(settings, head_size)  # [D/2] radians per position
-        self.frequencies = self.frequencies.to(device)
+        turning, self.amplitude = frequencies(settings, rotated_size(settings, head_size), max_len)
+        still = torch.zeros(head_size // 2 - len(turning))
+        self.frequencies = torch.cat((turning, still)).to(device)  # [D/2] radians per position
         self._kernels = kernels
         self._native = native
-        self._amplitudes = torch.full((1, 1), self.amplitude, device=device)
+        amplitudes = torch.cat((torch.full_like(turning, self.amplitude), torch.ones_like(still)))
+        self._amplitudes = amplitudes[None].to(device)  # [1, D/2]
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """[T] → [T, 1, D/2] complex: what every head of every layer is multiplied with in this step."""
@@ -68,23 +96,30 @@ class Rope:
         self.frequencies.div_(factors.to(self.frequencies))
 
 
-def interleave(weight: SameWeight, head_size: int) -> SameWeight:
-    """Rows of a q or k projection (or its bias), reordered within each head from (i, i + D/2) to (2i, 2i + 1)."""
+def interleave(weight: SameWeight, head_size: int, rotated: int = 0) -> SameWeight:
+    """Rows of a q or k projection (or its bias), reordered within each head from (i, i + D/2) to (2i, 2i + 1).
+    `rotated`: only the first so many of a head are (0: all)."""
     if isinstance(weight, Quants):
-        return weight.rearranged(lambda rows: interleave(rows, head_size))
-    pairs = weight.reshape(-1, 2, head_size // 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+        return weight.rearranged(lambda rows: interleave(rows, head_size, rotated))
+    return _reordered(weight, head_size, rotated, (2, -1))
 
 
-def split_halves(weight: SameWeight, head_size: int) -> SameWeight:
+def split_halves(weight: SameWeight, head_size: int, rotated: int = 0) -> SameWeight:
     """The inverse of `interleave`."""
     if isinstance(weight, Quants):
-        return weight.rearranged(lambda rows: split_halves(rows, head_size))
-    pairs = weight.reshape(-1, head_size // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+        return weight.rearranged(lambda rows: split_halves(rows, head_size, rotated))
+    return _reordered(weight, head_size, rotated, (-1, 2))
 
 
-def _frequencies(settings: dict[str, Any], head_size: int) -> tuple[torch.Tensor, float]:
+def _reordered(weight: torch.Tensor, head_size: int, rotated: int, pairs: tuple[int, int]) -> torch.Tensor:
+    heads = weight.reshape(-1, head_size, *weight.shape[1:])
+    rotated = rotated or head_size
+    turned = heads[:, :rotated].reshape(len(heads), *pairs, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
+    whole = turned if rotated == head_size else torch.cat((turned, heads[:, rotated:]), dim=1)
+    return whole.reshape(weight.shape)
+
+
+def frequencies(settings: dict[str, Any], head_size: int, max_len: int = 0) -> tuple[torch.Tensor, float]:
     """Radians per position for each pair, and the factor by which rotated vectors are stretched."""
     theta = float(settings["rope_theta"])
     plain = 1.0 / theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
@@ -95,6 +130,8 @@ def _frequencies(settings: dict[str, Any], head_size: int) -> tuple[torch.Tensor
             return _llama3(plain, settings), 1.0
         case "yarn":
             return _yarn(plain, settings, head_size), _yarn_amplitude(settings)
+        case "longrope":
+            return plain / _long_factors(settings, head_size // 2, max_len), _long_amplitude(settings)
         case _:
             # "dynamic" changes nothing up to max_position_embeddings, and the context never exceeds that.
             return plain, 1.0
@@ -136,3 +173,25 @@ def _yarn_amplitude(settings: dict[str, Any]) -> float:
 
     over, under = settings.get("mscale"), settings.get("mscale_all_dim")
     return scale(over) / scale(under) if over and under else scale(1.0)
+
+
+def _long_factors(settings: dict[str, Any], num_pairs: int, max_len: int) -> torch.Tensor:
+    """A divisor for each pair: one list for requests within the original context, one for those that may go beyond."""
+    short, long = (_numbers(settings, name, num_pairs) for name in ("short_factor", "long_factor"))
+    longest = max_len or settings["max_position_embeddings"]
+    return torch.tensor(short if longest <= settings["original_max_position_embeddings"] else long, dtype=torch.float32)
+
+
+def _numbers(settings: dict[str, Any], name: str, count: int) -> list[float]:
+    numbers = settings.get(name)
+    if isinstance(numbers, list) and len(numbers) == count and all(type(n) in (int, float) and n > 0 for n in numbers):
+        return numbers
+    raise ConfigError(f"{name} must be a list of {count} numbers above 0, one for each rotated pair of a head")
+
+
+def _long_amplitude(settings: dict[str, Any]) -> float:
+    if settings.get("attention_factor") is not None:
+        return float(settings["attention_factor"])
+    original = float(settings["original_max_position_embeddings"])
+    factor = float(settings.get("factor") or settings["max_position_embeddings"] / original)
+    return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))

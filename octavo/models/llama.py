@@ -143,18 +143,25 @@ class Model(DecoderModel):
             intermediate_size=spec.intermediate_size,
         )
         self.attention_backend = context.attention
-        self.rope = Rope(rope_settings(config), spec.head_size, context.device, context.kernels, context.native)
+        self.rope = self.make_rope(rope_settings(config), spec, context)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
+    def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
+        return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Of each layer: here it is the same for all."""
+        return [self.rope.rotation(positions)] * len(self.layers)
+
     def forward(self, batch: Batch) -> torch.Tensor:
         self.attention_backend.plan(batch)
-        rotation = self.rope.rotation(batch.positions)
+        rotations = self.rotations(batch.positions)
         x = self.embedding(batch.input_ids)
-        for layer in self.layers:
+        for layer, rotation in zip(self.layers, rotations, strict=True):
             x = layer(x, batch, rotation)
         hidden: torch.Tensor = x
         return hidden

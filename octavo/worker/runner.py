@@ -144,6 +144,7 @@ class Runner:
             config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
             self._native,
             self.weight_dtype,
+            self.limits.max_model_len,
         )
 
     def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:

@@ -75,6 +75,7 @@ def test_rotation_embedding_and_samples() -> None:
     angles = torch.outer(positions.float(), frequencies)
     found = kernels.rotation(positions, frequencies, 1.5).view(4, 3, 2)
     torch.testing.assert_close(found, 1.5 * torch.stack((angles.cos(), angles.sin()), dim=-1))
+    assert kernels.rotation(positions, torch.zeros(1), 1.5).tolist() == [[1.0, 0.0]] * 4  # neither turned nor stretched
     packed, plain = weight_of(kernels, randn(VOCAB, HIDDEN), Kind.CODES8)
     ids = torch.tensor([3, 199, 0, 3])
     assert torch.equal(kernels.embed(ids, packed), plain[ids])

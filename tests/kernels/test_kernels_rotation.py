@@ -14,3 +14,8 @@ def test_equals_torch(device, half):
     angles = positions.float()[:, None] * frequencies  # rounded to float32, as the kernel's
     expected = 1.25 * torch.stack((angles.double().cos(), angles.double().sin()), dim=-1)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
+
+
+def test_pairs_that_do_not_turn_are_not_stretched(device):
+    found = rotation(torch.tensor([3, 90], device=device), torch.tensor([0.5, 0.0, 0.0], device=device), 1.25)
+    assert found[:, 1:].tolist() == [[[1.0, 0.0]] * 2] * 2

@@ -100,6 +100,9 @@ def test_interleaving_is_undone_by_splitting_halves() -> None:
     weight = torch.arange(48.0).view(16, 3)
     assert torch.equal(split_halves(interleave(weight, 8), 8), weight)
     assert interleave(torch.arange(8), 8).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    # Of heads whose first 4 are rotated, the rest stays where it is.
+    assert torch.equal(split_halves(interleave(weight, 8, 4), 8, 4), weight)
+    assert interleave(torch.arange(16), 8, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 7, 8, 10, 9, 11, 12, 13, 14, 15]
 
 
 def test_rows_that_are_packed_are_reordered_as_plain_ones_are() -> None:
@@ -121,6 +124,21 @@ def test_rotating_interleaved_heads_equals_rotating_halves() -> None:
         turned = heads[..., order].to(dtype)
         rotate(turned, rope.rotation(positions))
         torch.testing.assert_close(turned.float(), expected[..., order], atol=tolerance, rtol=tolerance)
+
+
+def test_what_is_not_rotated_stays_as_it_is() -> None:
+    """Not stretched either, by a scaling that stretches."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
+    config = {"rope_parameters": yarn, "max_position_embeddings": 64}
+    rope = Rope(rope_settings(config, can_be_partial=True), 8, CPU)
+    rotation = rope.rotation(torch.tensor([0, 5]))[:, 0]
+    assert torch.equal(rotation[:, 2:], torch.ones(2, 2, dtype=torch.complex64))
+    torch.testing.assert_close(rotation[:, :2].abs(), torch.full((2, 2), rope.amplitude))
+    assert rope.amplitude > 1.1 and rope.frequencies[:2].all()
+    for share_rotated in (0, 0.3, -1, 1.5, "half", None):
+        settings = rope_settings(config, can_be_partial=True) | {"partial_rotary_factor": share_rotated}
+        with pytest.raises(ConfigError, match=r"partial_rotary_factor is '.*': of a head of 10 it must leave an even"):
+            Rope(settings, 10, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

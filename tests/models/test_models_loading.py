@@ -89,7 +89,12 @@ def test_an_unknown_family_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope type 'spiral' is not supported"),
+        ({"rope_scaling": {"type": "longrope"}}, "short_factor must be a list of 6 numbers above 0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5 + [0]}},
+            "long_factor must be a list of 6 numbers above 0",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "needs a factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),

@@ -77,7 +77,8 @@ class Native:
         return x
 
     def rotation(self, positions: Tensor, frequencies: Tensor, amplitude: float) -> Tensor:
-        """positions [T], frequencies [F] → [T, 2 F]: cosine and sine of each product, next to each other."""
+        """positions [T], frequencies [F] → [T, 2 F]: cosine and sine of each product, next to each other, times amplitude
+        but for frequencies of 0."""
         y = self._room(Count.PER_TOKEN, len(positions), 2 * len(frequencies))
         op = Op(Code.ROTATE, Count.PER_TOKEN)
         op.rotate = ops.Rotate(_address(frequencies), _address(y), len(frequencies), amplitude)

@@ -44,8 +44,9 @@ void rotate(Threads* threads, const OctavoRotate& op, const OctavoStep& step) {
       float* y = op.y + token * op.num_frequencies * 2;
       for (int64_t i = 0; i < op.num_frequencies; ++i) {
         const float angle = position * op.frequencies[i];
-        y[2 * i] = op.amplitude * cosf(angle);
-        y[2 * i + 1] = op.amplitude * sinf(angle);
+        const float stretch = op.frequencies[i] == 0.0f ? 1.0f : op.amplitude;
+        y[2 * i] = stretch * cosf(angle);
+        y[2 * i + 1] = stretch * sinf(angle);
       }
     }
   });

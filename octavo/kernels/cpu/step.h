@@ -48,7 +48,7 @@ typedef struct {
   int32_t kind, positions;
 } OctavoEmbed;
 
-// y [T, num_frequencies, 2]: cosine and sine of position · frequency, times amplitude.
+// y [T, num_frequencies, 2]: cosine and sine of position · frequency, times amplitude where a pair turns, of frequency not 0.
 typedef struct {
   const float* frequencies;
   float* y;
