@@ -14,13 +14,13 @@ from octavo.spec import ModelSpec
 
 
 class SelfAttention(nn.Module):
-    """x + attention(norm(x))."""
+    """x + attention(norm(x)); without a norm: x + attention(x)."""
 
     def __init__(
         self,
         index: int,
         spec: ModelSpec,
-        norm: Norm,
+        norm: Norm | None,
         context: BuildContext,
         *,
         qkv_bias: bool = False,

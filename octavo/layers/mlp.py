@@ -26,11 +26,13 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swish": _silu,
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
 }
 # The names under which kernels know them.
-_FUSED = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_FUSED = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
+_FUSED |= {name: "gelu_tanh" for name, function in _ACTIVATIONS.items() if function is _gelu_tanh}
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -74,10 +76,10 @@ class GatedMLP(nn.Module):
 
 
 class MLP(nn.Module):
-    """x + down(act(up(norm(x))))."""
+    """x + down(act(up(norm(x)))); without a norm: of x itself."""
 
     def __init__(
-        self, hidden_size: int, inner_size: int, act: str, norm: Norm, context: BuildContext, bias: bool = True
+        self, hidden_size: int, inner_size: int, act: str, norm: Norm | None, context: BuildContext, bias: bool = True
     ) -> None:
         super().__init__()
         self.norm = norm
@@ -87,9 +89,11 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
-        if self._activation is _gelu_tanh:
-            inner = self.up(x, self.norm, "gelu_tanh")
-        else:
-            inner = self._activation(self.up(x, self.norm))
-        out: torch.Tensor = self.down(inner, x)
+        out: torch.Tensor = self.down(self.inner(x), x)
         return out
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        """act(up(norm(x))) [T, inner / ranks]; x stays as it is, for families that add the rest to something else."""
+        if self._activation is _gelu_tanh:
+            return self.up(x, self.norm, "gelu_tanh")  # type: ignore[no-any-return]
+        return self._activation(self.up(x, self.norm))

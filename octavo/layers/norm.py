@@ -22,6 +22,11 @@ class Norm(nn.Module):
         raise NotImplementedError
 
 
+def norm_slots(norm: Norm | None, name: str) -> Slots:
+    """Of a norm that not every family has in its place."""
+    return {} if norm is None else norm.slots(name)
+
+
 class RMSNorm(Norm):
     """x / sqrt(mean(x²) + epsilon) * weight.
 

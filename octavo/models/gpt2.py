@@ -15,7 +15,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head, LearnedPositions
 from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
-from octavo.layers.norm import LayerNorm
+from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.quants import Weight
@@ -71,7 +71,7 @@ class Layer(nn.Module):
         for key, slot in slots.items():
             if key.endswith(".weight"):
                 slots[key] = _transposed(slot)
-        norms = self.attention.norm.slots(f"{name}.ln_1") | self.mlp.norm.slots(f"{name}.ln_2")
+        norms = norm_slots(self.attention.norm, f"{name}.ln_1") | norm_slots(self.mlp.norm, f"{name}.ln_2")
         return slots | norms | self._qkv_slots(f"{name}.attn.c_attn")
 
     def _qkv_slots(self, name: str) -> Slots:

@@ -16,7 +16,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import DecoderModel
-from octavo.layers.norm import RMSNorm
+from octavo.layers.norm import RMSNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
@@ -126,7 +126,7 @@ class Layer(nn.Module):
             | self.attention.output.slots(f"{attention}.o_proj")
             | self.mlp.gate_up.slots(f"{mlp}.gate_proj", f"{mlp}.up_proj")
             | self.mlp.down.slots(f"{mlp}.down_proj")
-            | self.attention.norm.slots(f"{name}.input_layernorm")
+            | norm_slots(self.attention.norm, f"{name}.input_layernorm")
             | self.mlp.norm.slots(f"{name}.post_attention_layernorm")
         )
 
