@@ -19,6 +19,7 @@ class ModelSpec:
         int, ...
     ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all
     has_softcap: bool = False  # some layer bounds its scores
+    has_sinks: bool = False  # some layer's heads have a share of the softmax that goes to no token
 
     @property
     def has_window(self) -> bool:

@@ -23,6 +23,9 @@ class LayerHeads:
     window: int = 0  # a token sees itself and the window − 1 before it; 0: everything before it
     softcap: float = 0.0  # scores become softcap · tanh(score / softcap); 0: they stay
     norms: HeadNorms | None = None
+    sinks: torch.Tensor | None = (
+        None  # [H] float32: a score of each head beside those of the keys, whose weight is lost
+    )
 
 
 class AttentionBackend(Protocol):

@@ -156,6 +156,8 @@ class FlashInferAttention:
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if spec.head_size not in _HEAD_SIZES:
             return f"its heads are of {', '.join(map(str, _HEAD_SIZES))} numbers, not of {spec.head_size}"
+        if spec.has_sinks:
+            return "it has no attention sinks"
         if dtype not in _DTYPES:
             return f"it computes in bfloat16 or float16, not in {dtype}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):

@@ -63,6 +63,7 @@ class NativeCpuAttention:
                 store,
                 self._page_size,
                 store.stride(0) * store.element_size(),
+                layer.sinks,
             ),
             heads,
             rotation,

@@ -160,7 +160,12 @@ class TorchCpuAttention:
         # Set, not added to: these cells hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
         # By index: they are few, and masked_fill_, which goes through all, takes two to twenty times as long.
         scores.view(num_rows, num_heads, -1)[group.empty] = float("-inf")
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        if layer.sinks is not None:
+            sinks = (
+                layer.sinks.to(scores.dtype).view(self._num_kv_heads, -1, 1).repeat(num_rows, 1, 1)
+            )  # [B Hkv, H / Hkv, 1]
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[:, :, : keys.shape[1]]
         return torch.bmm(weights, values).view(num_rows, num_heads * head_size)
 
     def _attend_long(self, layer: LayerHeads, row: _LongRow, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -170,16 +175,33 @@ class TorchCpuAttention:
         else:
             gathered = self._runs[layer.index].index_select(0, row.runs)
             keys, values = gathered.view(2, self._num_kv_heads, -1, q.shape[-1])[:, :, : row.length]
+        bias, is_causal = row.bias, row.runs is None
+        if layer.sinks is not None:
+            keys, values, bias = _with_sinks(layer.sinks, keys, values, bias, len(q))
+            is_causal = False
         attended = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys[None],
             values[None],
-            attn_mask=row.bias,
-            is_causal=row.runs is None,
+            attn_mask=bias,
+            is_causal=is_causal,
             scale=layer.scale,
             enable_gqa=q.shape[1] != self._num_kv_heads,
         )
         return attended[0].transpose(0, 1).flatten(1)
+
+
+def _with_sinks(
+    sinks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """keys and values [Hkv, L, D] with a token of zeros behind them, whose score is the bias alone: [H, N, L + 1]."""
+    length = keys.shape[1]
+    if bias is None:
+        bias = torch.full((num_tokens, length), float("-inf"), dtype=keys.dtype).triu_(1)
+    sinks = sinks.to(keys.dtype)[:, None, None].expand(-1, num_tokens, 1)
+    bias = torch.cat((bias.expand(len(sinks), -1, -1), sinks), dim=-1)
+    nothing = keys.new_zeros(keys.shape[0], 1, keys.shape[2])
+    return torch.cat((keys, nothing), dim=1), torch.cat((values, nothing), dim=1), bias
 
 
 def _joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

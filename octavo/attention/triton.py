@@ -30,7 +30,7 @@ class TritonAttention:
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._is_whole = False
-        self._chosen: dict[bool, Tile] = {}  # by whether a layer has a window or a soft cap
+        self._chosen: dict[bool, Tile] = {}  # by whether a layer has a window, a soft cap or sinks
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
@@ -85,7 +85,7 @@ class TritonAttention:
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
         """Remembered: a step of many layers asks for the same one."""
-        is_plain = bool(layer.window or layer.softcap)
+        is_plain = bool(layer.window or layer.softcap) or layer.sinks is not None
         tile = self._chosen.get(is_plain)
         if tile is None:
             on_gpu = kv.device.type == "cuda"
@@ -122,6 +122,7 @@ class TritonAttention:
             out[:num_rows],
             scale=layer.scale,
             softcap=layer.softcap,
+            sinks=layer.sinks,
             pdl=True,
         )
 
@@ -146,6 +147,7 @@ class TritonAttention:
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
+            sinks=layer.sinks,
             is_whole=is_whole,
         )
 

@@ -15,12 +15,21 @@ def fold(acc, largest, total, part, part_lse):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def with_sinks(largest, total, sinks, is_head):  # type: ignore[no-untyped-def]
+    """The sum of powers [M] relative to the largest exponent, with that of each head's sink, which has no value. One far
+    above all keys makes it infinite, and the output 0."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    return total + tl.exp2(tl.load(sinks, mask=is_head, other=0.0) * LOG2E - largest)
+
+
+@triton.jit
 def join(  # type: ignore[no-untyped-def]
     partial_out,  # [items, H, D] float32, each normalised
     partial_lse,  # [items, H] float32, log2
     first,  # the parts of this row are first … first + count − 1
     count,
     out,  # where the output of head first_head begins
+    sinks,  # [H] float32 or None
     first_head,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -52,6 +61,8 @@ def join(  # type: ignore[no-untyped-def]
         acc = acc * keep[:, None] + tl.sum(block * weights[:, :, None], axis=1)
         total = total * keep + tl.sum(weights, axis=1)
         largest = higher
+    if sinks is not None:
+        total = with_sinks(largest, total, sinks + heads, group < GROUP)
     place = group[:, None] * D + dims[None, :]
     mask = (group < GROUP)[:, None] & (dims < D)[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)

@@ -26,7 +26,7 @@ from octavo.kernels.decode_plan import (
     num_prefix_splits,
     plan_rows,
 )
-from octavo.kernels.merge import fold, join
+from octavo.kernels.merge import fold, join, with_sinks
 
 
 @triton.jit
@@ -175,6 +175,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     prefix_len,  # [1] or None
     prefix_out,
     prefix_lse,
+    sinks,  # [H] float32 or None
     num_rows,
     num_prefix_splits,
     q_stride,
@@ -233,6 +234,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             part = tl.load(prefix_out + slot[:, None] * D + dims[None, :], mask=mask, other=0.0)
             part_lse = tl.load(prefix_lse + slot, mask=group < GROUP, other=0.0)
             acc, largest, total = fold(acc, largest, total, part, part_lse)
+    if sinks is not None:  # those of several items are counted once, where they are merged
+        total = tl.where(count == 1, with_sinks(largest, total, sinks + heads, group < GROUP), total)
     result = acc / tl.where(total == 0, 1, total)[:, None]  # a padding row has no keys: zeros
     if count == 1:
         cells = out + row * out_stride + heads[:, None] * D + dims[None, :]
@@ -247,7 +250,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
             tl.store(counter, 0)
             target = out + row * out_stride + head * GROUP * D
-            join(partial_out, partial_lse, first, count, target, head * GROUP, NUM_HEADS, GROUP, D, D_PADDED, PARTS)
+            join(
+                *(partial_out, partial_lse, first, count, target, sinks, head * GROUP),
+                *(NUM_HEADS, GROUP, D, D_PADDED, PARTS),
+            )
 
 
 class DecodeAttention:
@@ -312,13 +318,15 @@ class DecodeAttention:
         *,
         scale: float,
         softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         config: DecodeConfig | None = None,
         prefix_splits: int = 0,
         pdl: bool = False,
     ) -> None:
         """q [B, H, D] (any row stride) over kv [pages, 2, Hkv, page_size, D] by page_table [B, M] int32 → out [B, H * D].
 
-        The rows' own keys and values are in kv already. softcap: softcap * tanh(score / softcap); 0: none."""
+        The rows' own keys and values are in kv already. softcap: softcap * tanh(score / softcap); 0: none.
+        sinks [H] float32: scores beside those of the keys, whose weight is lost."""
         num_rows, num_heads, head_size = q.shape
         assert (num_rows, num_heads, head_size) == (work.num_rows, self._num_heads, self._head_size)
         assert kv.shape[1:3] == (2, self._num_kv_heads) and kv.shape[4] == head_size and kv[0].is_contiguous()
@@ -333,7 +341,7 @@ class DecodeAttention:
         group = triton.next_power_of_2(num_heads // self._num_kv_heads)
         _decode_kernel[(self._num_kv_heads, work.num_items)](
             *(q, kv, page_table, work.items, out, self._partial_out, self._partial_lse, self._arrived),
-            *(work.prefix_len, *prefix, num_rows, prefix_splits),
+            *(work.prefix_len, *prefix, sinks, num_rows, prefix_splits),
             *(q.stride(0), kv.stride(0), page_table.stride(0), out.stride(0)),
             **shared,
             GROUP_PADDED=max(16, group),

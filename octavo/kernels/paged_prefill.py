@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.launch import Descriptors, Launcher
+from octavo.kernels.merge import with_sinks
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_HEAD_SIZE = 256
@@ -52,7 +53,7 @@ def choose_tile(
 ) -> Tile:
     """By shape alone, the fastest of those that benchmarks/kernels/paged_prefill.py timed on an H200.
 
-    `is_plain`: some layer has a window or a soft cap, which the specialised kernel does not know."""
+    `is_plain`: some layer has a window, a soft cap or sinks, which the specialised kernel does not know."""
     padded = triton.next_power_of_2(head_size)
     if capability == (9, 0) and not is_plain:
         from octavo.kernels import paged_prefill_hopper  # needs Gluon, which other GPUs do not
@@ -180,6 +181,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     page_table,  # [B, M], rows table_stride apart
     tiles,  # [N, 4] from plan_tiles
     out,  # [T, H * D]
+    sinks,  # [H] float32 or None
     q_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SCALE: tl.constexpr,
@@ -222,6 +224,8 @@ def _prefill(  # type: ignore[no-untyped-def]
                 query, acc, largest, total, kv, table, token - first_position, key_at, value_at, position,
                 starts[run], ends[run], end, HEAD, KV_HEADS, PAGE, WINDOW, SOFTCAP, SCALE, BLOCK_N, run != 1,
             )  # fmt: skip
+    if sinks is not None:
+        total = with_sinks(largest, total, sinks + kv_head * GROUP + in_group, in_group < GROUP)
     acc = acc / total[:, None]
     place = out + (at * (KV_HEADS * GROUP * HEAD) + head)[:, None] + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=mask)
@@ -242,6 +246,7 @@ def paged_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [H] float32: scores beside those of the keys, whose weight is lost
     is_whole: bool = False,
 ) -> None:
     """Each query token sees the cells of its row up to its own position, or the last `window` of them.
@@ -261,14 +266,14 @@ def paged_prefill(
     if tile.is_specialised:
         from octavo.kernels import paged_prefill_hopper
 
-        assert not window and not softcap
+        assert not window and not softcap and sinks is None
         paged_prefill_hopper.launch(heads, pages, page_table, tiles, out, scale=scale, is_whole=is_whole)
         return
     kv = whole_blocks(heads, tile.block_n) if is_whole else pages
     pack = tile.heads(group)
     _launch_prefill(
         (num_kv_heads * -(-group // pack), tiles.shape[0], 1),
-        (heads, kv, page_table, tiles, out, heads.stride(0), page_table.stride(0)),
+        (heads, kv, page_table, tiles, out, sinks, heads.stride(0), page_table.stride(0)),
         (
             num_kv_heads, group, pack, size, padded, 0 if is_whole else page_size, window, softcap, scale,
             tile.block_m, tile.block_n,

@@ -1,5 +1,5 @@
 """Prefill attention for the tensor cores of compute capability 9: one warp fetches, two groups of four warps multiply.
-Knows nothing of requests and batches, nor of windows, soft caps and 8-bit stores: paged_prefill.py has those."""
+Knows nothing of requests and batches, nor of windows, soft caps, sinks and 8-bit stores: paged_prefill.py has those."""
 
 import functools
 

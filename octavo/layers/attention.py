@@ -14,7 +14,7 @@ from octavo.spec import ModelSpec
 
 
 class SelfAttention(nn.Module):
-    """x + attention(norm(x)); without a norm: x + attention(x)."""
+    """x + attention(norm(x)); without a norm: x + attention(x). `sinks`: [H of this rank] float32, filled by who made them."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class SelfAttention(nn.Module):
         window: int = 0,
         softcap: float = 0.0,
         head_norms: HeadNorms | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         # The cache lets go of pages by what the spec says: a layer that looks further back would read another's.
@@ -40,7 +41,9 @@ class SelfAttention(nn.Module):
         num_heads = spec.num_heads // context.group.size
         num_kv_heads = spec.num_kv_heads // context.group.size
         scale = spec.head_size**-0.5
-        self.heads = LayerHeads(index, num_heads, num_kv_heads, spec.head_size, scale, window, softcap, head_norms)
+        self.heads = LayerHeads(
+            index, num_heads, num_kv_heads, spec.head_size, scale, window, softcap, head_norms, sinks
+        )
         self._heads_shape = (num_heads + 2 * num_kv_heads, spec.head_size)
 
     def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None = None) -> torch.Tensor:

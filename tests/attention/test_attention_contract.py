@@ -39,7 +39,9 @@ def make_spec(heads: tuple[int, int, int], num_layers: int = 2) -> ModelSpec:
 
 
 def layer_of(spec: ModelSpec, index: int = 0) -> LayerHeads:
-    return LayerHeads(index, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5)
+    # From far below the keys' scores to far above them.
+    sinks = torch.linspace(-9.0, 9.0, spec.num_heads) if spec.has_sinks else None
+    return LayerHeads(index, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size**-0.5, sinks=sinks)
 
 
 def chosen(spec: ModelSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
@@ -96,6 +98,31 @@ def test_backend_equals_the_reference(backend: str, mix: str, heads: tuple[int, 
     found = attend(tested, spec, MIXES[mix], page_size, torch.float32, seed=11)
     expected = attend(ReferenceAttention(), spec, MIXES[mix], page_size, torch.float32, seed=11)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("mix", "heads"), [("everything", (6, 2, 20)), ("very ragged decodes", (9, 3, 64))])
+def test_sinks(backend: str, mix: str, heads: tuple[int, int, int]) -> None:
+    spec = dataclasses.replace(make_spec(heads), has_sinks=True)
+    found = attend(chosen(spec, torch.float32, backend), spec, MIXES[mix], 16, torch.float32, seed=11)
+    expected = attend(ReferenceAttention(), spec, MIXES[mix], 16, torch.float32, seed=11)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    without = attend(ReferenceAttention(), make_spec(heads), MIXES[mix], 16, torch.float32, seed=11)
+    assert (found - without).abs().max() > 0.1
+
+
+def test_the_reference_gives_a_sink_its_share_of_the_softmax() -> None:
+    spec = dataclasses.replace(make_spec((2, 1, 8), num_layers=1), has_sinks=True)
+    backend = ReferenceAttention()
+    backend.bind([torch.zeros(backend.kv_shape(spec, 2, 4, 1))], 1)
+    heads = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(5))
+    q, k, v = heads[2, :2].clone(), heads[:, 2].clone(), heads[:, 3].clone()
+    batch = make_batch([(Row([0] * 3, [1]), 3)], 4)
+    sinks = torch.tensor([0.5, -2.0])
+    found = backend.run(dataclasses.replace(layer_of(spec), sinks=sinks), heads, None, batch)
+    powers = (q @ k.T * 8**-0.5).exp()  # [H, L]
+    expected = powers @ v / (powers.sum(dim=1) + sinks.exp())[:, None]
+    torch.testing.assert_close(found[2].view(2, 8), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch_cpu"])

@@ -46,6 +46,7 @@ class Case:
     softcap: float = 0.0
     has_norms: bool = False
     shared_pages: int = 0  # leading pages that all rows have in common
+    has_sinks: bool = False
 
     @property
     def spec(self) -> ModelSpec:
@@ -58,7 +59,8 @@ class Case:
         if self.has_norms:
             weights = torch.linspace(0.5, 1.5, 2 * size).to(DEVICE, self.dtype)
             norms = HeadNorms(weights[:size], weights[size:], 1e-6)
-        return LayerHeads(0, num_heads, num_kv_heads, size, size**-0.5, self.window, self.softcap, norms)
+        sinks = torch.linspace(-9.0, 9.0, num_heads, device=DEVICE) if self.has_sinks else None
+        return LayerHeads(0, num_heads, num_kv_heads, size, size**-0.5, self.window, self.softcap, norms, sinks)
 
 
 def to_device(batch: Batch) -> Batch:
@@ -126,6 +128,15 @@ def test_16_bit_types(mix: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("options", [{"window": 5}, {"window": 40}, {"softcap": 2.0}, {"has_norms": True}])
 def test_window_cap_and_norms(mix: str, options: dict[str, float]) -> None:
     agree(Case((4, 2, 64), MIXES[mix], **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_sinks(window: int) -> None:
+    agree(Case((6, 2, 16), MIXES["everything"], window=window, has_sinks=True))
+    if not window:
+        # In several chunks, which are merged, and behind a shared prefix.
+        agree(Case((6, 2, 16), [(150, 1), (40, 1)], has_sinks=True))
+        agree(Case((6, 2, 16), [(33, 1), (32, 1)], has_sinks=True, shared_pages=2))
 
 
 @pytest.mark.parametrize("mix", cases(MIXES, "everything"))

@@ -28,6 +28,7 @@ typedef struct {
   int32_t is_float16;  // … or floats of 16 bits; neither: of 32
   int32_t window;   // a token sees itself and the window − 1 before it; 0: all before it
   float scale, softcap;  // softcap 0: none
+  const float* sinks;    // [H] a score of each head beside those of the keys, whose weight is lost; NULL: none
 } OctavoAttention;
 
 // head_size even and up to 256, page_size up to 256; 0, or −1 where it cannot. A token's output depends on its query,

@@ -25,7 +25,7 @@ class AttentionCall(ctypes.Structure):
         ("pages", c_void_p), ("page_stride", c_int64), ("query_start", c_void_p), ("seq_lens", c_void_p),
         ("page_table", c_void_p), ("table_stride", c_int64), ("num_rows", c_int32), ("num_heads", c_int32),
         ("num_kv_heads", c_int32), ("head_size", c_int32), ("page_size", c_int32), ("is_int8", c_int32),
-        ("is_float16", c_int32), ("window", c_int32), ("scale", c_float), ("softcap", c_float),
+        ("is_float16", c_int32), ("window", c_int32), ("scale", c_float), ("softcap", c_float), ("sinks", c_void_p),
     )  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def attend(
     window: int = 0,
     softcap: float = 0.0,
     output: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,  # [H] float32
 ) -> torch.Tensor:
     """→ [T, H * D]."""
     if output is None:
@@ -136,7 +137,7 @@ def attend(
         pointer(heads), heads.stride(0), pointer(output), output.stride(0), pointer(pages.store), pages.stride,
         pointer(query_start), pointer(seq_lens), pointer(page_table), page_table.stride(0), seq_lens.shape[0],
         num_heads, pages.num_kv_heads, pages.head_size, pages.page_size, pages.is_int8, pages.is_float16, window, scale,
-        softcap,
+        softcap, pointer(sinks),
     )  # fmt: skip
     status = functions().octavo_attention(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"

@@ -182,13 +182,22 @@ static void merge(int num_queries, int head_size, Partials into, Partials from) 
   }
 }
 
+// What a query's weighted values are multiplied with: top and sum are of its weights, in powers of 2.
+static vec share_of_sum(float top, float sum, const float* sink) {
+  if (sink == nullptr) return set1(1.0f / sum);
+  const float score = *sink * kLog2E, higher = score > top ? score : top;
+  const vec keep = weight_of(set1(top - higher));
+  return div(keep, fma(keep, set1(sum), weight_of(set1(score - higher))));
+}
+
 static void finish(const OctavoAttention& a, const AttentionTask& task, Partials from) {
   const float* part = from.sums;
   for (int token = 0, i = 0; token < task.tile.num_tokens; ++token) {
     float* to = a.output + (task.tile.first + token) * a.output_stride + (int64_t)task.first_head * a.head_size;
     for (int head = 0; head < task.num_heads; ++head, ++i, to += a.head_size, part += from.stride) {
       const bool is_blind = from.tops[i] == kUnseen;  // then its sums were never set
-      const vec share = set1(is_blind ? 0.0f : 1.0f / reduce_add(load(part)));
+      const float* sink = a.sinks != nullptr ? a.sinks + task.first_head + head : nullptr;
+      const vec share = is_blind ? set1(0.0f) : share_of_sum(from.tops[i], reduce_add(load(part)), sink);
       const auto value = [&](int d) { return is_blind ? share : mul(load(part + kPadding + d), share); };
       int d = 0;
       for (; d + W <= a.head_size; d += W) store(to + d, value(d));

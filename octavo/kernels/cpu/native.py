@@ -38,6 +38,7 @@ class Heads(NamedTuple):
     store: Tensor
     page_size: int
     page_stride: int  # bytes
+    sinks: Tensor | None = None  # [H]
 
 
 class Native:
@@ -144,6 +145,7 @@ class Native:
         call.output, call.output_stride = _address(y), y.stride(0)
         self._about_pages(call, layer)
         call.window, call.scale, call.softcap = layer.window, layer.scale, layer.softcap
+        call.sinks = _address(layer.sinks)
         self._do(op, [(call, "queries")], [(call, "output")], step, layer)
         return y
 
