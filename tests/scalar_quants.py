@@ -1,10 +1,12 @@
 """Every packed type decoded weight by weight: one quant (bytes) → its weights, in the order of ggml's loops.
-Written from ggml's description; knows nothing of Octavo's own decoders."""
+Written from ggml's description, the rarer types by the gguf package; knows nothing of Octavo's own decoders."""
 
 import random
 import struct
 from collections.abc import Callable
 
+import gguf
+import numpy
 import torch
 
 
@@ -90,6 +92,19 @@ def scalar_q6_k(data: bytes) -> list[float]:
     return out
 
 
+def by_package(type: str) -> Callable[[bytes], list[float]]:
+    def decode(data: bytes) -> list[float]:
+        return package_decoded(type, data).tolist()
+
+    return decode
+
+
+def package_decoded(type: str, data: bytes) -> torch.Tensor:
+    """float32 [weights]."""
+    kind = gguf.GGMLQuantizationType[type]
+    return torch.from_numpy(gguf.dequantize(numpy.frombuffer(data, numpy.uint8).copy()[None], kind)[0])
+
+
 # type → (scalar decoder, weights and bytes of a quant, where its float16 numbers lie)
 QUANTS: dict[str, tuple[Callable[[bytes], list[float]], int, int, tuple[int, ...]]] = {
     "Q4_0": (scalar_q4_0, 32, 18, (0,)),
@@ -100,6 +115,12 @@ QUANTS: dict[str, tuple[Callable[[bytes], list[float]], int, int, tuple[int, ...
     "Q4_K": (scalar_q4_k, 256, 144, (0, 2)),
     "Q5_K": (scalar_q5_k, 256, 176, (0, 2)),
     "Q6_K": (scalar_q6_k, 256, 210, (208,)),
+    "Q2_K": (by_package("Q2_K"), 256, 84, (80, 82)),
+    "Q3_K": (by_package("Q3_K"), 256, 110, (108,)),
+    "IQ4_NL": (by_package("IQ4_NL"), 32, 18, (0,)),
+    "IQ4_XS": (by_package("IQ4_XS"), 256, 136, (0,)),
+    "IQ2_XXS": (by_package("IQ2_XXS"), 256, 66, (0,)),
+    "MXFP4": (by_package("MXFP4"), 32, 17, ()),
 }
 
 
@@ -112,6 +133,8 @@ def random_quants(type: str, count: int, seed: int) -> bytes:
         quant = bytearray(rng.randbytes(num_bytes))
         for at in halves:
             struct.pack_into("<e", quant, at, rng.uniform(-2, 2))
+        if type == "MXFP4":
+            quant[0] = rng.randrange(104, 144)  # its scale: a power of two
         out += quant
     return out
 

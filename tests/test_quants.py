@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from octavo import quants
+from octavo.kernels.cpu.library import GGUF_KINDS
 from octavo.quants import PACKED_TYPES, Quants, dequantise
-from tests.scalar_quants import QUANTS, as_tensor, random_quants, scalar
+from octavo.quants.exact import HELD_AS, held_bytes, held_exactly
+from tests.scalar_quants import QUANTS, as_tensor, package_decoded, random_quants, scalar
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,6 +47,29 @@ def test_decoding_in_pieces_changes_nothing(type: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(quants, "_LARGE", 1)
     monkeypatch.setattr(quants, "_AT_ONCE_LARGE", 5 * QUANTS[type][1])
     assert torch.equal(dequantise(data, type), whole)
+
+
+def bits(weights: torch.Tensor) -> torch.Tensor:
+    return weights.contiguous().view(torch.int32)
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_every_bit_is_the_gguf_packages(type: str) -> None:
+    """Zeros' signs included; enough quants that torch takes its vector loops, and their remainders."""
+    data = random_quants(type, 4099 if QUANTS[type][1] == 32 else 515, 5)
+    assert torch.equal(bits(dequantise(as_tensor(data), type)), bits(package_decoded(type, data)))
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16"])
+def test_plain_types_are_the_gguf_packages(type: str) -> None:
+    data = torch.randn(1000).to(quants.PLAIN_TYPES[type]).view(torch.uint8)
+    assert torch.equal(dequantise(data, type).float(), package_decoded(type, data.numpy().tobytes()).float())
+
+
+def test_every_power_of_two_that_scales_4_bit_floats() -> None:
+    """The two lowest are subnormal numbers of float32; above these the weights overflow."""
+    data = b"".join(bytes([exponent]) + bytes(range(0, 256, 16)) for exponent in range(252))
+    assert torch.equal(bits(dequantise(as_tensor(data), "MXFP4")), bits(package_decoded("MXFP4", data)))
 
 
 def test_plain_types_are_read_as_they_lie() -> None:
@@ -119,7 +144,42 @@ def test_what_cannot_be_rows_of_quants_is_our_own_mistake() -> None:
         ("Q4_1", weight.rows.view(-1)),
         ("Q4_1", weight.rows.view(torch.int8)),
         ("F16", weight.rows),
-        ("Q3_K", torch.zeros(1, 110, dtype=torch.uint8)),
+        ("IQ2_XS", torch.zeros(1, 74, dtype=torch.uint8)),
     ):
         with pytest.raises(AssertionError):
             Quants(type, rows)
+
+
+# --- the same numbers in a type that kernels have ---
+
+
+OTHERS = [type for type, held in HELD_AS.items() if held != type]
+
+
+@pytest.mark.parametrize("type", OTHERS)
+def test_what_is_held_in_another_type_is_the_same_to_the_last_bit(type: str) -> None:
+    weight = packed_weight(type, 5, 3).rearranged(lambda rows: rows.flip(0))
+    held = held_exactly(weight)
+    assert held is not None and held.type == HELD_AS[type]
+    # A zero times a negative scale may lose its sign, which changes no product.
+    assert torch.equal(held.dequantise(), weight.dequantise())
+
+
+def test_what_cannot_be_held_exactly_is_not() -> None:
+    for exponent in (0, 103, 144, 254):
+        assert held_exactly(Quants("MXFP4", torch.full((1, 17), exponent, dtype=torch.uint8))) is None
+    assert held_exactly(packed_weight("IQ4_XS", 2, 1)) is None
+
+
+def test_what_kernels_take_is_held_as_it_is_and_others_as_what_they_take() -> None:
+    assert {type for type, held in HELD_AS.items() if held == type} == set(GGUF_KINDS) == set(HELD_AS.values())
+    weight = packed_weight("Q4_1", 2, 1)
+    assert held_exactly(weight) is weight
+
+
+@pytest.mark.parametrize("type", QUANTS)
+def test_the_memory_it_takes_is_known_before(type: str) -> None:
+    weight = packed_weight(type, 4, 2)
+    held = held_exactly(weight)
+    taken = 4 * weight.dequantise().numel() if held is None else held.rows.nbytes
+    assert held_bytes(type, 4 * 2 * QUANTS[type][1], 4) == taken

@@ -14,6 +14,7 @@ from octavo.kernels.cpu.ops import Finish
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import Norm
 from octavo.quants import Quants
+from octavo.quants.exact import held_exactly
 
 # --quantization → how weights of float types are rounded.
 ROUNDED = {"int8": Kind.CODES8, "int4": Kind.CODES4_MINIMUM}
@@ -68,7 +69,10 @@ class NativeWeight:
     def _form(self, part: Tensor | Quants) -> tuple[Kind, bool, Tensor]:
         """How the part is held, whether it is rounded to that here, and its rows."""
         if isinstance(part, Quants):
-            return GGUF_KINDS[part.type], False, part.rows
+            kept = held_exactly(part)
+            if kept is not None:
+                return GGUF_KINDS[kept.type], False, kept.rows
+            part = part.dequantise()
         if self._rounded is not None and part.shape[1] % GROUP == 0:
             return self._rounded, True, part.float()
         if self._dtype == torch.bfloat16:

@@ -25,7 +25,12 @@ class Weights(Protocol):
 
     stored_dtype: str
     has_packed: bool  # whether tensors(keep_packed=True) gives any Quants
+    packing: str  # what weights are packed in, for people; "": they are not
     num_bytes: int
+
+    def held_bytes(self, itemsize: int) -> int:
+        """What tensors(keep_packed=True) take where kernels multiply packed weights and others have `itemsize` bytes."""
+        ...
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False

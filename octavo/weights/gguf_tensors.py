@@ -3,6 +3,7 @@ Knows nothing of models: names and layouts are translated by the family file it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile, TensorEntry
 from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
+from octavo.quants.exact import held_bytes
 
 
 class GGUFTensors:
@@ -30,6 +32,14 @@ class GGUFTensors:
         self.num_bytes = sum(entry.num_bytes for _, entry in self._plan)
         self.has_packed = any(self._stays_packed(entry) for _, entry in self._plan)
         self.stored_dtype = _stored_dtype([entry for _, entry in self._plan])
+        types = {entry.type for _, entry in self._plan if entry.type in PACKED_TYPES}
+        self.packing = ", ".join(sorted(types))
+
+    def held_bytes(self, itemsize: int) -> int:
+        return sum(
+            held_bytes(entry.type if self._stays_packed(entry) else "", math.prod(entry.shape), itemsize)
+            for _, entry in self._plan
+        )
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False

@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,31 +31,53 @@ _TYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a header says of one tensor."""
+
+    type: str  # of _TYPES
+    shape: tuple[int, ...]
+    path: Path
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetic type that holds it; "": it is no weight by itself."""
+        return _TYPES[self.type][2]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _TYPES[self.type][0]
+
+
 class SafetensorsFiles:
     """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken."""
+
+    has_packed, packing = False, ""
 
     def __init__(self, folder: Path) -> None:
         files = find_weights(folder)
         self._plan: list[tuple[Path, tuple[str, ...]]] = []
-        self.num_bytes = 0
-        bytes_of: Counter[str] = Counter()
-        owner: dict[str, Path] = {}
+        self.entries: dict[str, Entry] = {}
         for path in files.paths:
             with _opened(path, "numpy") as file:
                 names = _wanted(file, path, files)
                 for name in names:
-                    if name in owner:
-                        raise ConfigError(f"{name} is both in {owner[name]} and in {path}: keep one of the files")
-                    owner[name] = path
-                    dtype, num_bytes = _measure(file, path, name)
-                    self.num_bytes += num_bytes
-                    bytes_of[dtype] += num_bytes
+                    if name in self.entries:
+                        first = self.entries[name].path
+                        raise ConfigError(f"{name} is both in {first} and in {path}: keep one of the files")
+                    self.entries[name] = _entry(file, path, name)
             self._plan.append((path, names))
+        self.num_bytes = sum(entry.num_bytes for entry in self.entries.values())
+        bytes_of: Counter[str] = Counter()
+        for entry in self.entries.values():
+            bytes_of[entry.arithmetic] += entry.num_bytes
         del bytes_of[""]
         if not bytes_of:
             raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
-        self.has_packed = False
         self.stored_dtype = bytes_of.most_common(1)[0][0]
+
+    def held_bytes(self, itemsize: int) -> int:
+        return sum(math.prod(entry.shape) * itemsize for entry in self.entries.values() if entry.arithmetic)
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
@@ -121,13 +144,12 @@ def _wanted(file: Any, path: Path, files: WeightFiles) -> tuple[str, ...]:
     return wanted
 
 
-def _measure(file: Any, path: Path, name: str) -> tuple[str, int]:
-    entry = file.get_slice(name)
-    stored = entry.get_dtype()
+def _entry(file: Any, path: Path, name: str) -> Entry:
+    found = file.get_slice(name)
+    stored = found.get_dtype()
     if stored not in _TYPES:
         raise ConfigError(
             f"{path}: tensor {name} is stored as {stored}, which cannot be read; "
             "pass a checkpoint in F32, F16 or BF16, or a GGUF file"
         )
-    element_bytes, _, dtype = _TYPES[stored]
-    return dtype, element_bytes * math.prod(entry.get_shape())
+    return Entry(stored, tuple(found.get_shape()), path)

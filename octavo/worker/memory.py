@@ -215,6 +215,16 @@ def weights_too_large(needed: int, dtype: str, available: int, fp8_needed: int =
     return f"the weights take {in_words(needed)} as {dtype} and {in_words(available)} is available: use {', or '.join(ways)}"
 
 
+def decoded_weights(held: int, stored: int, packing: str, dtype: str) -> str:
+    """A line about the cost where packed weights had to be decoded, in bytes of this rank; "": they take about what they did."""
+    if held < 1.2 * stored:
+        return ""
+    return (
+        f"the weights take {in_words(held)} here and {in_words(stored)} in the checkpoint ({packing}): what no kernel here "
+        f"multiplies as it is stored is held in a larger form, or in {dtype}"
+    )
+
+
 def _ways_out(config: CacheConfig, reports: list[LoadReport]) -> list[str]:
     """What would fit, whatever keeps most of what was asked for first. Each was counted through as if it had been asked for."""
     first = reports[0]

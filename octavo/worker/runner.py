@@ -33,7 +33,7 @@ from octavo.worker.assemble import Columns, assemble, shared_len
 from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
 from octavo.worker.measure import DEMANDING, measure, trial_columns
-from octavo.worker.memory import in_words, weights_too_large
+from octavo.worker.memory import decoded_weights, in_words, weights_too_large
 from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
@@ -317,8 +317,9 @@ class Runner:
             case "int8" | "int4":
                 needed = int(whole / dtype.itemsize * _ROUNDED_BYTES[self.config.model.quantization])
             case _:
-                # Kept packed, weights take about what they take in the file.
-                needed = min(whole, checkpoint.num_bytes // self.group.size) if keeps_packed else whole
+                needed = whole
+                if keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
+                    needed = min(whole, checkpoint.weights.held_bytes(dtype.itemsize) // self.group.size)
         if needed > available:
             saving = self._offered_saving(dtype)
             raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
@@ -327,6 +328,14 @@ class Runner:
         else:
             tensors = checkpoint.tensors(self.device.torch_device, dtype, keep_packed=keeps_packed)
         self.model.load(tensors)
+        if checkpoint.weights is not None and checkpoint.weights.packing:
+            note = decoded_weights(
+                self.model.weights_bytes,
+                checkpoint.num_bytes // self.group.size,
+                checkpoint.weights.packing,
+                str(dtype).removeprefix("torch."),
+            )
+            self._notes += [note] if note else []
 
     def _offered_saving(self, dtype: torch.dtype) -> int:
         """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""

@@ -1,0 +1,66 @@
+"""The same numbers in another type: for types without a kernel of their own whose numbers one with a kernel can hold.
+Knows nothing of kernels but the names in HELD_AS, and rounds nothing.
+
+Such a weight takes more bytes than in its file and far fewer than decoded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from octavo.quants import QUANT, Quants
+from octavo.quants.blocks import q3_k_parts
+from octavo.quants.tables import FP4_LEVELS, IQ4_LEVELS, half_power, levels
+from octavo.quants.writers import q5_0, q6_k, q8_0
+
+# Type → the one it is held as: its own where kernels multiply with that. What is missing has to be decoded.
+HELD_AS = {
+    "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q4_K": "Q4_K", "Q5_K": "Q5_K",
+    "Q6_K": "Q6_K", "Q3_K": "Q6_K", "IQ4_NL": "Q8_0", "MXFP4": "Q5_0",
+}  # fmt: skip
+
+
+def held_bytes(type: str, num_weights: int, itemsize: int) -> int:
+    """What so many weights take; `itemsize`: bytes of one that is decoded."""
+    if type not in HELD_AS:
+        return num_weights * itemsize
+    weights, num_bytes = QUANT[HELD_AS[type]]
+    return num_weights // weights * num_bytes
+
+
+def held_exactly(weight: Quants) -> Quants | None:
+    """As HELD_AS says; None: it has to be decoded, a number of it cannot be held so."""
+    if HELD_AS.get(weight.type, "") in ("", weight.type):
+        return weight if weight.type in HELD_AS else None
+    rows = weight.rows
+    quants = rows.reshape(-1, QUANT[weight.type][1])
+    match weight.type:
+        case "Q3_K":
+            return _from_q3_k(quants, len(rows))
+        case "IQ4_NL":
+            scales = quants[:, :2].contiguous().view(torch.float16).view(len(rows), -1)
+            return q8_0(scales, _in_order(quants[:, 2:], IQ4_LEVELS).view(len(rows), -1))
+        case _:
+            return _from_mxfp4(quants, len(rows))
+
+
+def _from_q3_k(quants: Tensor, num_rows: int) -> Quants:
+    scales, numbers = q3_k_parts(quants)
+    outer = quants[:, 108:110].contiguous().view(torch.float16)
+    codes = (numbers + 32).view(torch.uint8)
+    return q6_k(outer.view(num_rows, -1), scales.view(num_rows, -1), codes.view(num_rows, -1))
+
+
+def _from_mxfp4(quants: Tensor, num_rows: int) -> Quants | None:
+    """The scale is a power of two: float16 has those from −24 to 15, which checkpoints hardly leave."""
+    exponents = quants[:, 0].int() - 128
+    if len(exponents) and not -24 <= int(exponents.min()) <= int(exponents.max()) <= 15:
+        return None
+    scales = half_power(quants[:, 0]).to(torch.float16)
+    codes = (_in_order(quants[:, 1:], FP4_LEVELS) + 16).view(torch.uint8)
+    return q5_0(scales.view(num_rows, -1), codes.view(num_rows, -1))
+
+
+def _in_order(nibbles: Tensor, table: tuple[int, ...]) -> Tensor:
+    """[N, 16] bytes, low halves first → what stands in the table, int8 [N, 32]."""
+    return levels(table, torch.cat((nibbles & 15, nibbles >> 4), dim=1))
