@@ -4,6 +4,7 @@ Knows nothing of any family but its file name, and of no file: whoever opened it
 import difflib
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Mapping
 from types import ModuleType
@@ -17,21 +18,59 @@ def families() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def check_family(model_type: str) -> None:
-    """An unknown name is a ConfigError. Loads nothing."""
+def family_of(config: Mapping[str, Any]) -> str | None:
+    """What a config.json says that it is: model_type or, without one, the first of its architectures. None: neither."""
+    model_type, classes = config.get("model_type"), config.get("architectures")
+    if isinstance(model_type, str) and model_type:
+        return model_type
+    first = classes[0] if isinstance(classes, list) and classes else None
+    return find_family(first) or first if isinstance(first, str) and first else None
+
+
+def find_family(name: str) -> str | None:
+    """The family that a GGUF file's architecture or a class of transformers belongs to: the same name, otherwise spelt."""
+    plain = _plain(name)
+    # The text part of a model that also sees has a name of its own in config.json, and no other elsewhere.
+    return next((f for f in families() if plain in (_plain(f), _plain(f.removesuffix("_text")))), None)
+
+
+def _plain(name: str) -> str:
+    """Without case, punctuation and what a class is for: gpt_neox, gptneox and GPTNeoXForCausalLM are one."""
+    stem = re.sub(r"(?<=.)(For[A-Z]\w*|LMHeadModel|Model)$", "", name)
+    return re.sub(r"[^a-z0-9]", "", stem.lower())
+
+
+def check_family(name: str, said_by: str = "model_type", architectures: Any = None) -> None:
+    """An unknown name is a ConfigError, with the nearest of those that are known. Loads nothing.
+    `architectures`: config.json's, which may be nearer than the name."""
     known = families()
-    if model_type not in known:
-        near = difflib.get_close_matches(model_type, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"model_type {model_type!r} is not supported; the supported ones are {', '.join(known)}{hint}"
-        )
+    if name in known:
+        return
+    others = [other for other in architectures if isinstance(other, str)] if isinstance(architectures, list) else []
+    near = next((found for other in (name, *others) if (found := find_family(other) or _nearest(other))), None)
+    hint = f"; did you mean {near}?" if near else ""
+    said_by = "architecture" if name in others else said_by
+    shown = repr(name) if len(name) <= 60 else repr(name[:60]) + "…"
+    raise ConfigError(f"{said_by} {shown} is not supported; the supported ones are {', '.join(known)}{hint}")
+
+
+def _nearest(name: str) -> str | None:
+    by_plain = {_plain(family): family for family in families()}
+    found = difflib.get_close_matches(_plain(name), by_plain, n=1)
+    return by_plain[found[0]] if found else None
 
 
 def load_family(model_type: str) -> ModuleType:
     """The family's module: spec, Model, and the gguf_* functions. An unknown name is a ConfigError."""
     check_family(model_type)
     return importlib.import_module(f"{__name__}.{model_type}")
+
+
+def load_gguf_family(architecture: str) -> ModuleType:
+    """The same by a GGUF file's general.architecture, which is spelt without punctuation."""
+    family = find_family(architecture) or architecture
+    check_family(family, "general.architecture")
+    return load_family(family)
 
 
 # ── numbers of a config.json or of a GGUF file's metadata; null is as good as missing ───────────────

@@ -89,22 +89,20 @@ def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUFFile(path)
-    family_name = file.metadata.get("general.architecture")
-    if not isinstance(family_name, str):
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
         raise ConfigError(f"{path} names no general.architecture: it is not a model")
     if file.metadata.get("split.count", 1) not in (0, 1):
         raise ConfigError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
     if not file.tensors:
         raise ConfigError(f"{path} holds a vocabulary and no weights: pass the whole model")
 
-    from octavo.models import load_family
+    from octavo.models import load_gguf_family
 
-    family = load_family(family_name)
-    if not hasattr(family, "gguf_config"):
-        raise ConfigError(
-            f"{path}: {family_name} models cannot be read from GGUF files: pass a folder with safetensors"
-        )
     with naming(path):
+        family = load_gguf_family(architecture)
+        if not hasattr(family, "gguf_config"):
+            raise ConfigError(f"{architecture} models cannot be read from GGUF files: pass a folder with safetensors")
         config = family.gguf_config(file.metadata, file.tensors)
 
     from octavo.weights.gguf_tensors import GGUFTensors

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ConfigError
+from octavo.models import family_of
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -26,13 +27,17 @@ class WeightFiles:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    """config.json, with the model_type that its architectures stand for where it names none."""
     path = folder / CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {CONFIG}: pass a model folder in Hugging Face layout{_gguf_hint(folder)}")
     config = _read_json(path)
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError(f'{path} names no "model_type": it is not the configuration of a model')
-    return config
+    family = family_of(config)
+    if family is None:
+        raise ConfigError(
+            f'{path} names no "model_type" and no "architectures": it is not the configuration of a model'
+        )
+    return config | {"model_type": family}
 
 
 def find_weights(folder: Path) -> WeightFiles:

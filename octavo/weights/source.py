@@ -67,7 +67,8 @@ def _existing(name: str) -> Path | None:
 
 def _check_folder(path: Path, allow_missing_weights: bool) -> None:
     try:
-        check_family(str(folder.read_config(path).get("model_type")))
+        config = folder.read_config(path)
+        check_family(config["model_type"], architectures=config.get("architectures"))
         if not allow_missing_weights:
             folder.find_weights(path)
     except OSError as error:

@@ -219,7 +219,7 @@ def stand_in_families(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     llama.gguf_name = {"token_embd.weight": "embed"}.get  # type: ignore[attr-defined]
     llama.gguf_fix = lambda name, tensor, config: tensor * config["hidden_size"]  # type: ignore[attr-defined]
-    models.load_family = {"llama": llama, "other": other}.__getitem__  # type: ignore[attr-defined]
+    models.load_gguf_family = {"llama": llama, "other": other}.__getitem__  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "octavo.models", models)
 
 
