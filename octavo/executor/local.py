@@ -7,7 +7,8 @@ from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.source import ModelSource
 from octavo.worker.memory import settle
-from octavo.worker.runner import Runner, Step
+from octavo.worker.runner import Runner
+from octavo.worker.step import Step
 
 
 class LocalExecutor:

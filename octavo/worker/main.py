@@ -53,7 +53,8 @@ def _serve(connection: Connection) -> None:
     # Imported here, so that a failing import is reported to the parent like everything else.
     from octavo.device import pick
     from octavo.parallel import init_group
-    from octavo.worker.runner import Runner, Step
+    from octavo.worker.runner import Runner
+    from octavo.worker.step import Step
 
     device = pick(start.config.model.device, start.rank).torch_device
     group = init_group(start.rank, start.num_ranks, start.rendezvous, device)

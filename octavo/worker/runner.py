@@ -15,13 +15,13 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.batch import Batch
 from octavo.config import Config, Limits
-from octavo.device import Device, Event, pick
+from octavo.device import Device, pick
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
 from octavo.layers.model import DecoderModel
-from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan, StepResult
+from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.sampler import sample
@@ -38,6 +38,7 @@ from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
+from octavo.worker.step import Step
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _MAX_UNCOLLECTED = 2  # as executor.base says
@@ -48,24 +49,6 @@ _KV_DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }  # auto: the model's own type
-
-
-class Step:
-    """A step on its way. On a CPU it is done; on a GPU its tokens are copied to the host behind it."""
-
-    def __init__(self, number: int, tokens: torch.Tensor | None, done: Event | None) -> None:
-        self._number, self._tokens, self._done = number, tokens, done
-
-    def is_done(self) -> bool:
-        return self._done is None or self._done.is_done()
-
-    def result(self) -> StepResult:
-        """Waits until the step is done."""
-        if self._tokens is None:
-            return StepResult(self._number, [])
-        if self._done is not None:
-            self._done.wait()
-        return StepResult(self._number, self._tokens.tolist())
 
 
 class Runner:
@@ -90,30 +73,39 @@ class Runner:
 
     def load(self) -> LoadReport:
         """Read the weights. Says what is left for pages, once every rank has read its own."""
-        config = self.config
-        is_dummy = config.model.load_format == "dummy"
+        checkpoint = self.open()
+        context = self.choose_kernels(checkpoint)
+        available = self.device.memory_available()
+        with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
+            self.build(checkpoint, context)
+            self._fill(checkpoint, available)
+        if self._native is not None:
+            self._notes.append(held(self.model))
+        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
+        return self.report(context.dtype, self._measure() if self.device.is_cuda else None)
+
+    def open(self) -> Checkpoint:
+        """Read what the files say of themselves, and settle what follows from it: spec and limits."""
+        is_dummy = self.config.model.load_format == "dummy"
         checkpoint = open_checkpoint(self.source, allow_missing_weights=is_dummy)
         family = load_family(checkpoint.config["model_type"])
         with naming(checkpoint.config_path):
             self.spec = family.spec(checkpoint.config)
         self.limits = settings.resolve(
-            config,
+            self.config,
             device=self.device.kind,
             stored_dtype=checkpoint.stored_dtype,
             context_len=self.spec.context_len,
             num_cores=usable_cores(),
         )
-        context = self._choose_kernels(checkpoint)
-        available = self.device.memory_available()
-        with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
-            self.model = family.Model(checkpoint.config, self.spec, context)
-            self._fill(checkpoint, available)
-        if self._native is not None:
-            self._notes.append(held(self.model))
-        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
-        return self._report(context.dtype, self._measure() if self.device.is_cuda else None)
+        return checkpoint
 
-    def _choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
+    def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """The model, with room for its weights and none of them in it."""
+        family = load_family(checkpoint.config["model_type"])
+        self.model = family.Model(checkpoint.config, self.spec, context)
+
+    def choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
         """Who computes, in which types: what the layers are built with."""
         config = self.config
         torch.set_num_threads(self.limits.cpu_threads)
@@ -307,26 +299,12 @@ class Runner:
         return Step(number, home, done)
 
     def _fill(self, checkpoint: Checkpoint, available: int) -> None:
-        dtype = self.weight_dtype
-        keeps_packed = self._native is not None and self.limits.keeps_packed
-        shapes = {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
-        whole = sum(map(math.prod, shapes.values())) * dtype.itemsize // self.group.size
-        match self.config.model.quantization:
-            case "fp8":
-                needed = whole - fp8_saving(self.model)
-            case "int8" | "int4":
-                needed = int(whole / dtype.itemsize * _ROUNDED_BYTES[self.config.model.quantization])
-            case _:
-                needed = whole
-                if keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
-                    needed = min(whole, checkpoint.weights.held_bytes(dtype.itemsize) // self.group.size)
-        if needed > available:
-            saving = self._offered_saving(dtype)
-            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
+        self.check_weights_fit(checkpoint, available)
+        dtype, place = self.weight_dtype, self.device.torch_device
         if self.config.model.load_format == "dummy":
-            tensors = dummy_tensors(shapes, self.device.torch_device, dtype)
+            tensors = dummy_tensors(self._shapes(), place, dtype)
         else:
-            tensors = checkpoint.tensors(self.device.torch_device, dtype, keep_packed=keeps_packed)
+            tensors = checkpoint.tensors(place, dtype, keep_packed=self._keeps_packed)
         self.model.load(tensors)
         if checkpoint.weights is not None and checkpoint.weights.packing:
             note = decoded_weights(
@@ -336,6 +314,33 @@ class Runner:
                 str(dtype).removeprefix("torch."),
             )
             self._notes += [note] if note else []
+
+    def check_weights_fit(self, checkpoint: Checkpoint, available: int) -> None:
+        needed = self.weights_needed(checkpoint)
+        if needed > available:
+            saving = self._offered_saving(self.weight_dtype)
+            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
+
+    def weights_needed(self, checkpoint: Checkpoint) -> int:
+        """Bytes that this rank's weights will take, as they will be held."""
+        dtype = self.weight_dtype
+        whole = sum(map(math.prod, self._shapes().values())) * dtype.itemsize // self.group.size
+        match self.config.model.quantization:
+            case "fp8":
+                return whole - fp8_saving(self.model)
+            case "int8" | "int4":
+                return int(whole / dtype.itemsize * _ROUNDED_BYTES[self.config.model.quantization])
+            case _:
+                if self._keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
+                    return min(whole, checkpoint.weights.held_bytes(dtype.itemsize) // self.group.size)
+                return whole
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
+
+    @property
+    def _keeps_packed(self) -> bool:
+        return self._native is not None and self.limits.keeps_packed
 
     def _offered_saving(self, dtype: torch.dtype) -> int:
         """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
@@ -347,7 +352,7 @@ class Runner:
             return 0
         return fp8_saving(self.model)
 
-    def _report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
+    def report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
         limits, page_bytes = self.limits, self._page_bytes()
         place = self.device.torch_device
         has_8_bits = memory is not None and self.kv_dtype == dtype
