@@ -45,6 +45,10 @@ class GGUFTensors:
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
         """A tensor, or Quants, may be a view of the file: copy what you keep."""
+        if str(device) == "meta":
+            for name, entry in self._plan:
+                yield name, self._fixed(name, torch.empty(entry.shape, dtype=dtype, device="meta"))
+            return
         # A private mapping: nothing is read before it is decoded, and nothing can be written back.
         whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:

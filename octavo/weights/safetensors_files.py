@@ -86,6 +86,9 @@ class SafetensorsFiles:
         `keep_packed` changes nothing: none of these files holds packed weights."""
         from octavo.device import device_of
 
+        if str(device) == "meta":
+            return self._outlines(dtype)
+
         place = device_of(device)
         return self.read_ahead(place, dtype) if place.is_cuda else self._mapped(dtype)
 
@@ -95,6 +98,17 @@ class SafetensorsFiles:
                 for name in names:
                     tensor: torch.Tensor = file.get_tensor(name)
                     yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def _outlines(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        for path, names in self._plan:
+            with _opened(path, "numpy") as file:
+                for name in names:
+                    entry = file.get_slice(name)
+                    stored: torch.dtype = getattr(torch, _TYPES[entry.get_dtype()][1])
+                    kind = dtype if stored.is_floating_point else stored
+                    yield name, torch.empty(entry.get_shape(), dtype=kind, device="meta")
 
     def read_ahead(
         self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
