@@ -1,4 +1,4 @@
-"""`octavo serve | chat | complete | bench`: reads the command line, runs the command, turns errors into one line and a code.
+"""`octavo serve | chat | complete | bench | doctor`: reads the command line, runs the command, turns errors into one line and a code.
 Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
 
 import argparse
@@ -49,6 +49,7 @@ def build_parser() -> Parser:
     _add_chat(commands)
     _add_complete(commands)
     add_bench(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -156,6 +157,29 @@ def _complete(arguments: argparse.Namespace) -> int:
     if sys.stdout.isatty():
         print()
     return 0
+
+
+# ── doctor ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="check whether a model would serve, and what memory it would take",
+        description="Check a model's files, configuration, tensors, tokenizer, chat template, stop tokens and memory by the code "
+        "that serves it. Exit code 2: it would not serve, and the reason.",
+    )
+    parser.add_argument("--deep", action="store_true", help="read every weight too, and look for NaN and infinity")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    add_config_flags(parser, ("model", "cache", "scheduler"))
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments, {})
+    from octavo import doctor
+
+    return doctor.run(config, deep=arguments.deep, as_json=arguments.json)
 
 
 if __name__ == "__main__":

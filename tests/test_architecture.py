@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "octavo"
 
-# design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk) and 009 (quants). The longest matching prefix counts.
+# design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
     **dict.fromkeys(("errors", "config", "spec", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
@@ -22,7 +22,7 @@ LEVELS = {
     "worker": 4,
     "executor": 5,
     **dict.fromkeys(("engine", "sim"), 6),
-    **dict.fromkeys(("server", "cli", "flags", "bench", "talk"), 7),
+    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "doctor"), 7),
 }
 # Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
 CORRIDORS = {
@@ -34,6 +34,7 @@ CORRIDORS = {
     ("cli", "flags"),
     ("cli", "bench"),
     ("cli", "talk"),
+    ("cli", "doctor"),
     ("bench", "flags"),
 }
 GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what everybody stands on, level 0 too
@@ -45,7 +46,7 @@ LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
-PRINTING = ("octavo.cli", "octavo.talk", "octavo.bench", "octavo.engine.supervisor")
+PRINTING = ("octavo.cli", "octavo.talk", "octavo.bench", "octavo.doctor", "octavo.engine.supervisor")
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 

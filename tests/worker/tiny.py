@@ -20,7 +20,7 @@ PAGE_SIZE = 4
 _HIDDEN, _LAYERS, _HEADS, _KV_HEADS, _INNER = 32, 2, 4, 2, 48
 
 
-def write_tiny_llama(folder: Path, seed: int = 0) -> ModelSource:
+def write_tiny_llama(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> ModelSource:
     """Weights large enough that logits differ clearly: rounding does not decide which token is chosen."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -29,9 +29,9 @@ def write_tiny_llama(folder: Path, seed: int = 0) -> ModelSource:
 
     kv_size = _HIDDEN // _HEADS * _KV_HEADS
     tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB_SIZE, _HIDDEN, generator=generator),
+        "model.embed_tokens.weight": torch.randn(vocab_size, _HIDDEN, generator=generator),
         "model.norm.weight": torch.ones(_HIDDEN),
-        "lm_head.weight": random_tensor(VOCAB_SIZE, _HIDDEN) * 2,
+        "lm_head.weight": random_tensor(vocab_size, _HIDDEN) * 2,
     }
     for layer in range(_LAYERS):
         name = f"model.layers.{layer}"
@@ -53,7 +53,7 @@ def write_tiny_llama(folder: Path, seed: int = 0) -> ModelSource:
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
         "intermediate_size": _INNER,
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "max_position_embeddings": CONTEXT_LEN,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
