@@ -102,13 +102,10 @@ class SafetensorsFiles:
     def _outlines(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
-        for path, names in self._plan:
-            with _opened(path, "numpy") as file:
-                for name in names:
-                    entry = file.get_slice(name)
-                    stored: torch.dtype = getattr(torch, _TYPES[entry.get_dtype()][1])
-                    kind = dtype if stored.is_floating_point else stored
-                    yield name, torch.empty(entry.get_shape(), dtype=kind, device="meta")
+        for name, entry in self.entries.items():
+            stored: torch.dtype = getattr(torch, _TYPES[entry.type][1])
+            kind = dtype if stored.is_floating_point else stored
+            yield name, torch.empty(entry.shape, dtype=kind, device="meta")
 
     def read_ahead(
         self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0

@@ -58,7 +58,7 @@ class Checkup:
             return "none are needed: --load-format dummy makes random ones"
         tensors = list(self._checkpoint.tensors(_META, self._runner.weight_dtype))
         self._runner.model.load(iter(tensors))
-        stored = "mostly packed" if weights.has_packed else weights.stored_dtype
+        stored = f"packed ({weights.packing})" if weights.packing else weights.stored_dtype
         return (
             f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
             "the configuration asks for"
