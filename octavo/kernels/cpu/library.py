@@ -280,6 +280,7 @@ def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
     return 2 * 64 * num_dots * threads.num_threads / (time.perf_counter() - start)
 
 
+_HUGE_PAGE = 2 << 20
 _SHELF_BYTES = 32 << 20
 _shelf_left: list[Tensor] = []  # what is left of the newest shelf, if there is one
 
@@ -298,11 +299,14 @@ def _shelf(num_bytes: int) -> Tensor:
 
 def aligned(num_bytes: int) -> Tensor:
     """uint8 [num_bytes] on a cache line of its own; large ones on huge pages where the system gives them."""
-    if num_bytes >= 1 << 21:
-        memory = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.uint8)
-    room = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8)
-    start = -room.data_ptr() % _ALIGNMENT
+    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private: memory that could be shared is never on huge pages, unless the whole machine is set up so.
+        memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return _from(torch.frombuffer(memory, dtype=torch.uint8), _HUGE_PAGE, num_bytes)
+    return _from(torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8), _ALIGNMENT, num_bytes)
+
+
+def _from(room: Tensor, alignment: int, num_bytes: int) -> Tensor:
+    start = -room.data_ptr() % alignment
     return room[start : start + num_bytes]

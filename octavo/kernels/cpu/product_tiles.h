@@ -9,13 +9,18 @@ struct Fetch {
   int64_t num_lines, second, then_second;
 };
 
+// Whether there is something to fetch, from fetch.at on.
+inline bool may_fetch(Fetch& fetch) {
+  if (fetch.at < fetch.limit) return true;
+  if (!fetch.then) return false;
+  fetch.at = fetch.then + (fetch.at - fetch.limit);
+  fetch.limit = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
+  fetch.second = fetch.then_second;
+  return true;
+}
+
 inline void fetch_some(Fetch& fetch) {
-  if (fetch.at >= fetch.limit) {
-    if (!fetch.then) return;
-    fetch.at = fetch.then + (fetch.at - fetch.limit);
-    fetch.limit = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
-    fetch.second = fetch.then_second;
-  }
+  if (!may_fetch(fetch)) return;
   for (int64_t line = 0; line < fetch.num_lines; ++line) __builtin_prefetch(fetch.at + line * 64, 0, 2);
   if (fetch.second) {
     const uint8_t* second = fetch.at + fetch.second;
@@ -180,9 +185,16 @@ struct FloatTile {
       for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
 
     for (int64_t slice = 0; slice < num_slices; ++slice, records += ROWS) {
-      fetch_some(fetch);
+      const bool streams = ROWS == 1 && may_fetch(fetch);
+      if (ROWS > 1) fetch_some(fetch);
 #pragma GCC unroll 2
       for (int k = 0; k < kSlice; k += 2) {
+        // One row waits for memory alone: a line is asked for with every line that is used, and not for longer than that.
+        if (streams) {
+          for (int p = 0; p < PANELS; ++p)
+            for (int byte = 0; byte < 2 * kPanel * kWidth; byte += 64)
+              __builtin_prefetch(fetch.at + (p ? fetch.second : 0) + k * kPanel * kWidth + byte, 0, 0);
+        }
         Floats w[2][PANELS];
         for (int p = 0; p < PANELS; ++p) load_two(weights[p] + k * kPanel * kWidth, w[0][p], w[1][p]);
         for (int odd = 0; odd < 2; ++odd) {
@@ -193,6 +205,7 @@ struct FloatTile {
         }
       }
       for (int p = 0; p < PANELS; ++p) weights[p] += kSlice * kPanel * kWidth;
+      if (streams) fetch.at += kSlice * kPanel * kWidth;
     }
   }
 };
