@@ -17,7 +17,7 @@ from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import RMSNorm, norm_slots
-from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
+from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.quants import SameWeight
@@ -32,7 +32,7 @@ _ROPE_NUMBERS = (
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
-    _check_rope(config)
+    check_rope(config)
     num_heads = positive(config, "num_attention_heads")
     if config.get("num_key_value_heads") is not None:
         share(config, "num_attention_heads", "num_key_value_heads")
@@ -47,6 +47,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         context_len=positive(config, "max_position_embeddings", 2048),
+        longest_len=longest_len(rope_settings(config)),
     )
 
 
@@ -62,7 +63,7 @@ def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: 
     return size
 
 
-def _check_rope(config: dict[str, Any]) -> None:
+def check_rope(config: dict[str, Any]) -> None:
     number(config, "rope_theta", 0.0)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key) or {}
