@@ -74,8 +74,8 @@ def check_rope(config: dict[str, Any]) -> None:
 
 
 class Layer(nn.Module):
-    """`window`, `head_norms` and `output_bias` (None: one where q, k and v have one) are for families that are a Llama
-    but for these."""
+    """`window`, `head_norms`, `output_bias` (None: one where q, k and v have one) and `sinks` are for families that are a
+    Llama but for these; make_mlp and mlp_slots for those with another MLP."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Layer(nn.Module):
         window: int = 0,
         head_norms: HeadNorms | None = None,
         output_bias: bool | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         bias = bool(config.get("attention_bias", False))
@@ -101,12 +102,19 @@ class Layer(nn.Module):
             output_bias=bias if output_bias is None else output_bias,
             window=window,
             head_norms=head_norms,
+            sinks=sinks,
         )
-        self.mlp = GatedMLP(
+        self.mlp_norm = mlp_norm
+        self.mlp = self.make_mlp(index, config, spec, mlp_norm, context)
+
+    def make_mlp(
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext
+    ) -> nn.Module:
+        return GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
             config.get("hidden_act", "silu"),
-            mlp_norm,
+            norm,
             context,
             bias=bool(config.get("mlp_bias", False)),
         )
@@ -117,7 +125,7 @@ class Layer(nn.Module):
         return x
 
     def slots(self, name: str) -> Slots:
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        attention = f"{name}.self_attn"
         qkv = self.attention.qkv.slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
         for key, slot in qkv.items():
             if "v_proj" not in key:
@@ -125,11 +133,16 @@ class Layer(nn.Module):
         return (
             qkv
             | self.attention.output.slots(f"{attention}.o_proj")
-            | self.mlp.gate_up.slots(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-            | self.mlp.down.slots(f"{mlp}.down_proj")
+            | self.mlp_slots(name)
             | norm_slots(self.attention.norm, f"{name}.input_layernorm")
-            | self.mlp.norm.slots(f"{name}.post_attention_layernorm")
+            | self.mlp_norm.slots(f"{name}.post_attention_layernorm")
         )
+
+    def mlp_slots(self, name: str) -> Slots:
+        """`name`: the layer's."""
+        assert isinstance(self.mlp, GatedMLP)
+        gate_up = self.mlp.gate_up.slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
 
 
 class Model(DecoderModel):
@@ -137,12 +150,7 @@ class Model(DecoderModel):
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
-        check_shares(
-            context.group.size,
-            num_attention_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
-            intermediate_size=spec.intermediate_size,
-        )
+        check_shares(context.group.size, **self.shares(config, spec))
         self.attention_backend = context.attention
         self.rope = self.make_rope(rope_settings(config), spec, context)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
@@ -150,6 +158,14 @@ class Model(DecoderModel):
         self.norm = RMSNorm(spec.hidden_size, epsilon(config), context)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
         self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
+
+    def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
+        """What ranks share out among them, by the name it has in config.json."""
+        return {
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "intermediate_size": spec.intermediate_size,
+        }
 
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
         return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
