@@ -87,6 +87,11 @@ class NativeWeight:
         return counted
 
     @property
+    def packed(self) -> Sequence[PackedWeight]:
+        """What the parts became: one, unless they came packed differently."""
+        return self._weights
+
+    @property
     def nbytes(self) -> int:
         return sum(weight.memory.nbytes for weight in self._weights)
 

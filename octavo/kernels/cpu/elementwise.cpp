@@ -26,6 +26,14 @@ const ElementwiseVariant& elementwise_variant() {
   }
 }
 
+}  // namespace
+
+void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y) {
+  elementwise_variant().gate(gate, up, alpha, limit, offset, size, y);
+}
+
+namespace {
+
 // Numbers that one thread goes through in about the time it takes to wake another.
 constexpr int64_t kWorthSharing = 8192;
 

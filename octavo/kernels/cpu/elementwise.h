@@ -42,7 +42,11 @@ struct ElementwiseVariant {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
   void (*silu_mul)(const float* gate, const float* up, int64_t size, float* y);
   int64_t (*argmax)(const float* x, int64_t size);
+  void (*gate)(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 };
+
+// y [size] = g / (1 + e^(−alpha · g)) · (u + offset), with g at most limit and u between −limit and limit (0: no limit).
+void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 
 extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512;
 

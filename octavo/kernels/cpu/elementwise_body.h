@@ -62,7 +62,24 @@ static int64_t argmax(const float* x, int64_t size) {
   return 0;
 }
 
-static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, argmax};
+// What is no number stays none: of two numbers min and max take the second where either is none.
+OCTAVO_INLINE vec gated_within(vec gate, vec up, vec alpha, vec limit, vec offset) {
+  const vec g = min(limit, gate), u = max(sub(set1(0.0f), limit), min(limit, up));
+  const vec decay = exponential(sub(set1(0.0f), mul(alpha, g)));
+  return mul(div(g, add(set1(1.0f), decay)), add(u, offset));
+}
+
+static void gate(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y) {
+  const vec a = set1(alpha), l = set1(limit != 0.0f ? limit : __builtin_inff()), o = set1(offset);
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(y + i, gated_within(load(gate + i), load(up + i), a, l, o));
+  if (i < size) {
+    const int n = (int)(size - i);
+    store_n(y + i, gated_within(load_n(gate + i, n), load_n(up + i, n), a, l, o), n);
+  }
+}
+
+static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, argmax, gate};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

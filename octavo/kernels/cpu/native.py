@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
@@ -121,6 +122,23 @@ class Native:
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         y = self._room(self._count(x), *x.shape)
         self._move(Code.NORM, self._count(x), x, y, norm, _rows(len(x)))
+        return y
+
+    def experts(self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
+        """x [rows, depth], logits [rows, experts] → (residual +) the weighted sum over the chosen experts, [rows, depth]; the
+        residual is changed, and is the result."""
+        assert x.stride(1) == 1 and logits.shape == (len(x), weights.num_experts) and logits.stride(1) == 1
+        count = self._count(x)
+        y = residual if residual is not None else self._room(count, *x.shape)
+        assert y.shape == x.shape and y.stride(1) == 1
+        op = Op(Code.EXPERTS, count)
+        call = op.experts
+        weights.describe(call)
+        call.x, call.logits, call.y, call.adds = _address(x), _address(logits), _address(y), residual is not None
+        call.x_stride, call.logits_stride, call.y_stride = x.stride(0), logits.stride(0), y.stride(0)
+        call.room = self._scratch("experts", room_bytes(call, len(x)))
+        reads: list[Field] = [(call, "x"), (call, "logits")] + ([(call, "y")] if residual is not None else [])
+        self._do(op, reads, [(call, "y"), (call, "room")], _rows(len(x)), weights)
         return y
 
     def gather(self, x: Tensor, sample_at: Tensor) -> Tensor:

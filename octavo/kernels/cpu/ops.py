@@ -8,6 +8,7 @@ from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.experts import ExpertsCall
 from octavo.kernels.cpu.library import Kind, Product, Threads, library
 
 
@@ -22,6 +23,7 @@ class Code(IntEnum):
     ATTEND = 5
     GATHER = 6
     NORM = 7
+    EXPERTS = 8
 
 
 class Count(IntEnum):
@@ -91,7 +93,7 @@ class Move(ctypes.Structure):
 class _Body(ctypes.Union):
     _fields_ = (
         ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", TurnCall),
-        ("attention", AttentionCall), ("move", Move),
+        ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall),
     )  # fmt: skip
 
 

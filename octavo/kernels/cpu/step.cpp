@@ -146,6 +146,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_NORM:
       normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride);
       return 0;
+    case OCTAVO_EXPERTS: octavo_experts(threads, &op->experts, count); return 0;
     default: return -1;
   }
 }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 #include "threads.h"
 
@@ -31,6 +32,7 @@ enum OctavoOpCode {
   OCTAVO_ATTEND = 5,
   OCTAVO_GATHER = 6,
   OCTAVO_NORM = 7,
+  OCTAVO_EXPERTS = 8,
 };
 
 enum OctavoCount {
@@ -99,6 +101,7 @@ typedef struct {
     OctavoTurn turn;            // slots and num_tokens are filled in here
     OctavoAttention attention;  // what describes the rows is filled in here
     OctavoMove move;
+    OctavoExperts experts;
   };
 } OctavoOp;
 
