@@ -2,7 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class Layer(nn.Module):
             bias=bool(config.get("mlp_bias", False)),
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
         x = self.attention(x, batch, rotation)
         x = self.mlp(x)
         return x
@@ -170,7 +170,7 @@ class Model(DecoderModel):
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
         return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
 
-    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """Of each layer: here it is the same for all."""
         return [self.rope.rotation(positions)] * len(self.layers)
 
