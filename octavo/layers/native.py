@@ -125,9 +125,9 @@ class NativeWeight:
     def _is_one_gate(self) -> bool:
         return len(self._weights) == 1 and self._weights[0].num_columns % (2 * PANEL) == 0
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, factor: float = 1.0) -> Tensor:
         (table,) = self._weights
-        return self._native.embed(ids, table)
+        return self._native.embed(ids, table, factor)
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, NativeNorm | None]:
         if norm is None or norm.native is not None:

@@ -85,8 +85,9 @@ class Layer(llama.Layer):
         self.is_packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
 
     def make_mlp(
-        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
     ) -> SparseMLP:
+        assert norm is not None
         return SparseMLP(
             spec.hidden_size, spec.intermediate_size, routing(config), gate(config), norm, context, bias=True
         )

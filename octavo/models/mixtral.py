@@ -44,8 +44,9 @@ class Layer(llama.Layer):
         super().__init__(index, config, spec, context, window=spec.windows[index] if spec.windows else 0)
 
     def make_mlp(
-        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
     ) -> SparseMLP:
+        assert norm is not None
         return SparseMLP(spec.hidden_size, spec.intermediate_size, routing(config), Gate(), norm, context)
 
     def mlp_slots(self, name: str) -> Slots:

@@ -52,10 +52,11 @@ class Layer(qwen3.Layer):
         super().__init__(index, _as_qwen3(config), spec, context)
 
     def make_mlp(
-        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
     ) -> Any:
         if not has_experts(config, spec.num_layers)[index]:
             return super().make_mlp(index, config, spec, norm, context)
+        assert norm is not None
         inner_size = positive(config, "moe_intermediate_size")
         return SparseMLP(spec.hidden_size, inner_size, routing(config), Gate(), norm, context)
 

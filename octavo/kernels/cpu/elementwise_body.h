@@ -6,7 +6,7 @@
 namespace octavo {
 namespace OCTAVO_VARIANT {
 
-static void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+OCTAVO_INLINE void rms_norm_to(const float* x, const float* weight, float epsilon, int64_t size, float* y, bool adds) {
   vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};  // four chains: a sum waits four cycles for the last
   int64_t i = 0;
   for (; i + 4 * W <= size; i += 4 * W) {
@@ -21,11 +21,31 @@ static void rms_norm(const float* x, const float* weight, float epsilon, int64_t
   }
   const float squares = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   const vec factor = set1(1.0f / __builtin_sqrtf(squares / (float)size + epsilon));
-  for (i = 0; i + W <= size; i += W) store(y + i, mul(mul(load(x + i), factor), load(weight + i)));
+  for (i = 0; i + W <= size; i += W) {
+    const vec normed = mul(mul(load(x + i), factor), load(weight + i));
+    store(y + i, adds ? add(load(y + i), normed) : normed);
+  }
   if (i < size) {
     const int n = (int)(size - i);
-    store_n(y + i, mul(mul(load_n(x + i, n), factor), load_n(weight + i, n)), n);
+    const vec normed = mul(mul(load_n(x + i, n), factor), load_n(weight + i, n));
+    store_n(y + i, adds ? add(load_n(y + i, n), normed) : normed, n);
   }
+}
+
+static void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  rms_norm_to(x, weight, epsilon, size, y, false);
+}
+
+static void rms_norm_add(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  rms_norm_to(x, weight, epsilon, size, y, true);
+}
+
+OCTAVO_INLINE vec capped(vec a, float limit) { return mul(set1(limit), tangent(div(a, set1(limit)))); }
+
+static void cap(float* x, int64_t size, float limit) {
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(x + i, capped(load(x + i), limit));
+  if (i < size) store_n(x + i, capped(load_n(x + i, (int)(size - i)), limit), (int)(size - i));
 }
 
 OCTAVO_INLINE vec gated(vec gate, vec up) {
@@ -79,7 +99,7 @@ static void gate(const float* gate, const float* up, float alpha, float limit, f
   }
 }
 
-static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, argmax, gate};
+static constexpr ElementwiseVariant elementwise = {rms_norm, rms_norm_add, cap, silu_mul, argmax, gate};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

@@ -124,6 +124,22 @@ class Native:
         self._move(Code.NORM, self._count(x), x, y, norm, _rows(len(x)))
         return y
 
+    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+        """x [rows, D], which may be columns of a wider tensor, is changed."""
+        self._move(Code.NORM, self._count(x), x, x, norm, _rows(len(x)))
+
+    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        """residual + norm(x): the residual is changed, and returned."""
+        self._move(Code.NORM, self._count(x), x, residual, norm, _rows(len(x)), adds=True)
+        return residual
+
+    def cap(self, x: Tensor, limit: float) -> Tensor:
+        """x [rows, size], changed, and returned: limit · tanh(x / limit)."""
+        op = Op(Code.CAP, self._count(x))
+        op.cap = ops.Cap(_address(x), x.stride(0), x.shape[1], limit)
+        self._do(op, [(op.cap, "x")], [(op.cap, "x")], _rows(len(x)))
+        return x
+
     def experts(self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
         """x [rows, depth], logits [rows, experts] → (residual +) the weighted sum over the chosen experts, [rows, depth]; the
         residual is changed, and is the result."""
@@ -222,12 +238,16 @@ class Native:
         call.num_heads, call.num_kv_heads = layer.num_heads, layer.num_kv_heads
         call.head_size, call.page_size = layer.head_size, layer.page_size
 
-    def _move(self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step) -> None:
+    def _move(
+        self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step, adds: bool = False
+    ) -> None:
         op = Op(code, count)
         op.move = ops.Move(_address(x), _address(y), x.stride(0), y.stride(0), x.shape[1])
+        op.move.adds = adds
         if norm is not None:
             _set_norm(op.move.norm, norm)
-        self._do(op, [(op.move, "x")], [(op.move, "y")], step, norm)
+        reads: list[Field] = [(op.move, "x")] + ([(op.move, "y")] if adds else [])
+        self._do(op, reads, [(op.move, "y")], step, norm)
 
     # ── at once, or later ───────────────────────────────────────────────────────────────────────────
 

@@ -24,6 +24,7 @@ class Code(IntEnum):
     GATHER = 6
     NORM = 7
     EXPERTS = 8
+    CAP = 9
 
 
 class Count(IntEnum):
@@ -87,13 +88,17 @@ class Gate(ctypes.Structure):
 
 
 class Move(ctypes.Structure):
-    _fields_ = (*Gate._fields_, ("norm", Norm))
+    _fields_ = (*Gate._fields_, ("norm", Norm), ("adds", c_int32))
+
+
+class Cap(ctypes.Structure):
+    _fields_ = (("x", c_void_p), ("x_stride", c_int64), ("size", c_int64), ("limit", c_float))
 
 
 class _Body(ctypes.Union):
     _fields_ = (
         ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", TurnCall),
-        ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall),
+        ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall), ("cap", Cap),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ enum OctavoOpCode {
   OCTAVO_GATHER = 6,
   OCTAVO_NORM = 7,
   OCTAVO_EXPERTS = 8,
+  OCTAVO_CAP = 9,
 };
 
 enum OctavoCount {
@@ -83,13 +84,21 @@ typedef struct {
   int64_t x_stride, y_stride, size;
 } OctavoGate;
 
-// y [rows, size] = norm(x); as OctavoGather: y [S, size] = x[sample_at].
+// y [rows, size] = norm(x), or y + norm(x) where it adds; as OctavoGather: y [S, size] = x[sample_at].
 typedef struct {
   const float* x;
   float* y;
   int64_t x_stride, y_stride, size;
   OctavoNorm norm;
+  int32_t adds;
 } OctavoMove;
+
+// x [rows, size] = limit · tanh(x / limit).
+typedef struct {
+  float* x;
+  int64_t x_stride, size;
+  float limit;
+} OctavoCap;
 
 typedef struct {
   int32_t code, count;
@@ -102,6 +111,7 @@ typedef struct {
     OctavoAttention attention;  // what describes the rows is filled in here
     OctavoMove move;
     OctavoExperts experts;
+    OctavoCap cap;
   };
 } OctavoOp;
 
