@@ -93,15 +93,13 @@ class ColumnLinear(Linear):
         self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, activation: str = "none") -> torch.Tensor:
-        """[T, in] → [T, out / ranks] of norm(x). `activation`: none or gelu_tanh."""
+        """[T, in] → [T, out / ranks] of norm(x). `activation`: none, gelu (by erf), gelu_tanh or relu."""
         if self.native is not None:
-            if activation == "gelu_tanh":
-                return self.native.gelu(x, norm, self.bias)
-            return self.native.product(x, norm, self.bias)
-        if activation == "none" and self.has_few(x):
-            return self.few(x, norm)
-        if self.fp8 is not None:
-            y: torch.Tensor = self.fp8(x, norm)
+            return self.native.activated(x, norm, self.bias, activation)
+        if self.has_few(x):
+            y = self.few(x, norm)
+        elif self.fp8 is not None:
+            y = self.fp8(x, norm)
             if self.bias is not None:
                 y.add_(self.bias)
         else:
@@ -110,7 +108,14 @@ class ColumnLinear(Linear):
             if self.is_packed:
                 return packed_linear(x, self.weight, self.bias, activation)
             y = F.linear(x, self.weight, self.bias)
-        return F.gelu(y, approximate="tanh") if activation == "gelu_tanh" else y
+        match activation:
+            case "gelu_tanh":
+                return F.gelu(y, approximate="tanh")
+            case "gelu":
+                return F.gelu(y)
+            case "relu":
+                return F.relu(y)
+        return y
 
     def has_few(self, x: torch.Tensor, is_gated: bool = False) -> bool:
         """Whether x has so few rows that few() is the faster product."""

@@ -33,6 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # The names under which kernels know them.
 _FUSED = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _FUSED |= {name: "gelu_tanh" for name, function in _ACTIVATIONS.items() if function is _gelu_tanh}
+_FUSED_PLAIN = {name: fused for name, fused in _FUSED.items() if fused != "silu"} | {"relu": "relu"}  # without a gate
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -98,6 +99,7 @@ class MLP(nn.Module):
         self.up = ColumnLinear(hidden_size, (inner_size,), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
         self._activation = activation(act)
+        self._fused = _FUSED_PLAIN.get(act, "")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
@@ -106,6 +108,6 @@ class MLP(nn.Module):
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """act(up(norm(x))) [T, inner / ranks]; x stays as it is, for families that add the rest to something else."""
-        if self._activation is _gelu_tanh:
-            return self.up(x, self.norm, "gelu_tanh")  # type: ignore[no-any-return]
+        if self._fused:
+            return self.up(x, self.norm, self._fused)  # type: ignore[no-any-return]
         return self._activation(self.up(x, self.norm))

@@ -18,6 +18,9 @@ from octavo.quants.exact import held_exactly
 
 # --quantization → how weights of float types are rounded.
 ROUNDED = {"int8": Kind.CODES8, "int4": Kind.CODES4_MINIMUM}
+_ACTIVATED = {
+    "none": Finish.PLAIN, "gelu_tanh": Finish.GELU, "gelu": Finish.EXACT_GELU, "relu": Finish.RELU,
+}  # fmt: skip
 _GATED = {"silu": Finish.GATED, "gelu_tanh": Finish.GATED_GELU}
 
 
@@ -104,10 +107,10 @@ class NativeWeight:
         x, before = self._before(x, norm)
         return self._native.linear(x, self._weights, norm=before, bias=bias, residual=residual)
 
-    def gelu(self, x: Tensor, norm: Norm | None, bias: Tensor | None) -> Tensor:
-        """gelu_tanh(norm(x) · Wᵀ + bias)."""
+    def activated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(norm(x) · Wᵀ + bias)."""
         x, before = self._before(x, norm)
-        return self._native.linear(x, self._weights, norm=before, bias=bias, finish=Finish.GELU)
+        return self._native.linear(x, self._weights, norm=before, bias=bias, finish=_ACTIVATED[activation])
 
     def can_gate(self, activation: str, bias: Tensor | None) -> bool:
         """Whether gated() can: else product() and what torch does with it."""

@@ -41,6 +41,8 @@ class Finish(IntEnum):
     GATED = 1  # silu of the first half · the second
     GELU = 2
     GATED_GELU = 3
+    RELU = 4
+    EXACT_GELU = 5
 
     @property
     def is_gated(self) -> bool:
