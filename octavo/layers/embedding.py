@@ -10,7 +10,7 @@ from octavo.layers.linear import ColumnLinear
 from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm
 from octavo.layers.packing import PackedRows
-from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size, whole
+from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size
 from octavo.quants import Weight
 
 
@@ -60,12 +60,14 @@ class Embedding(nn.Module):
 
 
 class LearnedPositions(nn.Module):
-    """A vector for each position, added to the tokens'. Whole on every rank."""
+    """A vector for each position, added to the tokens'. Whole on every rank.
+    `num_skipped`: rows before the first position's, which a checkpoint has and no token uses."""
 
-    def __init__(self, num_positions: int, hidden_size: int, context: BuildContext) -> None:
+    def __init__(self, num_positions: int, hidden_size: int, context: BuildContext, num_skipped: int = 0) -> None:
         super().__init__()
         self.weight = context.empty(num_positions, hidden_size)
         self._native = context.native
+        self._num_skipped = num_skipped
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], changed; positions [T]."""
@@ -74,7 +76,11 @@ class LearnedPositions(nn.Module):
         return x.add_(F.embedding(positions, self.weight))
 
     def slots(self, name: str) -> Slots:
-        return whole(f"{name}.weight", self.weight)
+        def store(tensor: torch.Tensor) -> None:
+            self.weight.copy_(tensor[self._num_skipped :])
+
+        num_positions, hidden_size = self.weight.shape
+        return {f"{name}.weight": Slot((num_positions + self._num_skipped, hidden_size), store)}
 
 
 class Head(nn.Module):

@@ -112,12 +112,15 @@ class SplitRMSNorm(nn.Module):
 
 
 class LayerNorm(Norm):
-    def __init__(self, size: int, epsilon: float, context: BuildContext) -> None:
+    """`is_learned`: a checkpoint has its weight and bias; else they are 1 and 0."""
+
+    def __init__(self, size: int, epsilon: float, context: BuildContext, is_learned: bool = True) -> None:
         super().__init__()
         self.shape = (size,)
         self.epsilon = epsilon
-        self.weight = context.empty(size)
-        self.bias = context.empty(size)
+        self.is_learned = is_learned
+        self.weight = context.empty(size).fill_(1.0)
+        self.bias = context.empty(size).zero_()
         self.kernels = context.native
         if context.native is not None:
             self.native = NativeNorm(self.weight, self.bias, epsilon)
@@ -128,4 +131,6 @@ class LayerNorm(Norm):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.epsilon)
 
     def slots(self, name: str) -> Slots:
+        if not self.is_learned:
+            return {}
         return whole(f"{name}.weight", self.weight) | whole(f"{name}.bias", self.bias)
