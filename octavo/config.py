@@ -209,12 +209,18 @@ class Limits:
     cpu_threads: int
 
 
-def resolve(config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int) -> Limits:
-    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16")."""
+def resolve(
+    config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int, longest_len: int = 0
+) -> Limits:
+    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16").
+    `longest_len`: a context that the model allows for where it is asked for, beyond its own."""
     on_cpu = device == "cpu"
     wanted = config.model.max_model_len
-    if isinstance(wanted, int) and wanted > context_len:
-        raise ConfigError(f"--max-model-len {wanted} is beyond the model's context of {context_len}; lower it")
+    if isinstance(wanted, int) and wanted > max(context_len, longest_len):
+        stretched = f", which can be stretched to {longest_len}" if longest_len > context_len else ""
+        raise ConfigError(
+            f"--max-model-len {wanted} is beyond the model's context of {context_len}{stretched}; lower it"
+        )
     (_check_on_cpu if on_cpu else _check_on_gpu)(config)
     rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
     return Limits(

@@ -91,6 +91,17 @@ def _is_text(value: object) -> bool:
         return False
 
 
+Pooling = Literal["cls", "mean", "last"]
+
+
+class PoolingParams(msgspec.Struct, frozen=True, gc=False):
+    """How a prompt's hidden states become one vector. The door has checked it."""
+
+    kind: Pooling  # the first token's, the mean of all tokens', or the last token's
+    normalize: bool = True  # to length 1
+    dimensions: int = 0  # only so many leading numbers, cut before it is normalised; 0: all
+
+
 # ── API process → engine ────────────────────────────────────────────────────────────────────────────
 
 
@@ -103,6 +114,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     stop_ids: list[int]  # sampling one of these ends the request: end-of-sequence ids and stop_token_ids
     origin: int = 0  # the API process its tokens go back to
     arrived: float = 0.0  # CLOCK_MONOTONIC seconds at which the server received it
+    pooling: PoolingParams | None = None  # a vector of the prompt is wanted, in place of tokens; max_tokens is 1 then
+    is_whole: bool = False  # all of the prompt must be computed in one step, and nothing of it come from a cache
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -165,6 +178,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int  # which of the n choices
     token_ids: list[int]
     finish: Finish | None = None
+    vector: bytes = b""  # where pooling was asked for: float32, little endian
 
 
 class StepDeltas(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -289,6 +303,7 @@ class Entering(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int  # already distinct for each of the n choices
     stop_ids: list[int]  # masked until min_tokens are out
     pages: list[int]
+    pooling: PoolingParams | None = None  # in place of sampling: its hidden states become a vector
 
 
 class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -321,7 +336,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What a step sampled: one token for each True in the plan's `samples`, in that order."""
+    """What a step gave, in the order of the True ones in the plan's `samples`: a vector for each row that is pooled, a token
+    for each of the others."""
 
     step: int
     tokens: list[int]
+    vectors: list[bytes] = []

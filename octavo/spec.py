@@ -15,6 +15,7 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     context_len: int  # positions the model was trained for
+    longest_len: int = 0  # positions it can be stretched to where that is asked for; 0: no more than context_len
     windows: tuple[
         int, ...
     ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all

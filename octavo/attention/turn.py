@@ -11,7 +11,7 @@ import torch.nn.functional as F
 class HeadNorms:
     """RMSNorm over each head, as some families have it. Weights are in the order of the interleaved pairs."""
 
-    q: torch.Tensor  # [D]
+    q: torch.Tensor  # [D] in the type of the heads, or float32
     k: torch.Tensor  # [D]
     epsilon: float
 
@@ -23,7 +23,7 @@ def turn(
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         for part, weight in ((q, norms.q), (k, norms.k)):
-            part.copy_(F.rms_norm(part, weight.shape, weight, norms.epsilon))
+            part.copy_(F.rms_norm(part.to(weight.dtype), weight.shape, weight, norms.epsilon))
     if rotation is not None:
         rotate(heads[:, : num_heads + num_kv_heads], rotation)
     return q, k, v

@@ -42,9 +42,10 @@ class KVCache:
         prefix_caching: bool = True,
         num_warm_pages: int | None = None,
     ) -> None:
+        """`num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page."""
         self.pool = PagePool(num_pages, num_warm_pages)
         self.page_size = page_size
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and num_pages > 0
         self.tables: dict[int, list[int]] = {}
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[int]] = {}  # swapped-out sequences
@@ -59,12 +60,13 @@ class KVCache:
 
     # ── the verbs ──
 
-    def admit(self, sequence: int, tokens: list[int], spare: int = 0) -> Admission | None:
-        """Room for all of `tokens`, leaving at least `spare` pages free. None: it does not fit now."""
-        matched, key = self._match(sequence, tokens)
+    def admit(self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True) -> Admission | None:
+        """Room for all of `tokens`, leaving at least `spare` pages free. None: it does not fit now.
+        `reuse` False: nothing that others published counts, all of it will be computed."""
+        matched, key = self._match(sequence, tokens) if reuse else ([], ROOT)
         fresh = self._pages_for(len(tokens)) - len(matched)
         idle = sum(self.pool.refs[page] == 0 for page in matched)
-        if fresh + spare > self.pool.num_free - idle:
+        if fresh and fresh + spare > self.pool.num_free - idle:
             return None
         for page in matched:
             self.pool.share(page)
@@ -161,7 +163,7 @@ class KVCache:
     # ── inside ──
 
     def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
+        return -(-num_tokens // self.page_size) if self.pool.num_pages else 0
 
     def _is_shared(self, page: int) -> bool:
         return self.pool.refs[page] > 1 or self.pool.keys[page] is not None

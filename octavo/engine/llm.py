@@ -110,8 +110,8 @@ class LLM:
         every = self._params_for(len(conversations), params)
         rendered = [self.text.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         requests = [
-            self._request(self.text.encode(text, add_special_tokens=False, param="messages"), its)
-            for text, its in zip(rendered, every, strict=True)
+            self._request(self.text.encode_chat(conversation), its)  # type: ignore[arg-type]
+            for conversation, its in zip(conversations, every, strict=True)
         ]
         return self._run(requests, list(rendered), use_tqdm)
 

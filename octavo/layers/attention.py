@@ -9,12 +9,16 @@ from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear
-from octavo.layers.norm import Norm
+from octavo.layers.norm import Norm, SplitRMSNorm
 from octavo.spec import ModelSpec
 
 
 class SelfAttention(nn.Module):
-    """x + attention(norm(x)); without a norm: x + attention(x). `sinks`: [H of this rank] float32, filled by who made them."""
+    """x + output_norm(attention(norm(x))), each norm where there is one.
+
+    `scale`: what scores are multiplied by (None: by the root of the head's size, inverted). `qk_norms`: of all of a token's
+    queries together and of all its keys; `head_norms`: of each of them alone. `sinks`: [H of this rank] float32, filled by
+    who made them."""
 
     def __init__(
         self,
@@ -27,27 +31,40 @@ class SelfAttention(nn.Module):
         output_bias: bool = False,
         window: int = 0,
         softcap: float = 0.0,
+        scale: float | None = None,
         head_norms: HeadNorms | None = None,
         sinks: torch.Tensor | None = None,
+        qk_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
+        output_norm: Norm | None = None,
     ) -> None:
         super().__init__()
         # The cache lets go of pages by what the spec says: a layer that looks further back would read another's.
         assert window == (spec.windows[index] if spec.windows else 0), "a layer's window is not the spec's"
-        self.norm = norm
+        self.norm, self.output_norm = norm, output_norm
+        self.qk_norms = nn.ModuleList(qk_norms or ())
         self.backend = context.attention
         q_size, kv_size = spec.num_heads * spec.head_size, spec.num_kv_heads * spec.head_size
         self.qkv = ColumnLinear(spec.hidden_size, (q_size, kv_size, kv_size), context, bias=qkv_bias)
         self.output = RowLinear(q_size, spec.hidden_size, context, bias=output_bias)
         num_heads = spec.num_heads // context.group.size
         num_kv_heads = spec.num_kv_heads // context.group.size
-        scale = spec.head_size**-0.5
+        scale = spec.head_size**-0.5 if scale is None else scale
         self.heads = LayerHeads(
             index, num_heads, num_kv_heads, spec.head_size, scale, window, softcap, head_norms, sinks
         )
         self._heads_shape = (num_heads + 2 * num_kv_heads, spec.head_size)
+        self._sizes = [count * spec.head_size for count in (num_heads, num_kv_heads, num_kv_heads)]
 
     def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None = None) -> torch.Tensor:
         """[T, hidden], which may be changed. `rotation`: the step's rotary factors, for families that use them."""
-        heads = self.qkv(x, self.norm).view(-1, *self._heads_shape)  # [T, H + 2 Hkv, D]
-        attended: torch.Tensor = self.output(self.backend.run(self.heads, heads, rotation, batch), x)
-        return attended
+        qkv = self.qkv(x, self.norm)
+        if len(self.qk_norms):
+            q, k, _ = qkv.split(self._sizes, dim=1)
+            for norm, part in zip(self.qk_norms, (q, k), strict=True):
+                norm(part)
+        heads = qkv.view(-1, *self._heads_shape)  # [T, H + 2 Hkv, D]
+        attended = self.backend.run(self.heads, heads, rotation, batch)
+        if self.output_norm is not None:
+            return self.output_norm.added(self.output(attended, None), x)
+        out: torch.Tensor = self.output(attended, x)
+        return out

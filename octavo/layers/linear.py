@@ -1,7 +1,8 @@
 """Matrix products with weights, whole or split over ranks by output (ColumnLinear) or by input (RowLinear).
 Knows nothing of what the numbers mean."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.packing import can_pack, pack, packed_linear, packed_linear_add
 from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share, share_columns, share_size
-from octavo.quants import Weight
+from octavo.quants import Quants, Weight
 
 
 class Linear(nn.Module):
@@ -92,15 +93,13 @@ class ColumnLinear(Linear):
         self._rows = [slice(sum(shares[:part]), sum(shares[: part + 1])) for part in range(len(shares))]
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None, activation: str = "none") -> torch.Tensor:
-        """[T, in] → [T, out / ranks] of norm(x). `activation`: none or gelu_tanh."""
+        """[T, in] → [T, out / ranks] of norm(x). `activation`: none, gelu (by erf), gelu_tanh or relu."""
         if self.native is not None:
-            if activation == "gelu_tanh":
-                return self.native.gelu(x, norm, self.bias)
-            return self.native.product(x, norm, self.bias)
-        if activation == "none" and self.has_few(x):
-            return self.few(x, norm)
-        if self.fp8 is not None:
-            y: torch.Tensor = self.fp8(x, norm)
+            return self.native.activated(x, norm, self.bias, activation)
+        if self.has_few(x):
+            y = self.few(x, norm)
+        elif self.fp8 is not None:
+            y = self.fp8(x, norm)
             if self.bias is not None:
                 y.add_(self.bias)
         else:
@@ -109,7 +108,14 @@ class ColumnLinear(Linear):
             if self.is_packed:
                 return packed_linear(x, self.weight, self.bias, activation)
             y = F.linear(x, self.weight, self.bias)
-        return F.gelu(y, approximate="tanh") if activation == "gelu_tanh" else y
+        match activation:
+            case "gelu_tanh":
+                return F.gelu(y, approximate="tanh")
+            case "gelu":
+                return F.gelu(y)
+            case "relu":
+                return F.relu(y)
+        return y
 
     def has_few(self, x: torch.Tensor, is_gated: bool = False) -> bool:
         """Whether x has so few rows that few() is the faster product."""
@@ -142,6 +148,27 @@ class ColumnLinear(Linear):
         assert self.bias is not None
         fill_share(self.bias[self._rows[part]], tensor, self.group)
 
+    def fused_slots(self, name: str, arranged: Callable[[int, Any], Any] = lambda part, rows: rows) -> Slots:
+        """One name for all parts, whose rows stand one after the other in the checkpoint's tensor. `arranged` is given the
+        number of a part and its rows (or its bias) before they are stored."""
+
+        def split(store: Callable[[int, Any], None]) -> Callable[[Any], None]:
+            def stored(tensor: Weight) -> None:
+                first = 0
+                for part, size in enumerate(self.part_sizes):
+                    if isinstance(tensor, Quants):
+                        store(part, arranged(part, tensor.narrow_rows(first, size)))
+                    else:
+                        store(part, arranged(part, tensor[first : first + size]))
+                    first += size
+
+            return stored
+
+        slots = {f"{name}.weight": Slot((sum(self.part_sizes), self.in_features), split(self.fill_weight))}
+        if self.bias is not None:
+            slots[f"{name}.bias"] = Slot((sum(self.part_sizes),), split(self.fill_bias))
+        return slots
+
     def slots(self, *names: str) -> Slots:
         """One name for each part."""
         assert len(names) == len(self.part_sizes)
@@ -163,11 +190,11 @@ class RowLinear(Linear):
         self.whole_shape = (out_features, in_features)
         self.has_bias = bias
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """[T, in / ranks] → residual + the product, [T, out], the same on every rank. The residual may be changed."""
         return self._summed(self._share(x, residual))
 
-    def after_gate(self, gate_up: torch.Tensor, name: str, residual: torch.Tensor) -> torch.Tensor:
+    def after_gate(self, gate_up: torch.Tensor, name: str, residual: torch.Tensor | None) -> torch.Tensor:
         """forward(name(gate) * up, residual) of gate_up [T, 2 in / ranks], in one pass less where the weight has 8 bits.
         Only with kernels, which know activations by `name`."""
         assert self._kernels is not None
@@ -178,27 +205,28 @@ class RowLinear(Linear):
     def _summed(self, y: torch.Tensor) -> torch.Tensor:
         return y if self.group.size == 1 else self.group.all_reduce(y)
 
-    def _finished(self, y: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if not self.is_first:
-            return y
+    def _finished(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if self.bias is not None:
             y.add_(self.bias)
-        return y.add_(residual)
+        return y.add_(residual) if self.is_first and residual is not None else y
 
-    def _share(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def _share(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        residual = residual if self.is_first else None
         if self.native is not None:
-            return self.native.product(x, None, self.bias, residual if self.is_first else None)
+            return self.native.product(x, None, self.bias, residual)
         if self.fp8 is not None:
             return self._finished(self.fp8(x), residual)
-        if not self.is_first:
-            return packed_linear(x, self.weight, None) if self.is_packed else F.linear(x, self.weight)
         if self.is_packed:
+            if residual is None:
+                return packed_linear(x, self.weight, self.bias)
             return packed_linear_add(x, self.weight, self.bias, residual)
-        if self._kernels is None:
-            return F.linear(x, self.weight, self.bias).add_(residual)
-        if self._kernels.pays(x.shape[0], *self.weight.shape):
+        if self.is_first and self._kernels is not None and self._kernels.pays(x.shape[0], *self.weight.shape):
             y: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=True)
             return y
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        if self._kernels is None:
+            return F.linear(x, self.weight, self.bias).add_(residual)
         if self.bias is not None:
             residual.add_(self.bias)
         return residual.addmm_(x, self.weight.t())  # in place: the sum costs no pass of its own

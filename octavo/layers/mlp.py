@@ -33,6 +33,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 # The names under which kernels know them.
 _FUSED = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 _FUSED |= {name: "gelu_tanh" for name, function in _ACTIVATIONS.items() if function is _gelu_tanh}
+_FUSED_PLAIN = {name: fused for name, fused in _FUSED.items() if fused != "silu"} | {"relu": "relu"}  # without a gate
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -42,13 +43,20 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class GatedMLP(nn.Module):
-    """x + down(act(gate(norm(x))) * up(norm(x))), gate and up in one product."""
+    """x + output_norm(down(act(gate(norm(x))) * up(norm(x)))), each norm where there is one, gate and up in one product."""
 
     def __init__(
-        self, hidden_size: int, inner_size: int, act: str, norm: Norm, context: BuildContext, bias: bool = False
+        self,
+        hidden_size: int,
+        inner_size: int,
+        act: str,
+        norm: Norm | None,
+        context: BuildContext,
+        bias: bool = False,
+        output_norm: Norm | None = None,
     ) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.output_norm = norm, output_norm
         self.gate_up = ColumnLinear(hidden_size, (inner_size, inner_size), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
         self._activation = activation(act)
@@ -57,12 +65,17 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
+        if self.output_norm is not None:
+            return self.output_norm.added(self._product(x, None), x)
+        return self._product(x, x)
+
+    def _product(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         native = self.gate_up.native
         if native is not None and native.can_gate(self._fused, self.gate_up.bias):
-            return self.down(native.gated(x, self.norm, self._fused), x)  # type: ignore[no-any-return]
+            return self.down(native.gated(x, self.norm, self._fused), residual)  # type: ignore[no-any-return]
         if self._kernels is not None and self._fused and not self.gate_up.has_few(x, is_gated=True):
-            return self.down.after_gate(self.gate_up(x, self.norm), self._fused, x)
-        out: torch.Tensor = self.down(self._inner(x), x)
+            return self.down.after_gate(self.gate_up(x, self.norm), self._fused, residual)
+        out: torch.Tensor = self.down(self._inner(x), residual)
         return out
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,6 +99,7 @@ class MLP(nn.Module):
         self.up = ColumnLinear(hidden_size, (inner_size,), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
         self._activation = activation(act)
+        self._fused = _FUSED_PLAIN.get(act, "")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""
@@ -94,6 +108,6 @@ class MLP(nn.Module):
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         """act(up(norm(x))) [T, inner / ranks]; x stays as it is, for families that add the rest to something else."""
-        if self._activation is _gelu_tanh:
-            return self.up(x, self.norm, "gelu_tanh")  # type: ignore[no-any-return]
+        if self._fused:
+            return self.up(x, self.norm, self._fused)  # type: ignore[no-any-return]
         return self._activation(self.up(x, self.norm))

@@ -18,6 +18,9 @@ from octavo.quants.exact import held_exactly
 
 # --quantization → how weights of float types are rounded.
 ROUNDED = {"int8": Kind.CODES8, "int4": Kind.CODES4_MINIMUM}
+_ACTIVATED = {
+    "none": Finish.PLAIN, "gelu_tanh": Finish.GELU, "gelu": Finish.EXACT_GELU, "relu": Finish.RELU,
+}  # fmt: skip
 _GATED = {"silu": Finish.GATED, "gelu_tanh": Finish.GATED_GELU}
 
 
@@ -87,6 +90,11 @@ class NativeWeight:
         return counted
 
     @property
+    def packed(self) -> Sequence[PackedWeight]:
+        """What the parts became: one, unless they came packed differently."""
+        return self._weights
+
+    @property
     def nbytes(self) -> int:
         return sum(weight.memory.nbytes for weight in self._weights)
 
@@ -99,10 +107,10 @@ class NativeWeight:
         x, before = self._before(x, norm)
         return self._native.linear(x, self._weights, norm=before, bias=bias, residual=residual)
 
-    def gelu(self, x: Tensor, norm: Norm | None, bias: Tensor | None) -> Tensor:
-        """gelu_tanh(norm(x) · Wᵀ + bias)."""
+    def activated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: str) -> Tensor:
+        """activation(norm(x) · Wᵀ + bias)."""
         x, before = self._before(x, norm)
-        return self._native.linear(x, self._weights, norm=before, bias=bias, finish=Finish.GELU)
+        return self._native.linear(x, self._weights, norm=before, bias=bias, finish=_ACTIVATED[activation])
 
     def can_gate(self, activation: str, bias: Tensor | None) -> bool:
         """Whether gated() can: else product() and what torch does with it."""
@@ -120,9 +128,9 @@ class NativeWeight:
     def _is_one_gate(self) -> bool:
         return len(self._weights) == 1 and self._weights[0].num_columns % (2 * PANEL) == 0
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, factor: float = 1.0) -> Tensor:
         (table,) = self._weights
-        return self._native.embed(ids, table)
+        return self._native.embed(ids, table, factor)
 
     def _before(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, NativeNorm | None]:
         if norm is None or norm.native is not None:

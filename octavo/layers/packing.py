@@ -28,10 +28,8 @@ def packed_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none"
 ) -> torch.Tensor:
     """activation(x · weightᵀ + bias) in one call."""
-    if activation == "gelu_tanh":
-        y: torch.Tensor = _LINEAR(x, weight, bias, "gelu", [], "tanh")
-    else:
-        y = _LINEAR(x, weight, bias, activation, [], "")
+    name, by = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none")}.get(activation, (activation, ""))
+    y: torch.Tensor = _LINEAR(x, weight, bias, name, [], by)
     return y
 
 

@@ -17,6 +17,12 @@ from octavo.kernels.cpu.native import Native
 from octavo.quants import Quants, SameWeight
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_NEEDED = {
+    "dynamic": "max_position_embeddings",
+    "llama3": "original_max_position_embeddings",
+    "yarn": "original_max_position_embeddings",
+    "longrope": "max_position_embeddings",
+}
 
 
 def rope_settings(
@@ -40,11 +46,21 @@ def rope_settings(
             "original_max_position_embeddings", config.get("max_position_embeddings")
         )
     settings["max_position_embeddings"] = config.get("max_position_embeddings")
-    if kind in ("linear", "llama3", "yarn") and not settings.get("factor"):
+    if kind in ("linear", "dynamic", "llama3", "yarn") and not settings.get("factor"):
         raise ConfigError(f"rope type {kind!r} needs a factor in rope_scaling of config.json")
-    if kind == "longrope" and not settings["max_position_embeddings"]:
-        raise ConfigError("rope type 'longrope' needs max_position_embeddings in config.json")
+    needed = _NEEDED.get(kind)
+    if needed and not settings[needed]:
+        raise ConfigError(f"rope type {kind!r} needs {needed} in config.json")
+    if kind == "llama3" and _value(settings, "low_freq_factor", 1.0) >= _value(settings, "high_freq_factor", 4.0):
+        raise ConfigError("rope type 'llama3' needs a high_freq_factor above its low_freq_factor")
+    if settings["rope_theta"] <= 1 and kind == "yarn":
+        raise ConfigError(f"rope_theta is {settings['rope_theta']}: rope type 'yarn' needs one above 1")
     return settings
+
+
+def _value(settings: dict[str, Any], name: str, default: float) -> float:
+    """null is as good as missing."""
+    return float(default if settings.get(name) is None else settings[name])
 
 
 def rotated_size(settings: dict[str, Any], head_size: int) -> int:
@@ -132,15 +148,40 @@ def frequencies(settings: dict[str, Any], head_size: int, max_len: int = 0) -> t
             return _yarn(plain, settings, head_size), _yarn_amplitude(settings)
         case "longrope":
             return plain / _long_factors(settings, head_size // 2, max_len), _long_amplitude(settings)
+        case "dynamic":
+            return _dynamic(plain, settings, head_size, max_len), 1.0
         case _:
-            # "dynamic" changes nothing up to max_position_embeddings, and the context never exceeds that.
             return plain, 1.0
+
+
+def longest_len(settings: dict[str, Any]) -> int:
+    """Tokens up to which a scaling can be stretched beyond max_position_embeddings where that is asked for; 0: not at all."""
+    if settings["rope_type"] != "dynamic":
+        return 0
+    return int(settings["max_position_embeddings"] * float(settings["factor"]))
+
+
+def _dynamic(plain: torch.Tensor, settings: dict[str, Any], head_size: int, max_len: int) -> torch.Tensor:
+    """Waves grow with the longest request, once that is longer than what the model was trained for.
+
+    Transformers goes by the sequence of the moment, and leaves keys as they were turned when it was shorter: what it answers
+    then depends on the pieces a prompt came in. Pages are shared by requests of any length and keys are turned once, so
+    here it is one set of waves for a server: up to max_position_embeddings, the default, the model's own, which is what
+    transformers has for every sequence of such lengths; with a larger --max-model-len those of a sequence of that length,
+    which is what transformers has for one."""
+    trained, factor = int(settings["max_position_embeddings"]), float(settings["factor"])
+    if max_len <= trained:
+        return plain
+    # The exponent of the first pair is 0, of the last (D − 2) / D: that one is stretched by just this much.
+    stretch = factor * max_len / trained - (factor - 1)
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / max(head_size - 2, 1)
+    return plain / stretch**exponents
 
 
 def _llama3(plain: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
     """Long waves are stretched by factor, short ones kept, those between blended."""
     original = float(settings["original_max_position_embeddings"])
-    low, high = float(settings.get("low_freq_factor", 1.0)), float(settings.get("high_freq_factor", 4.0))
+    low, high = _value(settings, "low_freq_factor", 1.0), _value(settings, "high_freq_factor", 4.0)
     turns = original * plain / (2 * math.pi)  # how often each pair turns within the original context
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return plain * kept + plain / float(settings["factor"]) * (1.0 - kept)

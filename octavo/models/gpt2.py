@@ -64,7 +64,8 @@ class Layer(nn.Module):
 
     def slots(self, name: str) -> Slots:
         slots = (
-            self.attention.output.slots(f"{name}.attn.c_proj")
+            self.attention.qkv.fused_slots(f"{name}.attn.c_attn")
+            | self.attention.output.slots(f"{name}.attn.c_proj")
             | self.mlp.up.slots(f"{name}.mlp.c_fc")
             | self.mlp.down.slots(f"{name}.mlp.c_proj")
         )
@@ -72,25 +73,7 @@ class Layer(nn.Module):
             if key.endswith(".weight"):
                 slots[key] = _transposed(slot)
         norms = norm_slots(self.attention.norm, f"{name}.ln_1") | norm_slots(self.mlp.norm, f"{name}.ln_2")
-        return slots | norms | self._qkv_slots(f"{name}.attn.c_attn")
-
-    def _qkv_slots(self, name: str) -> Slots:
-        """q, k and v are one tensor in the checkpoint; each is split over ranks by heads."""
-        qkv = self.attention.qkv
-
-        def store_weight(tensor: torch.Tensor) -> None:
-            for part, weight in enumerate(tensor.t().chunk(3)):
-                qkv.fill_weight(part, weight)
-
-        def store_bias(tensor: torch.Tensor) -> None:
-            for part, bias in enumerate(tensor.chunk(3)):
-                qkv.fill_bias(part, bias)
-
-        num_outputs = sum(qkv.part_sizes)
-        return {
-            f"{name}.weight": Slot((qkv.in_features, num_outputs), store_weight),
-            f"{name}.bias": Slot((num_outputs,), store_bias),
-        }
+        return slots | norms
 
 
 def _transposed(slot: Slot) -> Slot:

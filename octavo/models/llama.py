@@ -2,8 +2,8 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import DecoderModel
-from octavo.layers.norm import RMSNorm, norm_slots
-from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
+from octavo.layers.norm import RMSNorm, SplitRMSNorm
+from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
 from octavo.quants import SameWeight
@@ -32,7 +32,7 @@ _ROPE_NUMBERS = (
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
-    _check_rope(config)
+    check_rope(config)
     num_heads = positive(config, "num_attention_heads")
     if config.get("num_key_value_heads") is not None:
         share(config, "num_attention_heads", "num_key_value_heads")
@@ -47,6 +47,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=positive(config, "intermediate_size"),
         vocab_size=positive(config, "vocab_size"),
         context_len=positive(config, "max_position_embeddings", 2048),
+        longest_len=longest_len(rope_settings(config)),
     )
 
 
@@ -62,7 +63,7 @@ def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: 
     return size
 
 
-def _check_rope(config: dict[str, Any]) -> None:
+def check_rope(config: dict[str, Any]) -> None:
     number(config, "rope_theta", 0.0)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key) or {}
@@ -72,9 +73,22 @@ def _check_rope(config: dict[str, Any]) -> None:
             number(rope, name, 0.0)
 
 
+class NormNames(NamedTuple):
+    """What checkpoints call a layer's norms; "": there is none."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
 class Layer(nn.Module):
-    """`window`, `head_norms` and `output_bias` (None: one where q, k and v have one) are for families that are a Llama
-    but for these."""
+    """What follows `*` is for families that are a Llama but for these, and make_mlp and mlp_slots for those with another MLP.
+    `output_bias` None: one where q, k and v have one."""
+
+    norm_names = NormNames()
+    norm_offset = 0.0  # added to every norm's weight
+    rotated = 0  # how many of a head's numbers are rotated; 0: all
 
     def __init__(
         self,
@@ -84,76 +98,144 @@ class Layer(nn.Module):
         context: BuildContext,
         *,
         window: int = 0,
-        head_norms: HeadNorms | None = None,
+        softcap: float = 0.0,
+        scale: float | None = None,
+        has_head_norms: bool = False,
+        qk_norms: tuple[SplitRMSNorm, SplitRMSNorm] | None = None,
         output_bias: bool | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         bias = bool(config.get("attention_bias", False))
         self.head_size = spec.head_size
-        norm, mlp_norm = (RMSNorm(spec.hidden_size, epsilon(config), context) for _ in range(2))
+        self.head_norms = self._make_head_norms(epsilon(config), context) if has_head_norms else None
+        norms = [
+            RMSNorm(spec.hidden_size, epsilon(config), context, offset=self.norm_offset) if name else None
+            for name in self.norm_names
+        ]
+        self.norms = {name: norm for name, norm in zip(self.norm_names, norms, strict=True) if norm is not None}
         self.attention = SelfAttention(
             index,
             spec,
-            norm,
+            norms[0],
             context,
             qkv_bias=bias,
             output_bias=bias if output_bias is None else output_bias,
             window=window,
-            head_norms=head_norms,
+            softcap=softcap,
+            scale=scale,
+            head_norms=self.head_norms,
+            qk_norms=qk_norms,
+            output_norm=norms[1],
+            sinks=sinks,
         )
-        self.mlp = GatedMLP(
+        self.mlp_output_norm = norms[3]
+        self.mlp = self.make_mlp(index, config, spec, norms[2], context)
+
+    def make_mlp(
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
+    ) -> nn.Module:
+        return GatedMLP(
             spec.hidden_size,
             spec.intermediate_size,
             config.get("hidden_act", "silu"),
-            mlp_norm,
+            norm,
             context,
             bias=bool(config.get("mlp_bias", False)),
+            output_norm=self.mlp_output_norm,
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+    def _make_head_norms(self, epsilon: float, context: BuildContext) -> HeadNorms:
+        """One weight for all heads, so every rank holds it whole; in float32 for the reason that RMSNorm gives."""
+        dtype = torch.float32 if self.norm_offset else context.dtype
+        self.q_norm, self.k_norm = (torch.empty(self.head_size, dtype=dtype, device=context.device) for _ in range(2))
+        return HeadNorms(self.q_norm, self.k_norm, epsilon)
+
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
         x = self.attention(x, batch, rotation)
         x = self.mlp(x)
         return x
 
     def slots(self, name: str) -> Slots:
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        qkv = self.attention.qkv.slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
-        for key, slot in qkv.items():
+        attention = f"{name}.self_attn"
+        slots = self.qkv_slots(attention) | self.attention.output.slots(f"{attention}.o_proj") | self.mlp_slots(name)
+        for key, norm in self.norms.items():
+            slots |= norm.slots(f"{name}.{key}")
+        for key, qk_norm in zip(("q_norm", "k_norm"), self.attention.qk_norms, strict=False):
+            assert isinstance(qk_norm, SplitRMSNorm)
+            slots |= qk_norm.slots(f"{attention}.{key}")
+        if self.head_norms is not None:
+            slots[f"{attention}.q_norm.weight"] = self._head_norm_slot(self.head_norms.q)
+            slots[f"{attention}.k_norm.weight"] = self._head_norm_slot(self.head_norms.k)
+        return slots
+
+    def _head_norm_slot(self, target: torch.Tensor) -> Slot:
+        def store(tensor: torch.Tensor) -> None:
+            target.copy_(self.interleaved(tensor)).add_(self.norm_offset)
+
+        return Slot((self.head_size,), store)
+
+    def qkv_slots(self, name: str) -> Slots:
+        """`name`: the attention's."""
+        slots = self.attention.qkv.slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        for key, slot in slots.items():
             if "v_proj" not in key:
-                qkv[key] = Slot(slot.shape, lambda t, store=slot.store: store(interleave(t, self.head_size)))  # type: ignore[misc]
-        return (
-            qkv
-            | self.attention.output.slots(f"{attention}.o_proj")
-            | self.mlp.gate_up.slots(f"{mlp}.gate_proj", f"{mlp}.up_proj")
-            | self.mlp.down.slots(f"{mlp}.down_proj")
-            | norm_slots(self.attention.norm, f"{name}.input_layernorm")
-            | self.mlp.norm.slots(f"{name}.post_attention_layernorm")
-        )
+                slots[key] = Slot(slot.shape, lambda t, store=slot.store: store(self.interleaved(t)))  # type: ignore[misc]
+        return slots
+
+    def interleaved(self, rows: SameWeight) -> SameWeight:
+        """Rows of q or k, a bias of theirs or the weight of a norm of theirs, in the order in which they are rotated."""
+        return interleave(rows, self.head_size, self.rotated)
+
+    def mlp_slots(self, name: str) -> Slots:
+        """`name`: the layer's."""
+        assert isinstance(self.mlp, GatedMLP)
+        gate_up = self.mlp.gate_up.slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
+        return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
 
 
 class Model(DecoderModel):
+    """What follows `*` is for families that are a Llama but for these."""
+
     layer_type: type[Layer] = Layer
 
-    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        spec: ModelSpec,
+        context: BuildContext,
+        *,
+        embedding_factor: float = 1.0,
+        logits_factor: float = 1.0,
+        logits_softcap: float = 0.0,
+    ) -> None:
         super().__init__()
-        check_shares(
-            context.group.size,
-            num_attention_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
-            intermediate_size=spec.intermediate_size,
-        )
+        check_shares(context.group.size, **self.shares(config, spec))
         self.attention_backend = context.attention
-        self.rope = self.make_rope(rope_settings(config), spec, context)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.rope = self.make_rope(self.rope_settings(config), spec, context)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, embedding_factor)
         self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, epsilon(config), context)
+        offset = self.layer_type.norm_offset
+        # Multiplied into the last norm's weight, logits' factor costs nothing.
+        self.norm = RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
+        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied, logits_softcap)
+
+    def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
+        """What ranks share out among them, by the name it has in config.json."""
+        return {
+            "num_attention_heads": spec.num_heads,
+            "num_key_value_heads": spec.num_kv_heads,
+            "intermediate_size": spec.intermediate_size,
+        }
+
+    def rope_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        return rope_settings(config)
 
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
         return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
 
-    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor]:
+    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """Of each layer: here it is the same for all."""
         return [self.rope.rotation(positions)] * len(self.layers)
 

@@ -6,12 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from octavo.attention.turn import HeadNorms
 from octavo.layers.context import BuildContext
-from octavo.layers.rope import interleave
-from octavo.layers.sharding import Slot, Slots
 from octavo.models import llama, positive, qwen2
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
@@ -25,25 +20,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 class Layer(llama.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        # One weight for all heads, so every rank holds it whole.
-        norms = HeadNorms(context.empty(spec.head_size), context.empty(spec.head_size), llama.epsilon(config))
         window = qwen2.windows(config, spec.num_layers)[index]
-        super().__init__(index, config, spec, context, window=window, head_norms=norms)
-        self.q_norm, self.k_norm = norms.q, norms.k
-
-    def slots(self, name: str) -> Slots:
-        return super().slots(name) | {
-            f"{name}.self_attn.q_norm.weight": self._norm_slot(self.q_norm),
-            f"{name}.self_attn.k_norm.weight": self._norm_slot(self.k_norm),
-        }
-
-    def _norm_slot(self, target: torch.Tensor) -> Slot:
-        """In the order of the rows of q and k, which are interleaved."""
-
-        def store(tensor: torch.Tensor) -> None:
-            target.copy_(interleave(tensor, self.head_size))
-
-        return Slot((self.head_size,), store)
+        super().__init__(index, config, spec, context, window=window, has_head_norms=True)
 
 
 class Model(llama.Model):

@@ -16,6 +16,7 @@ class Request:
         "index",
         "is_finished",
         "is_swapped",
+        "is_whole",
         "max_len",
         "min_len",
         "num_cached",
@@ -23,6 +24,7 @@ class Request:
         "num_published",
         "params",
         "pending",
+        "pooling",
         "prompt_len",
         "row",
         "seed",
@@ -39,6 +41,7 @@ class Request:
         self.params: SamplingParams = params
         self.seed = choice_seed(params.seed, index)
         self.stop_ids = source.stop_ids
+        self.pooling, self.is_whole = source.pooling, source.is_whole
         self.tokens = list(source.prompt_ids)  # prompt and output, as far as known here
         self.prompt_len = len(self.tokens)
         self.max_len = self.prompt_len + params.max_tokens

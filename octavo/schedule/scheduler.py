@@ -3,7 +3,8 @@ Knows nothing of tensors, text, clocks or processes; one plan may be in flight w
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
-When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes."""
+When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes.
+A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step."""
 
 from bisect import insort
 from collections import deque
@@ -50,6 +51,7 @@ class Scheduler:
 
     def add(self, source: GenerateRequest) -> None:
         assert source.params.n <= self.max_rows, "refused at the door"
+        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at the door"
         choices = [Request(self._next_sequence + i, source, i) for i in range(source.params.n)]
         self._next_sequence += len(choices)
         self._groups[source.id] = choices
@@ -85,13 +87,17 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
         issued = self._in_flight.popleft()
-        tokens = iter(result.tokens)
+        tokens, vectors = iter(result.tokens), iter(result.vectors)
         deltas: list[TokenDelta] = []
         page_size = self.cache.page_size
         for request, epoch, start, count, samples in zip(
             issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
-            token = next(tokens) if samples else -1
+            token, vector = -1, b""
+            if samples and request.pooling is None:
+                token = next(tokens)
+            elif samples:
+                vector = next(vectors)
             if request.is_finished:
                 continue
             if samples:
@@ -99,7 +105,9 @@ class Scheduler:
                 request.pending -= 1
             if epoch == request.epoch and start + count - request.num_published >= page_size:
                 self._publish(request, start + count)
-            if samples:
+            if vector:
+                deltas.append(self._embedded(request, vector))
+            elif samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
                     deltas.append(self._ended(request, token))
                 else:
@@ -165,7 +173,8 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, draft: StepPlan) -> WaitReason | None:
         """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
-        if budget == 0:
+        # What must be computed whole waits for a step that has room for all of it; nobody overtakes it meanwhile.
+        if budget < (request.length if request.is_whole else 1):
             return "budget"
         if len(self._free_rows) < 1 + len(request.followers):
             return "rows"
@@ -181,7 +190,7 @@ class Scheduler:
             pages = transfer.pages
             request.is_swapped = False
         else:
-            admission = self.cache.admit(request.sequence, request.tokens, spare)
+            admission = self.cache.admit(request.sequence, request.tokens, spare, reuse=not request.is_whole)
             if admission is None:
                 return "pages"
             pages = admission.pages
@@ -252,7 +261,14 @@ class Scheduler:
 
     def _entering(self, request: Request, pages: list[int]) -> Entering:
         return Entering(
-            request.row, list(request.tokens), request.prompt_len, request.params, request.seed, request.stop_ids, pages
+            request.row,
+            list(request.tokens),
+            request.prompt_len,
+            request.params,
+            request.seed,
+            request.stop_ids,
+            pages,
+            request.pooling,
         )
 
     # ── coming and going ──
@@ -305,6 +321,11 @@ class Scheduler:
         self._finish(request)
         finish = Finish(reason, stop_token, request.num_cached, request.num_preemptions)
         return TokenDelta(request.id, request.index, [token], finish)
+
+    def _embedded(self, request: Request, vector: bytes) -> TokenDelta:
+        self._finish(request)
+        finish = Finish("stop", None, request.num_cached, request.num_preemptions)
+        return TokenDelta(request.id, request.index, [], finish, vector)
 
     def _hand_over(self, leader: Request) -> None:
         """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""

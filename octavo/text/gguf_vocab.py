@@ -156,15 +156,18 @@ def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
 
 def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.id("unknown")
+    added = vocabulary.added()
+    control_ids = {added.id_of[token] for token in added.control_tokens}
     model = write_bpe_model(
         vocabulary.tokens,
         vocabulary.value("scores") or [0.0] * len(vocabulary.tokens),
-        vocabulary.types,
+        # A control token is cut out of a text before the package sees it; what is left must never become one.
+        [CONTROL if i in control_ids else kind for i, kind in enumerate(vocabulary.types)],
         unknown_id=0 if unknown is None else unknown,
         dummy_prefix=bool(vocabulary.value("add_space_prefix", True)),
     )
     before, after = vocabulary.around(adds_bos=True)
-    return SentencePieceTokenizer(model, vocabulary.added(), before=before, after=after)
+    return SentencePieceTokenizer(model, added, before=before, after=after)
 
 
 def _bpe(vocabulary: Vocabulary, *, ignore_merges: bool, byte_fallback: bool) -> models.BPE:

@@ -4,13 +4,14 @@ Knows nothing of GGUF or of folders; a caller brings the model's bytes and the t
 import functools
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sentencepiece import SentencePieceProcessor
 
 from octavo.errors import ConfigError
 from octavo.text.detokenizer import BytePieces, Detokenizer
+from octavo.text.lookalikes import LookAlikes, any_of, reads_like_control
 from octavo.text.tokenizer import SPACE_MARK, spell_marked
 
 
@@ -20,6 +21,12 @@ class Added:
 
     id_of: Mapping[str, int]
     special_ids: frozenset[int]
+
+    @property
+    def control_tokens(self) -> list[str]:
+        return [
+            token for token, token_id in self.id_of.items() if token_id in self.special_ids or reads_like_control(token)
+        ]
 
 
 class SentencePieceTokenizer:
@@ -36,11 +43,11 @@ class SentencePieceTokenizer:
         prefixes_every_part: bool = True,
     ) -> None:
         self._processor = _load(model)
+        self._model = model
         prefixes = "".join(self._processor.encode("a", out_type=str)).startswith(SPACE_MARK)
         self._bare = self._processor
         if prefixes and not prefixes_every_part:
-            self._bare = _load(model)
-            self._bare.override_normalizer_spec(add_dummy_prefix=False)
+            self._bare = self._unprefixed
         self._added = added
         self._cut = _cutter(added.id_of)
         self._before = list(before)
@@ -48,6 +55,8 @@ class SentencePieceTokenizer:
         self._names = {token_id: token for token, token_id in added.id_of.items()}
         self.vocab_size = max(self._processor.vocab_size(), 1 + max(self._names, default=-1))
         self._pieces = BytePieces(self.vocab_size, self._spell, added.special_ids, strips_first_space=prefixes)
+        self._insists = _found_by_the_package(self._processor)
+        self.lookalikes = LookAlikes([*added.control_tokens, *self._insists])
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -55,7 +64,29 @@ class SentencePieceTokenizer:
         return max(map(len, (*names, *self._added.id_of)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = list(self._before) if add_special_tokens else []
+        ids = self._encode(text, _encode)
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        return self._encode(text, self._encode_hidden)
+
+    def _encode_hidden(self, processor: SentencePieceProcessor, part: str) -> list[int]:
+        if not self._insists:
+            return _encode(processor, self.lookalikes.reveal(part))
+        ids: list[int] = []
+        for piece in self.lookalikes.after_marks(part):  # so that the package never sees the token whole
+            ids.extend(_encode(processor, self.lookalikes.reveal(piece)))
+            processor = self._unprefixed
+        return ids
+
+    @functools.cached_property
+    def _unprefixed(self) -> SentencePieceProcessor:
+        processor = _load(self._model)
+        processor.override_normalizer_spec(add_dummy_prefix=False)
+        return processor
+
+    def _encode(self, text: str, encode: Callable[[SentencePieceProcessor, str], list[int]]) -> list[int]:
+        ids = []
         processor = self._processor
         for part in self._cut.split(text) if self._cut else [text]:
             added_id = self._added.id_of.get(part)
@@ -63,9 +94,9 @@ class SentencePieceTokenizer:
                 ids.append(added_id)
                 processor = self._bare
             elif part:
-                ids.extend(processor.encode(part))
+                ids.extend(encode(processor, part))
                 processor = self._bare
-        return ids + self._after if add_special_tokens else ids
+        return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._pieces.decode(token_ids, skip_special_tokens)
@@ -94,6 +125,17 @@ def control_tokens(model: bytes) -> dict[str, int]:
     return {processor.id_to_piece(i): i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
 
 
+def _encode(processor: SentencePieceProcessor, text: str) -> list[int]:
+    ids: list[int] = processor.encode(text)
+    return ids
+
+
+def _found_by_the_package(processor: SentencePieceProcessor) -> list[str]:
+    """Tokens that the package itself cuts out of every text (user-defined ones) although they read like control tokens."""
+    names = [(i, processor.id_to_piece(i)) for i in range(processor.vocab_size())]
+    return [name for i, name in names if reads_like_control(name) and i in processor.encode(name)]
+
+
 def _load(model: bytes) -> SentencePieceProcessor:
     try:
         return SentencePieceProcessor(model_proto=model)
@@ -103,8 +145,8 @@ def _load(model: bytes) -> SentencePieceProcessor:
 
 def _cutter(tokens: Iterable[str]) -> re.Pattern[str] | None:
     """Splits a text into added tokens and what lies between; of tokens that start at one place the longest is taken."""
-    longest_first = sorted((token for token in tokens if token), key=len, reverse=True)
-    return re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+    pattern = any_of(tokens)
+    return re.compile(f"({pattern})") if pattern else None
 
 
 # ── writing a model: the few fields of sentencepiece_model.proto that an encoder reads ────────────────────

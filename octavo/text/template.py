@@ -2,6 +2,7 @@
 Knows nothing of tokens; a template comes from the model and is trusted no further than Jinja's sandbox trusts it."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -13,6 +14,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigError, InvalidRequest, Unsupported
+from octavo.text.lookalikes import is_mark
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class _Generation(Extension):
@@ -41,7 +45,12 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escape, text) if ensure_ascii and not text.isascii() else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0] if is_mark(found[0]) else json.dumps(found[0])[1:-1]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -32,7 +32,12 @@ class Text:
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
     ) -> list[int]:
         """`param`: the request's field that the text came in, for the error that names it. A text that cannot come to
-        `max_tokens` or fewer, however well it is compressed, is refused without being read."""
+        `max_tokens` or fewer, however well it is compressed, is refused without being read. What reads like a control
+        token becomes one, as completion prompts are written: people's words in a chat go through encode_chat."""
+        self._check(text, param, max_tokens)
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def _check(self, text: str, param: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
             limit = max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING
             if len(text) > limit:
@@ -48,7 +53,6 @@ class Text:
                     f"{param} is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}",
                     param=param,
                 ) from error
-        return self._tokenizer.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens)
@@ -65,7 +69,8 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+        text = self._render(messages, add_generation_prompt, tools, variables)
+        return self._tokenizer.lookalikes.reveal(text)
 
     def encode_chat(
         self,
@@ -76,9 +81,31 @@ class Text:
         max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
-        return self.encode(text, add_special_tokens=False, param="messages", max_tokens=max_tokens)
+        """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one. Only the
+        template writes control tokens: what reads like one in a message, a tool or a variable stays the text it is."""
+        text = self._render(messages, add_generation_prompt, tools, variables)
+        self._check(text, "messages", max_tokens)
+        return self._tokenizer.encode_chat(text)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """With look-alikes hidden: see lookalikes.py."""
+        hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
+        try:
+            given = hide([messages, tools, variables])
+        except RecursionError:
+            raise InvalidRequest("messages are nested too deeply", param="messages") from None
+        try:
+            return self._template.render(
+                given[0], add_generation_prompt=add_generation_prompt, tools=given[1], **given[2]
+            )
+        except InvalidRequest as error:  # it may quote what was hidden
+            raise InvalidRequest(reveal(error.message), param=error.param) from error
 
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> TextStream:
         """For one choice. The text continues the prompt's: see detokenizer.py."""

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from tokenizers import AddedToken, normalizers
 
 from octavo.errors import ConfigError
 from octavo.text.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
+from octavo.text.lookalikes import LookAlikes, reads_like_control
 
 SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
 
@@ -21,13 +23,18 @@ _LONG_TEXT = 4_000  # characters
 
 class Tokenizer(Protocol):
     vocab_size: int
+    lookalikes: LookAlikes  # of the vocabulary's control tokens
 
     @property
     def longest_token(self) -> int:
         """Characters in the longest token's name."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """`text` is valid Unicode. `add_special_tokens`: put the BOS and EOS around it that the vocabulary asks for."""
+        """`text` is valid Unicode, and what reads like a control token is one. `add_special_tokens`: put the BOS and EOS
+        around it that the vocabulary asks for."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """`text` went through a template with `lookalikes` hidden: what they hide becomes ordinary tokens."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The whole decode, as detokenizer.py defines it."""
@@ -58,18 +65,34 @@ class LibraryTokenizer:
         self._pieces = pieces
         self._before = list(before)
         self._after = list(after)
+        self.lookalikes = LookAlikes([token.content for token in self._added() if _is_control(token)])
+
+    def _added(self) -> list[AddedToken]:
+        by_id = self._tokenizer.get_added_tokens_decoder()
+        return [by_id[token_id] for token_id in sorted(by_id)]
+
+    @functools.cached_property
+    def _chat_tokenizer(self) -> tokenizers.Tokenizer:
+        """The same vocabulary, which looks for control tokens first and only then sees what is hidden."""
+        twin = tokenizers.Tokenizer(self._tokenizer.model)  # shares the tables
+        reveals = [normalizers.Replace(hidden, shown) for hidden, shown in self.lookalikes.reveals]
+        own = self._tokenizer.normalizer
+        twin.normalizer = normalizers.Sequence([*reveals, *([] if own is None else [own])])
+        if self._tokenizer.pre_tokenizer is not None:
+            twin.pre_tokenizer = self._tokenizer.pre_tokenizer
+        twin.add_tokens([_found_unnormalized(token) for token in self._added()])
+        return twin
 
     @functools.cached_property
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) > _LONG_TEXT:
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        else:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
+        ids = _encode(self._tokenizer, text, add_special_tokens)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        return _encode(self._chat_tokenizer, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._pieces is not None:
@@ -84,6 +107,31 @@ class LibraryTokenizer:
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) > _LONG_TEXT:
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    else:
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _is_control(token: AddedToken) -> bool:
+    return token.special or reads_like_control(token.content)
+
+
+def _found_unnormalized(token: AddedToken) -> AddedToken:
+    """A control token of the template's is there as it is written; normalizing must not make one out of other text."""
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized and not _is_control(token),
+        special=token.special,
+    )
 
 
 def read_tokenizer_json(path: Path) -> LibraryTokenizer:

@@ -81,6 +81,11 @@ def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
         return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
+        if method == "mxfp4":
+            from octavo.weights.mxfp4 import Mxfp4Files
+
+            packed = Mxfp4Files(path)
+            return Checkpoint(config, config_path, packed.stored_dtype, packed.num_bytes, packed)
         raise ConfigError(
             f"{path} is quantised ({method}), which cannot be read yet: pass the model's unquantised checkpoint, or a GGUF file"
         )

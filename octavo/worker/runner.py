@@ -97,6 +97,7 @@ class Runner:
             stored_dtype=checkpoint.stored_dtype,
             context_len=self.spec.context_len,
             num_cores=usable_cores(),
+            longest_len=self.spec.longest_len,
         )
         return checkpoint
 

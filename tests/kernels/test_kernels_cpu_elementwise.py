@@ -54,6 +54,36 @@ def test_rms_norm(isa, pools, rows, size) -> None:
     assert torch.equal(found, torch.cat(alone))
 
 
+@pytest.mark.parametrize("size", [5, 64, 1000])
+def test_a_norm_is_added(isa, pools, size) -> None:
+    torch.manual_seed(size)
+    x, weight, y = torch.randn(9, size), torch.randn(size), torch.randn(9, size)
+    normed = elementwise.rms_norm(pools[0], x, weight, 1e-5)
+
+    def added(pool):
+        into = y.clone()
+        elementwise.rms_norm_add(pool, x, weight, 1e-5, into)
+        return into
+
+    assert torch.equal(on_all(pools, added), y + normed)
+
+
+@pytest.mark.parametrize("size", [5, 64, 17_000])
+def test_numbers_are_capped(isa, pools, size) -> None:
+    torch.manual_seed(size)
+    x = torch.randn(3, size) * 50
+    x[0, :2] = torch.tensor([float("inf"), float("-inf")])
+
+    def capped(pool):
+        changed = x.clone()
+        elementwise.cap(pool, changed, 30.0)
+        return changed
+
+    torch.testing.assert_close(on_all(pools, capped), 30 * torch.tanh(x / 30), atol=1e-5, rtol=1e-5)
+    x[1, 3] = float("nan")
+    assert capped(pools[0]).isnan().sum() == 1
+
+
 @pytest.mark.parametrize("size", [8, 20, 1536])
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_silu_mul(isa, pools, rows, size) -> None:

@@ -141,7 +141,8 @@ def weights(threads):
     num_rows=st.integers(1, 150),
     num_threads=st.integers(1, 5),
     finish=st.sampled_from(
-        [{}, {"activation": "gelu_tanh"}, {"gated": True}, {"gated": True, "activation": "gelu_tanh"}]
+        [{}, {"gated": True}, {"gated": True, "activation": "gelu_tanh"}]
+        + [{"activation": name} for name in ("gelu_tanh", "gelu", "relu")]
     ),
     seed=st.integers(0, 2**31),
 )
@@ -177,13 +178,14 @@ def test_a_long_product_is_the_same_bits_whoever_claims_its_parts(num_columns):
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu"])
 def test_instruction_sets_agree_to_the_bit(threads, weights, kind, activation):
     x, before, seen = activations(11, 256, seed=5), library.isa(), {}
+    gated = activation in ("silu", "gelu_tanh")
     try:
         for name in ISAS:
             if library.use_isa(name):
-                seen[name] = run(threads, x, weights[kind], gated=True, activation=activation)
+                seen[name] = run(threads, x, weights[kind], gated=gated, activation=activation)
     finally:
         library.use_isa(before)
     assert all(torch.equal(y, seen["portable"]) for y in seen.values())
@@ -207,15 +209,22 @@ def test_finishes(threads, isa, weights, kind, num_rows):
     expected = F.gelu((plain + bias).double(), approximate="tanh")
     found = run(threads, x, weights[kind], bias=bias, activation="gelu_tanh")
     torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-6)
+    found = run(threads, x, weights[kind], bias=bias, activation="gelu")
+    torch.testing.assert_close(found, F.gelu((plain + bias).double()).float(), rtol=1e-6, atol=1e-6)
+    assert torch.equal(run(threads, x, weights[kind], bias=bias, activation="relu"), F.relu(plain + bias))
 
 
-def test_gelu_of_what_a_float_can_be(threads, isa):
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu"])
+def test_activations_of_what_a_float_can_be(threads, isa, activation):
     # Through a product with the unit matrix, whose 37 columns end in a ragged panel.
     x = torch.cat([torch.linspace(-12, 12, 31), torch.tensor([0.0, -0.0, 1e-30, -1e30, 1e30, torch.nan])])
     unit = pack(threads, torch.ones(37, 1), Kind.FLOAT32)
-    y = run(threads, torch.zeros(1, 1), unit, bias=x, activation="gelu_tanh")[0]
-    expected = F.gelu(x.double(), approximate="tanh").float()
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+    y = run(threads, torch.zeros(1, 1), unit, bias=x, activation=activation)[0]
+    if activation == "relu":
+        expected = F.relu(x)
+    else:
+        expected = F.gelu(x.double(), approximate="tanh" if activation == "gelu_tanh" else "none").float()
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6 if activation == "gelu" else 1e-7, equal_nan=True)
 
 
 def test_rows_of_a_wider_tensor_and_a_ragged_end(threads):

@@ -83,8 +83,28 @@ def test_rotation_embedding_and_samples() -> None:
     table, x = randn(20, HIDDEN), randn(4, HIDDEN, seed=9)
     assert torch.equal(kernels.add_positions(x.clone(), ids.clamp(max=19), table), x + table[ids.clamp(max=19)])
     assert torch.equal(kernels.gather(x, torch.tensor([2, 0])), x[[2, 0]])
-    gain = randn(HIDDEN)
-    torch.testing.assert_close(kernels.norm(x, Norm(gain, None, 1e-6)), F.rms_norm(x, (HIDDEN,), gain, 1e-6))
+
+
+def test_norms_and_caps() -> None:
+    kernels, x, gain, shift = native(), randn(4, HIDDEN), randn(HIDDEN), randn(HIDDEN, seed=2)
+    for norm in (Norm(gain, None, 1e-6), Norm(gain, shift, 1e-6)):
+        expected = F.rms_norm(x, (HIDDEN,), gain, 1e-6)
+        if norm.bias is not None:
+            expected = F.layer_norm(x, (HIDDEN,), gain, shift, 1e-6)
+        torch.testing.assert_close(kernels.norm(x, norm), expected)
+        residual = randn(4, HIDDEN, seed=3)
+        changed = residual.clone()
+        assert kernels.add_norm(x, norm, changed) is changed
+        torch.testing.assert_close(changed, residual + expected)
+    wide = torch.cat((randn(4, 8), x, randn(4, 8)), dim=1)
+    kernels.norm_in_place(wide[:, 8:-8], Norm(gain, None, 1e-6))
+    torch.testing.assert_close(wide[:, 8:-8], F.rms_norm(x, (HIDDEN,), gain, 1e-6))
+    assert torch.equal(wide[:, :8], randn(4, 8)) and torch.equal(wide[:, -8:], randn(4, 8))
+    # Longer than what a thread is given at once, and not whole vectors.
+    logits = randn(3, 20_011) * 40
+    expected = 30 * torch.tanh(logits / 30)
+    assert kernels.cap(logits, 30.0) is logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 # ── tapes ───────────────────────────────────────────────────────────────────────────────────────────
@@ -107,11 +127,14 @@ class Little:
         kernels, weights = self.kernels, self.weights
         rotation = kernels.rotation(inputs["positions"], self.frequencies, 1.0)
         x = kernels.embed(inputs["input_ids"], weights["table"])
-        heads = kernels.linear(x, [weights["qkv"]], norm=self.norm).view(len(x), 8, 16)
+        heads = kernels.linear(x, [weights["qkv"]], norm=self.norm)
+        kernels.norm_in_place(heads[:, :HIDDEN], self.norm)
+        heads = heads.view(len(x), 8, 16)
         x = kernels.linear(kernels.attend(self.heads, heads, rotation, step), [weights["out"]], residual=x)
         inner = kernels.linear(x, [weights["up"]], norm=self.norm, finish=Finish.GATED)
-        x = kernels.linear(inner, [weights["down"]], residual=x)
-        return kernels.linear(kernels.gather(x, inputs["sample_at"]), [weights["table"]], norm=self.norm)
+        x = kernels.add_norm(kernels.linear(inner, [weights["down"]]), self.norm, x)
+        logits = kernels.linear(kernels.gather(x, inputs["sample_at"]), [weights["table"]], norm=self.norm)
+        return kernels.cap(logits, 3.0)
 
 
 def inputs_of(counts: list[int], rng: random.Random) -> tuple[dict[str, torch.Tensor], Step, list[torch.Tensor]]:
@@ -148,7 +171,7 @@ def test_a_tape_gives_the_bits_that_its_operations_give(kind: Kind, num_threads:
         logits = model.forward(blank, stand_in)
     (logits,) = tape.finish([logits])
     # Buffers share memory: far less than all of them together.
-    assert tape.num_ops == 10 and tape.num_bytes < 24 * (HIDDEN * 6 + 2 * INNER) * 4 + 6 * (VOCAB + HIDDEN) * 4
+    assert tape.num_ops == 13 and tape.num_bytes < 24 * (HIDDEN * 6 + 2 * INNER) * 4 + 6 * (VOCAB + HIDDEN) * 4
     for counts in ([1], [14, 3], [1, 1, 1], [9, 1, 1, 1, 1, 1], [16, 8], [2]):
         inputs, step, kept = inputs_of(counts, rng)
         expected = model.forward(inputs, step)

@@ -10,7 +10,7 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.linear import ColumnLinear, RowLinear
-from octavo.layers.norm import LayerNorm, RMSNorm
+from octavo.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import check_shares, share
 from octavo.parallel import Group, init_group
@@ -94,6 +94,9 @@ def test_bias_and_residual_are_counted_once_over_ranks(monkeypatch: pytest.Monke
         slots["o.bias"].store(bias)
         total += layer(share(x, 1, context.group), residual)
     torch.testing.assert_close(total, residual + x @ weight.t() + bias)
+    whole = RowLinear(8, 6, context_of())
+    whole.slots("o")["o.weight"].store(weight)
+    torch.testing.assert_close(whole(x, None), x @ weight.t())  # for families that do more before they add it
 
 
 def test_interleaving_is_undone_by_splitting_halves() -> None:
@@ -154,6 +157,72 @@ def test_norms(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rms(x.to(dtype)).float(), expected, atol=tolerance, rtol=tolerance)
     expected = torch.nn.functional.layer_norm(x, (16,), weight, bias, 1e-5)
     torch.testing.assert_close(layer(x.to(dtype)).float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_with_an_offset_and_a_factor(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    x, weight, residual = torch.randn(4, 16).to(dtype), torch.randn(16) / 64, torch.randn(4, 16).to(dtype)
+    norm = RMSNorm(16, 1e-5, context_of(dtype=dtype), offset=8.0, factor=0.3)
+    norm.slots("n")["n.weight"].store(weight)
+    numbers = x.float()
+    expected = numbers / (numbers.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (8.0 + weight) * 0.3
+    found = norm(x)
+    assert found.dtype == dtype
+    # One rounding to the type at the end: 16 bits of weight + 8 alone would be off by up to a 256th.
+    near = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.0, "rtol": 2**-8}
+    torch.testing.assert_close(found.float(), expected, **near)
+    into = residual.clone()
+    assert norm.added(x, into) is into
+    torch.testing.assert_close(into, residual + found)
+
+
+def test_a_norm_of_what_is_split_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(7)
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    expected = torch.nn.functional.rms_norm(x, (16,), interleave(weight, 8), 1e-5)
+    whole = x.square().sum(dim=-1, keepdim=True)
+    for size in (1, 2):
+        found = []
+        for rank in range(size):
+            context = context_of(rank, size)
+            monkeypatch.setattr(context.group, "all_reduce", lambda tensor: whole)
+            norm = SplitRMSNorm(16, 1e-5, context, lambda tensor: interleave(tensor, 8))
+            norm.slots("n")["n.weight"].store(weight)
+            found.append(share(x, 1, context.group).clone())
+            norm(found[-1])
+        torch.testing.assert_close(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_checkpoint_may_hold_the_parts_of_a_product_as_one_tensor(size: int) -> None:
+    torch.manual_seed(8)
+    x, weight, bias = torch.randn(5, 32), torch.randn(12, 32), torch.randn(12)
+    packed = Quants("Q8_0", torch.arange(12 * 34).remainder(113).to(torch.uint8).view(12, 34))
+    for tensor in (weight, packed):
+        for rank in range(size):
+            layers = [ColumnLinear(32, (8, 4), context_of(rank, size), bias=True) for _ in range(2)]
+            fused, slots = layers[0].fused_slots("f", lambda part, rows: rows if part else interleave(rows, 8)), {}
+            fused["f.weight"].store(tensor)
+            fused["f.bias"].store(bias)
+            slots = layers[1].slots("a", "b")
+            rows = tensor.dequantise() if isinstance(tensor, Quants) else tensor
+            for kind, values in (("weight", rows), ("bias", bias)):
+                slots[f"a.{kind}"].store(interleave(values[:8], 8))
+                slots[f"b.{kind}"].store(values[8:])
+            assert fused["f.weight"].shape == (12, 32) and fused["f.bias"].shape == (12,)
+            assert torch.equal(layers[0](x), layers[1](x))
+
+
+def test_an_embedding_with_a_factor_and_a_head_with_a_soft_cap() -> None:
+    torch.manual_seed(9)
+    table, x = torch.randn(20, 16), torch.randn(3, 16) * 4
+    context = context_of()
+    embedding, head = Embedding(20, 16, context, 4.0), Head(16, 20, context, True, 5.0)
+    embedding.slots("e")["e.weight"].store(table)
+    head.tie(embedding)
+    assert torch.equal(embedding(torch.tensor([3, 19, 3])), 4 * table[[3, 19, 3]])
+    torch.testing.assert_close(head(x), 5 * torch.tanh(x @ table.t() / 5))
 
 
 def test_the_cpu_as_a_device() -> None:

@@ -13,10 +13,15 @@ from tests.models.walk import CPU, build_from, greedy, walk
 
 
 def run_ranks(
-    folder: Path, size: int, config: dict[str, Any], weights: dict[str, torch.Tensor], sequences: list[list[int]]
+    folder: Path,
+    size: int,
+    config: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    sequences: list[list[int]],
+    backend: str = "torch_cpu",
 ) -> list[dict[str, Any]]:
     """What each rank computed: logits of the sequences and a greedy continuation."""
-    torch.save((config, weights, sequences), folder / "task.pt")
+    torch.save((config, weights, sequences, backend), folder / "task.pt")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -26,9 +31,9 @@ def run_ranks(
 
 def _rank(rank: int, size: int, address: str, folder: str) -> None:
     torch.set_num_threads(1)
-    config, weights, sequences = torch.load(f"{folder}/task.pt")
+    config, weights, sequences, backend = torch.load(f"{folder}/task.pt")
     group = init_group(rank, size, address, CPU)
-    ours, store = build_from(config, iter(weights.items()), group=group)
+    ours, store = build_from(config, iter(weights.items()), backend, group=group)
     found = {
         "logits": walk(ours, store, sequences, seed=2),
         "tokens": greedy(ours, store, sequences, 8),

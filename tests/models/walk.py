@@ -30,9 +30,10 @@ def build(
     backend: str = "torch_cpu",
     dtype: torch.dtype = torch.float32,
     config: dict[str, Any] | None = None,
+    max_len: int = 0,
 ) -> tuple[DecoderModel, Store]:
     """Our model with the reference's weights, and a store for it."""
-    return build_from(config or model.config.to_dict(), tensors(model), backend, dtype)
+    return build_from(config or model.config.to_dict(), tensors(model), backend, dtype, max_len=max_len)
 
 
 def build_from(
@@ -41,13 +42,14 @@ def build_from(
     backend: str = "torch_cpu",
     dtype: torch.dtype = torch.float32,
     group: Group | None = None,
+    max_len: int = 0,
 ) -> tuple[DecoderModel, Store]:
     family = load_family(config["model_type"])
     spec = family.spec(config)
     group = group or Group.single()
     kernels = native() if backend == "native_cpu" else None
     attention, _ = choose(spec, CPU, dtype, dtype, backend, kernels)
-    ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4, native=kernels))
+    ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4, native=kernels, max_len=max_len))
     ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)
 

@@ -26,6 +26,7 @@ class OracleDevice:
         self.host: dict[int, dict[int, tuple[int, int]]] = {}
         self.tokens: dict[int, dict[int, int]] = {}  # row → position → token
         self.seeds: dict[int, int] = {}
+        self.pooled: set[int] = set()  # rows whose occupant wants a vector: here, the tokens it was computed from
         self.tables: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -37,6 +38,7 @@ class OracleDevice:
             assert 0 <= enter.row < self.max_rows and enter.row not in self.tables, "row is occupied"
             self.tokens[enter.row] = dict(enumerate(enter.token_ids))
             self.tables[enter.row], self.seeds[enter.row] = list(enter.pages), enter.seed
+            self.pooled = self.pooled - {enter.row} | ({enter.row} if enter.pooling is not None else set())
         for row, slot, page in zip(plan.page_rows, plan.page_slots, plan.page_ids, strict=True):
             table = self.tables[row]
             assert slot <= len(table), "hole in the page table"
@@ -50,17 +52,19 @@ class OracleDevice:
                 assert cell not in written, "two rows write one cell"
                 written[cell] = row
                 self.cells[cell] = (position, self.tokens[row][position])
-        sampled = []
+        sampled, vectors = [], []
         for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
             sequence = []
             for position in range(start + count):
                 at, token = self.cells[self._cell(row, position)]
                 assert at == position, "read a cell of another position"
                 sequence.append(token)
-            if samples:
+            if samples and row in self.pooled:
+                vectors.append(bytes([start, *sequence]))
+            elif samples:
                 sampled.append(next_token(sequence, self.seeds[row]))
                 self.tokens[row][start + count] = sampled[-1]
-        return StepResult(plan.step, sampled)
+        return StepResult(plan.step, sampled, vectors)
 
     def _cell(self, row: int, position: int) -> tuple[int, int]:
         return self.tables[row][position // self.page_size], position % self.page_size

@@ -72,6 +72,8 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "return budget if preemptions == self.num_preemptions else -1",
         "return budget",
     ),
+    "what must be computed whole is cut": (SCHEDULER, "request.length if request.is_whole else 1", "1"),
+    "what must be computed whole begins in the cache": (SCHEDULER, "reuse=not request.is_whole", "reuse=True"),
     "min_tokens is ignored": (SCHEDULER, " and len(request.tokens) >= request.min_len", ""),
 }
 

@@ -1,7 +1,7 @@
 """Single rules of the scheduler, each in the smallest case that shows it."""
 
 from octavo.cache import KVCache
-from octavo.messages import GenerateRequest, SamplingParams, StepPlan, StepResult
+from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
 from octavo.schedule import Scheduler
 
 
@@ -124,3 +124,54 @@ def test_waiting_requests_cost_a_step_nothing():
     scheduler.plan()
     scheduler.plan()
     assert not seen and len(scheduler.waiting) == 999
+
+
+def embedding(name: str, prompt: list[int], is_whole: bool = True) -> GenerateRequest:
+    params = SamplingParams(max_tokens=1, seed=0)
+    return GenerateRequest(name, prompt, params, [], pooling=PoolingParams("mean"), is_whole=is_whole)
+
+
+def test_what_must_be_computed_whole_waits_for_a_step_with_room_and_nobody_overtakes_it():
+    scheduler = Scheduler(KVCache(100, 4), max_rows=8, max_step_tokens=10)
+    scheduler.add(request("a", 4, max_tokens=2))
+    scheduler.add(embedding("e", list(range(9))))
+    scheduler.add(request("b", 1))
+    plan = scheduler.plan()
+    assert (plan.counts, scheduler.head_waits_for) == ([4], "budget")
+    scheduler.commit(plan, result_of(plan))
+    plan = scheduler.plan()  # one token of a, and all nine of e: there is no room left for b
+    assert (plan.counts, plan.samples) == ([1, 9], [True, True])
+    deltas = scheduler.commit(plan, StepResult(plan.step, [7], [b"vector"]))
+    assert [(delta.request_id, delta.token_ids, delta.vector) for delta in deltas] == [
+        ("a", [7], b""),
+        ("e", [], b"vector"),
+    ]
+    assert deltas[1].finish is not None and deltas[1].finish.reason == "stop"
+    assert not scheduler.has("e")
+
+
+def test_what_must_be_computed_whole_takes_nothing_from_the_prefix_cache_and_offers_its_pages():
+    cache = KVCache(100, 4)
+    scheduler = Scheduler(cache, max_rows=8, max_step_tokens=100)
+    prompt = list(range(17))
+    for at, is_whole in enumerate((True, True, False)):
+        scheduler.add(embedding(f"e{at}", prompt, is_whole))
+        plan = scheduler.plan()
+        assert plan.counts == [17 if is_whole else 1]
+        (delta,) = scheduler.commit(plan, StepResult(plan.step, [], [b"v"]))
+        assert delta.finish is not None and delta.finish.num_cached_tokens == (0 if is_whole else 16)
+    assert cache.pool.num_used == 0
+
+
+def test_a_model_that_keeps_nothing_needs_no_pages():
+    scheduler = Scheduler(KVCache(0, 4), max_rows=2, max_step_tokens=30)
+    for name in "abc":
+        scheduler.add(embedding(name, list(range(8))))
+    plan = scheduler.plan()
+    assert (plan.counts, scheduler.head_waits_for) == ([8, 8], "rows")
+    assert all(entering.pages == [] for entering in plan.enters)
+    assert scheduler.plan().is_empty  # they are sated: nothing more is computed of them
+    scheduler.commit(plan, StepResult(plan.step, [], [b"a", b"b"]))
+    plan = scheduler.plan()
+    (delta,) = scheduler.commit(plan, StepResult(plan.step, [], [b"c"]))
+    assert delta.vector == b"c" and scheduler.is_idle

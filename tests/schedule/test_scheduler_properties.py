@@ -18,7 +18,7 @@ def test_two_thousand_seeded_workloads():
             print(f"workload seed {seed}")
             raise
     # The campaign is worth something only if it reached what it is about.
-    for what in ("preemptions", "swaps", "copies", "forks", "hits", "aborts"):
+    for what in ("preemptions", "swaps", "copies", "forks", "hits", "aborts", "vectors"):
         assert total[what] > 200, (what, total)
 
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from octavo.cache import KVCache
-from octavo.messages import GenerateRequest, SamplingParams
+from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.schedule import Scheduler
 from octavo.schedule.request import choice_seed
 from tests.schedule.oracle import OracleDevice, reference
@@ -19,6 +19,7 @@ class Tally:
     forks: int = 0
     hits: int = 0
     aborts: int = 0
+    vectors: int = 0
 
 
 @dataclass
@@ -57,6 +58,19 @@ class Workload:
             stop_ids = r.choice([[], [5], [5, 6]])
             self.arrivals.append((r.randrange(0, 25), GenerateRequest(f"r{i}", prompt, params, stop_ids)))
         self.arrivals.sort(key=lambda pair: pair[0])
+        self._want_vectors(random.Random(self.seed + 10**9))
+
+    def _want_vectors(self, r: random.Random) -> None:
+        """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
+        cases without them stay what they were."""
+        for at, (step, request) in enumerate(self.arrivals):
+            if r.random() < 0.2:
+                params = SamplingParams(seed=0, max_tokens=1)
+                is_whole = len(request.prompt_ids) <= self.budget and r.random() < 0.7
+                pooled = GenerateRequest(
+                    request.id, request.prompt_ids, params, [], pooling=PoolingParams("last"), is_whole=is_whole
+                )
+                self.arrivals[at] = (step, pooled)
 
     def run(self) -> Tally:
         r, scheduler = self.random, self.scheduler
@@ -64,6 +78,7 @@ class Workload:
         got: dict[tuple[str, int], list[int]] = {
             (request.id, index): [] for request in sources.values() for index in range(request.params.n)
         }
+        vectors: dict[tuple[str, int], bytes] = {}
         finished: dict[tuple[str, int], str] = {}
         aborted: set[tuple[str, int]] = set()
         flight: deque = deque()
@@ -92,6 +107,8 @@ class Workload:
                     assert key not in aborted, "a delta after the abort"
                     assert key not in finished, "a delta after the end"
                     got[key] += delta.token_ids
+                    if delta.vector:
+                        vectors[key] = delta.vector
                     if delta.finish is not None:
                         finished[key] = delta.finish.reason
             self.check_invariants()
@@ -99,6 +116,9 @@ class Workload:
             assert step < 5000, "livelock"
         for (request_id, index), tokens in got.items():
             source = sources[request_id]
+            if source.pooling is not None:
+                self._check_vector(source, vectors.get((request_id, index)), (request_id, index) in aborted)
+                continue
             seed = choice_seed(source.params.seed, index)
             want = reference(
                 source.prompt_ids, seed, source.params.max_tokens, source.stop_ids, source.params.min_tokens
@@ -113,6 +133,15 @@ class Workload:
         self.tally.preemptions = scheduler.num_preemptions
         self.tally.hits = self.cache.hit_tokens
         return self.tally
+
+    def _check_vector(self, source: GenerateRequest, vector: bytes | None, is_aborted: bool) -> None:
+        if is_aborted:
+            return
+        assert vector is not None, f"no vector of {source.id}"
+        start, *tokens = vector
+        assert tokens == source.prompt_ids, f"vector of {source.id}"
+        assert start == 0 or not source.is_whole, "computed in pieces"
+        self.tally.vectors += 1
 
     def check_invariants(self) -> None:
         scheduler, pool = self.scheduler, self.cache.pool

@@ -26,6 +26,14 @@ const ElementwiseVariant& elementwise_variant() {
   }
 }
 
+}  // namespace
+
+void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y) {
+  elementwise_variant().gate(gate, up, alpha, limit, offset, size, y);
+}
+
+namespace {
+
 // Numbers that one thread goes through in about the time it takes to wake another.
 constexpr int64_t kWorthSharing = 8192;
 
@@ -64,6 +72,28 @@ void octavo_rms_norm(Threads* threads, const float* x, int64_t x_stride, const f
   for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       variant.rms_norm(x + row * x_stride, weight, epsilon, size, y + row * y_stride);
+    }
+  });
+}
+
+void octavo_rms_norm_add(Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                         int64_t num_rows, int64_t size, float* y, int64_t y_stride) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      variant.rms_norm_add(x + row * x_stride, weight, epsilon, size, y + row * y_stride);
+    }
+  });
+}
+
+void octavo_cap(Threads* threads, float* x, int64_t x_stride, int64_t num_rows, int64_t size, float limit) {
+  const ElementwiseVariant& variant = elementwise_variant();
+  // Rows are few and as long as a vocabulary: each is shared out.
+  const int64_t num_pieces = (size + kWorthSharing - 1) / kWorthSharing;
+  for_rows(threads, num_rows * num_pieces, kWorthSharing, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = piece % num_pieces * kWorthSharing, left = size - first;
+      variant.cap(x + piece / num_pieces * x_stride + first, left < kWorthSharing ? left : kWorthSharing, limit);
     }
   });
 }

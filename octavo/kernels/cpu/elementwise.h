@@ -11,6 +11,12 @@ extern "C" {
 // y [num_rows, size] = x / sqrt(mean(x²) + epsilon) * weight; y may be x.
 void octavo_rms_norm(octavo::Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
                      int64_t num_rows, int64_t size, float* y, int64_t y_stride);
+// The same, added to y.
+void octavo_rms_norm_add(octavo::Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                         int64_t num_rows, int64_t size, float* y, int64_t y_stride);
+
+// x [num_rows, size] = limit · tanh(x / limit).
+void octavo_cap(octavo::Threads* threads, float* x, int64_t x_stride, int64_t num_rows, int64_t size, float limit);
 
 // y [num_rows, size] = silu(gate) * up of x [num_rows, 2 * size]: gate's numbers, then up's.
 void octavo_silu_mul(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size, float* y,
@@ -40,9 +46,15 @@ Instructions best_instructions();  // as octavo_isa has it
 
 struct ElementwiseVariant {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
+  void (*rms_norm_add)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
+  void (*cap)(float* x, int64_t size, float limit);
   void (*silu_mul)(const float* gate, const float* up, int64_t size, float* y);
   int64_t (*argmax)(const float* x, int64_t size);
+  void (*gate)(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 };
+
+// y [size] = g / (1 + e^(−alpha · g)) · (u + offset), with g at most limit and u between −limit and limit (0: no limit).
+void gate_row(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 
 extern const ElementwiseVariant elementwise_portable, elementwise_avx2, elementwise_avx512;
 

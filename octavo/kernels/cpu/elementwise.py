@@ -14,6 +14,8 @@ _STRIDED = (c_void_p, c_int64)
 
 ARGUMENTS = {
     "octavo_rms_norm": (c_void_p, *_STRIDED, c_void_p, c_float, c_int64, c_int64, *_STRIDED),
+    "octavo_rms_norm_add": (c_void_p, *_STRIDED, c_void_p, c_float, c_int64, c_int64, *_STRIDED),
+    "octavo_cap": (c_void_p, *_STRIDED, c_int64, c_int64, c_float),
     "octavo_silu_mul": (c_void_p, *_STRIDED, c_int64, c_int64, *_STRIDED),
     "octavo_rms_norm_quantise": (c_void_p, *_STRIDED, c_void_p, c_float, c_int64, c_int64, c_int32, c_void_p),
     "octavo_silu_mul_quantise": (c_void_p, *_STRIDED, c_int64, c_int64, c_int32, c_void_p),
@@ -42,6 +44,19 @@ def rms_norm(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilon: f
         threads.pointer, pointer(x), x.stride(0), pointer(weight), epsilon, rows, size, pointer(y), size
     )
     return y
+
+
+def rms_norm_add(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilon: float, y: torch.Tensor) -> None:
+    """x [T, D]; y [T, D], changed: the norm of x is added."""
+    rows, size = x.shape
+    functions().octavo_rms_norm_add(
+        threads.pointer, pointer(x), x.stride(0), pointer(weight), epsilon, rows, size, pointer(y), y.stride(0)
+    )
+
+
+def cap(threads: Threads, x: torch.Tensor, limit: float) -> None:
+    """x [S, V], changed: limit · tanh(x / limit)."""
+    functions().octavo_cap(threads.pointer, pointer(x), x.stride(0), *x.shape, limit)
 
 
 def silu_mul(threads: Threads, x: torch.Tensor) -> torch.Tensor:

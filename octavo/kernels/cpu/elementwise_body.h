@@ -6,7 +6,7 @@
 namespace octavo {
 namespace OCTAVO_VARIANT {
 
-static void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+OCTAVO_INLINE void rms_norm_to(const float* x, const float* weight, float epsilon, int64_t size, float* y, bool adds) {
   vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};  // four chains: a sum waits four cycles for the last
   int64_t i = 0;
   for (; i + 4 * W <= size; i += 4 * W) {
@@ -21,11 +21,31 @@ static void rms_norm(const float* x, const float* weight, float epsilon, int64_t
   }
   const float squares = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   const vec factor = set1(1.0f / __builtin_sqrtf(squares / (float)size + epsilon));
-  for (i = 0; i + W <= size; i += W) store(y + i, mul(mul(load(x + i), factor), load(weight + i)));
+  for (i = 0; i + W <= size; i += W) {
+    const vec normed = mul(mul(load(x + i), factor), load(weight + i));
+    store(y + i, adds ? add(load(y + i), normed) : normed);
+  }
   if (i < size) {
     const int n = (int)(size - i);
-    store_n(y + i, mul(mul(load_n(x + i, n), factor), load_n(weight + i, n)), n);
+    const vec normed = mul(mul(load_n(x + i, n), factor), load_n(weight + i, n));
+    store_n(y + i, adds ? add(load_n(y + i, n), normed) : normed, n);
   }
+}
+
+static void rms_norm(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  rms_norm_to(x, weight, epsilon, size, y, false);
+}
+
+static void rms_norm_add(const float* x, const float* weight, float epsilon, int64_t size, float* y) {
+  rms_norm_to(x, weight, epsilon, size, y, true);
+}
+
+OCTAVO_INLINE vec capped(vec a, float limit) { return mul(set1(limit), tangent(div(a, set1(limit)))); }
+
+static void cap(float* x, int64_t size, float limit) {
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(x + i, capped(load(x + i), limit));
+  if (i < size) store_n(x + i, capped(load_n(x + i, (int)(size - i)), limit), (int)(size - i));
 }
 
 OCTAVO_INLINE vec gated(vec gate, vec up) {
@@ -62,7 +82,24 @@ static int64_t argmax(const float* x, int64_t size) {
   return 0;
 }
 
-static constexpr ElementwiseVariant elementwise = {rms_norm, silu_mul, argmax};
+// What is no number stays none: of two numbers min and max take the second where either is none.
+OCTAVO_INLINE vec gated_within(vec gate, vec up, vec alpha, vec limit, vec offset) {
+  const vec g = min(limit, gate), u = max(sub(set1(0.0f), limit), min(limit, up));
+  const vec decay = exponential(sub(set1(0.0f), mul(alpha, g)));
+  return mul(div(g, add(set1(1.0f), decay)), add(u, offset));
+}
+
+static void gate(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y) {
+  const vec a = set1(alpha), l = set1(limit != 0.0f ? limit : __builtin_inff()), o = set1(offset);
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(y + i, gated_within(load(gate + i), load(up + i), a, l, o));
+  if (i < size) {
+    const int n = (int)(size - i);
+    store_n(y + i, gated_within(load_n(gate + i, n), load_n(up + i, n), a, l, o), n);
+  }
+}
+
+static constexpr ElementwiseVariant elementwise = {rms_norm, rms_norm_add, cap, silu_mul, argmax, gate};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

@@ -56,6 +56,8 @@ _FINISHES = {  # by (gated, activation), as OctavoFinish
     (True, "silu"): 1,
     (False, "gelu_tanh"): 2,
     (True, "gelu_tanh"): 3,
+    (False, "relu"): 4,
+    (False, "gelu"): 5,
 }
 QUANTS = {  # weights and bytes of one quant
     Kind.CODES8: (32, 34),
@@ -223,7 +225,7 @@ def product(
     gated: bool = False,
     activation: str = "",
 ) -> Tensor:
-    """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y), or gelu_tanh of it (without residual).
+    """y [M, N] = x · Wᵀ (+ bias) (+ residual, which may be y), or relu, gelu or gelu_tanh of it (without residual).
     gated: y [M, N/2] = activation (silu or gelu_tanh) of the first half · the second half."""
     call = product_call(x, weight, y, bias=bias, residual=residual, gated=gated, activation=activation)
     library().octavo_product(threads.pointer, ctypes.byref(call))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
@@ -123,6 +124,39 @@ class Native:
         self._move(Code.NORM, self._count(x), x, y, norm, _rows(len(x)))
         return y
 
+    def norm_in_place(self, x: Tensor, norm: Norm) -> None:
+        """x [rows, D], which may be columns of a wider tensor, is changed."""
+        self._move(Code.NORM, self._count(x), x, x, norm, _rows(len(x)))
+
+    def add_norm(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        """residual + norm(x): the residual is changed, and returned."""
+        self._move(Code.NORM, self._count(x), x, residual, norm, _rows(len(x)), adds=True)
+        return residual
+
+    def cap(self, x: Tensor, limit: float) -> Tensor:
+        """x [rows, size], changed, and returned: limit · tanh(x / limit)."""
+        op = Op(Code.CAP, self._count(x))
+        op.cap = ops.Cap(_address(x), x.stride(0), x.shape[1], limit)
+        self._do(op, [(op.cap, "x")], [(op.cap, "x")], _rows(len(x)))
+        return x
+
+    def experts(self, x: Tensor, logits: Tensor, weights: ExpertWeights, residual: Tensor | None) -> Tensor:
+        """x [rows, depth], logits [rows, experts] → (residual +) the weighted sum over the chosen experts, [rows, depth]; the
+        residual is changed, and is the result."""
+        assert x.stride(1) == 1 and logits.shape == (len(x), weights.num_experts) and logits.stride(1) == 1
+        count = self._count(x)
+        y = residual if residual is not None else self._room(count, *x.shape)
+        assert y.shape == x.shape and y.stride(1) == 1
+        op = Op(Code.EXPERTS, count)
+        call = op.experts
+        weights.describe(call)
+        call.x, call.logits, call.y, call.adds = _address(x), _address(logits), _address(y), residual is not None
+        call.x_stride, call.logits_stride, call.y_stride = x.stride(0), logits.stride(0), y.stride(0)
+        call.room = self._scratch("experts", room_bytes(call, len(x)))
+        reads: list[Field] = [(call, "x"), (call, "logits")] + ([(call, "y")] if residual is not None else [])
+        self._do(op, reads, [(call, "y"), (call, "room")], _rows(len(x)), weights)
+        return y
+
     def gather(self, x: Tensor, sample_at: Tensor) -> Tensor:
         """x [T, D] → [S, D]: the rows that are sampled."""
         y = self._room(Count.PER_SAMPLE, len(sample_at), x.shape[1])
@@ -204,12 +238,16 @@ class Native:
         call.num_heads, call.num_kv_heads = layer.num_heads, layer.num_kv_heads
         call.head_size, call.page_size = layer.head_size, layer.page_size
 
-    def _move(self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step) -> None:
+    def _move(
+        self, code: Code, count: Count, x: Tensor, y: Tensor, norm: Norm | None, step: Step, adds: bool = False
+    ) -> None:
         op = Op(code, count)
         op.move = ops.Move(_address(x), _address(y), x.stride(0), y.stride(0), x.shape[1])
+        op.move.adds = adds
         if norm is not None:
             _set_norm(op.move.norm, norm)
-        self._do(op, [(op.move, "x")], [(op.move, "y")], step, norm)
+        reads: list[Field] = [(op.move, "x")] + ([(op.move, "y")] if adds else [])
+        self._do(op, reads, [(op.move, "y")], step, norm)
 
     # ── at once, or later ───────────────────────────────────────────────────────────────────────────
 

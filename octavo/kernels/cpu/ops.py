@@ -8,6 +8,7 @@ from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.experts import ExpertsCall
 from octavo.kernels.cpu.library import Kind, Product, Threads, library
 
 
@@ -22,6 +23,8 @@ class Code(IntEnum):
     ATTEND = 5
     GATHER = 6
     NORM = 7
+    EXPERTS = 8
+    CAP = 9
 
 
 class Count(IntEnum):
@@ -38,6 +41,8 @@ class Finish(IntEnum):
     GATED = 1  # silu of the first half · the second
     GELU = 2
     GATED_GELU = 3
+    RELU = 4
+    EXACT_GELU = 5
 
     @property
     def is_gated(self) -> bool:
@@ -85,13 +90,17 @@ class Gate(ctypes.Structure):
 
 
 class Move(ctypes.Structure):
-    _fields_ = (*Gate._fields_, ("norm", Norm))
+    _fields_ = (*Gate._fields_, ("norm", Norm), ("adds", c_int32))
+
+
+class Cap(ctypes.Structure):
+    _fields_ = (("x", c_void_p), ("x_stride", c_int64), ("size", c_int64), ("limit", c_float))
 
 
 class _Body(ctypes.Union):
     _fields_ = (
         ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", TurnCall),
-        ("attention", AttentionCall), ("move", Move),
+        ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall), ("cap", Cap),
     )  # fmt: skip
 
 

@@ -44,6 +44,8 @@ enum OctavoFinish {
   OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up
   OCTAVO_FINISH_GELU = 2,   // y [rows, columns] = gelu(x · Wᵀ (+ bias)), by tanh; no residual
   OCTAVO_FINISH_GATED_GELU = 3,
+  OCTAVO_FINISH_RELU = 4,        // as GELU, with the larger of it and 0
+  OCTAVO_FINISH_EXACT_GELU = 5,  // as GELU, by erf
   // Gated: W is gate's columns, then up's, each a multiple of 16; neither bias nor residual.
 };
 

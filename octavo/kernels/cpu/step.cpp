@@ -53,7 +53,7 @@ void rotate(Threads* threads, const OctavoRotate& op, const OctavoStep& step) {
 }
 
 // Sums in double, in the order of the row: float32 would lose the difference of large numbers.
-void layer_norm_row(const float* x, const OctavoNorm& norm, int64_t size, float* y) {
+void layer_norm_row(const float* x, const OctavoNorm& norm, int64_t size, float* y, bool adds) {
   double sum = 0.0, squares = 0.0;
   for (int64_t k = 0; k < size; ++k) sum += x[k];
   const double mean = sum / static_cast<double>(size);
@@ -61,15 +61,19 @@ void layer_norm_row(const float* x, const OctavoNorm& norm, int64_t size, float*
   const double inverse = 1.0 / sqrt(squares / static_cast<double>(size) + norm.epsilon);
   for (int64_t k = 0; k < size; ++k) {
     const float scaled = static_cast<float>((x[k] - mean) * inverse);
-    y[k] = scaled * norm.weight[k] + norm.bias[k];
+    const float normed = scaled * norm.weight[k] + norm.bias[k];
+    y[k] = adds ? y[k] + normed : normed;
   }
 }
 
 void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
-               float* y, int64_t y_stride) {
-  if (!norm.bias) return octavo_rms_norm(threads, x, x_stride, norm.weight, norm.epsilon, num_rows, size, y, y_stride);
+               float* y, int64_t y_stride, bool adds = false) {
+  if (!norm.bias) {
+    const auto rms_norm = adds ? octavo_rms_norm_add : octavo_rms_norm;
+    return rms_norm(threads, x, x_stride, norm.weight, norm.epsilon, num_rows, size, y, y_stride);
+  }
   for_tokens(threads, num_rows, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) layer_norm_row(x + row * x_stride, norm, size, y + row * y_stride);
+    for (int64_t row = begin; row < end; ++row) layer_norm_row(x + row * x_stride, norm, size, y + row * y_stride, adds);
   });
 }
 
@@ -144,8 +148,12 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_ATTEND: return attend(threads, op->attention, step);
     case OCTAVO_GATHER: gather(threads, move, step); return 0;
     case OCTAVO_NORM:
-      normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride);
+      normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride, move.adds);
       return 0;
+    case OCTAVO_CAP:
+      octavo_cap(threads, op->cap.x, op->cap.x_stride, count, op->cap.size, op->cap.limit);
+      return 0;
+    case OCTAVO_EXPERTS: octavo_experts(threads, &op->experts, count); return 0;
     default: return -1;
   }
 }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 #include "threads.h"
 
@@ -31,6 +32,8 @@ enum OctavoOpCode {
   OCTAVO_ATTEND = 5,
   OCTAVO_GATHER = 6,
   OCTAVO_NORM = 7,
+  OCTAVO_EXPERTS = 8,
+  OCTAVO_CAP = 9,
 };
 
 enum OctavoCount {
@@ -81,13 +84,21 @@ typedef struct {
   int64_t x_stride, y_stride, size;
 } OctavoGate;
 
-// y [rows, size] = norm(x); as OctavoGather: y [S, size] = x[sample_at].
+// y [rows, size] = norm(x), or y + norm(x) where it adds; as OctavoGather: y [S, size] = x[sample_at].
 typedef struct {
   const float* x;
   float* y;
   int64_t x_stride, y_stride, size;
   OctavoNorm norm;
+  int32_t adds;
 } OctavoMove;
+
+// x [rows, size] = limit · tanh(x / limit).
+typedef struct {
+  float* x;
+  int64_t x_stride, size;
+  float limit;
+} OctavoCap;
 
 typedef struct {
   int32_t code, count;
@@ -99,6 +110,8 @@ typedef struct {
     OctavoTurn turn;            // slots and num_tokens are filled in here
     OctavoAttention attention;  // what describes the rows is filled in here
     OctavoMove move;
+    OctavoExperts experts;
+    OctavoCap cap;
   };
 } OctavoOp;
 

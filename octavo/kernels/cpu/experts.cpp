@@ -1,0 +1,205 @@
+// Chooses experts, sorts pairs of a token and an expert by expert, and runs all experts' products side by side.
+// Knows nothing of how a product is computed.
+#include "experts.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "elementwise.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kLine = 64;
+// Rows of one expert from which on all threads prepare them together; fewer go to one thread, and other experts to others.
+constexpr int64_t kWorthSharing = 16;
+
+// What the call's room holds, of P = T · num_chosen pairs. "Place": where a pair stands once they are sorted by expert.
+struct Room {
+  float* weights;      // [P] by token
+  int32_t* chosen;     // [P] by token: experts
+  int32_t* places;     // [P] by token
+  int32_t* tokens;     // [P] by place
+  int32_t* starts;     // [num_experts + 1]: places of an expert
+  int32_t* used;       // [num_experts]: those that have any
+  int64_t* claimed;    // [num_experts]: units of its product
+  OctavoProduct* products;  // [num_experts]: of the used ones
+  float* rows;         // [P, depth] by place: what goes in, and later what comes out
+  float* inner;        // [P, inner]
+  float* gate_up;      // [P, 2 · inner], where the gate is not part of the product
+  void* prepared;      // one product's activations
+  int64_t num_bytes;
+};
+
+bool is_fused(const OctavoExperts& call) {
+  const OctavoProduct& product = call.gate_up[0];
+  const bool is_silu = call.alpha == 1.0f && call.limit == 0.0f && call.offset == 0.0f;
+  return is_silu && product.bias == nullptr && call.inner % kPanel == 0;
+}
+
+Room room_of(const OctavoExperts& call, int64_t num_tokens) {
+  const int64_t num_pairs = num_tokens * call.num_chosen, depth = call.depth, inner = call.inner;
+  int64_t at = 0;
+  const auto take = [&](int64_t num_bytes) {
+    const int64_t start = at;
+    at += round_up(num_bytes, kLine);
+    return static_cast<char*>(call.room) + start;
+  };
+  const int64_t first = octavo_prepared_bytes(call.gate_up[0].kind, num_pairs, depth);
+  const int64_t second = octavo_prepared_bytes(call.down[0].kind, num_pairs, inner);
+  Room room;
+  room.weights = reinterpret_cast<float*>(take(4 * num_pairs));
+  room.chosen = reinterpret_cast<int32_t*>(take(4 * num_pairs));
+  room.places = reinterpret_cast<int32_t*>(take(4 * num_pairs));
+  room.tokens = reinterpret_cast<int32_t*>(take(4 * num_pairs));
+  room.starts = reinterpret_cast<int32_t*>(take(4 * (call.num_experts + 1)));
+  room.used = reinterpret_cast<int32_t*>(take(4 * call.num_experts));
+  room.claimed = reinterpret_cast<int64_t*>(take(8 * call.num_experts));
+  room.products = reinterpret_cast<OctavoProduct*>(take(static_cast<int64_t>(sizeof(OctavoProduct)) * call.num_experts));
+  room.rows = reinterpret_cast<float*>(take(4 * num_pairs * depth));
+  room.inner = reinterpret_cast<float*>(take(4 * num_pairs * inner));
+  room.gate_up = reinterpret_cast<float*>(take(is_fused(call) ? 0 : 8 * num_pairs * inner));
+  room.prepared = take(first > second ? first : second);
+  room.num_bytes = at;
+  return room;
+}
+
+// The num_chosen largest, by insertion; of equal ones the first. One that is no number is the smallest.
+void choose(const float* logits, int32_t num_experts, int32_t num_chosen, int32_t* chosen, float* largest) {
+  int32_t count = 0;
+  for (int32_t expert = 0; expert < num_experts; ++expert) {
+    const float logit = logits[expert] == logits[expert] ? logits[expert] : -INFINITY;
+    if (count == num_chosen && !(logit > largest[count - 1])) continue;
+    int32_t at = count < num_chosen ? count++ : count - 1;
+    for (; at > 0 && logit > largest[at - 1]; --at) {
+      largest[at] = largest[at - 1];
+      chosen[at] = chosen[at - 1];
+    }
+    largest[at] = logit;
+    chosen[at] = expert;
+  }
+}
+
+// `weights` holds the chosen ones' logits. One that is no number among all of them makes the token's weights none.
+void weigh(const OctavoExperts& call, const float* logits, float* weights) {
+  const double top = weights[0];
+  double sum = 0.0, broken = 0.0;
+  for (int32_t expert = 0; expert < call.num_experts; ++expert) {
+    if (!call.is_normalised) sum += exp(logits[expert] - top);
+    if (logits[expert] != logits[expert]) broken = NAN;
+  }
+  for (int32_t i = 0; call.is_normalised && i < call.num_chosen; ++i) sum += exp(weights[i] - top);
+  for (int32_t i = 0; i < call.num_chosen; ++i) weights[i] = static_cast<float>(exp(weights[i] - top) / sum + broken);
+}
+
+// By counting: within an expert tokens keep their order. Returns how many experts have tokens.
+int64_t sort_pairs(const OctavoExperts& call, const Room& room, int64_t num_tokens) {
+  const int64_t num_pairs = num_tokens * call.num_chosen;
+  memset(room.starts, 0, sizeof(int32_t) * static_cast<size_t>(call.num_experts + 1));
+  for (int64_t pair = 0; pair < num_pairs; ++pair) ++room.starts[room.chosen[pair] + 1];
+  int64_t num_used = 0;
+  for (int32_t expert = 0; expert < call.num_experts; ++expert) {
+    if (room.starts[expert + 1]) room.used[num_used++] = expert;
+    room.starts[expert + 1] += room.starts[expert];
+  }
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {  // starts move on, and are those of the next expert in the end
+    room.places[pair] = room.starts[room.chosen[pair]]++;
+    room.tokens[room.places[pair]] = static_cast<int32_t>(pair / call.num_chosen);
+  }
+  for (int32_t expert = call.num_experts; expert > 0; --expert) room.starts[expert] = room.starts[expert - 1];
+  room.starts[0] = 0;
+  return num_used;
+}
+
+// make(place) fills rows [P, depth] at a place; then the rows of each expert are prepared for its product.
+template <typename Make>
+void prepare(Threads* threads, const Room& room, int64_t num_used, int kind, const float* rows, int64_t depth, Make make) {
+  const auto share = product_kernels().prepare_share;
+  auto body = [&](int index, int num_shares) {
+    for (int64_t i = 0; i < num_used; ++i) {
+      const int64_t start = room.starts[room.used[i]], count = room.starts[room.used[i] + 1] - start;
+      const bool is_shared = count >= kWorthSharing;
+      if (!is_shared && i % num_shares != index) continue;
+      const Share mine = is_shared ? share_of(count, index, num_shares) : Share{0, count};
+      for (int64_t row = mine.begin; row < mine.end; ++row) make(start + row);
+      char* to = static_cast<char*>(room.prepared) + octavo_prepared_bytes(kind, start, depth);
+      share(kind, rows + start * depth, depth, count, depth, to, is_shared ? index : 0, is_shared ? num_shares : 1);
+    }
+  };
+  run_on(threads, body);
+}
+
+// One product for each used expert. Threads go from one to the next without waiting for each other.
+void multiply(Threads* threads, const Room& room, int64_t num_used, const OctavoProduct* products, float* y,
+              int64_t y_stride, int finish) {
+  for (int64_t i = 0; i < num_used; ++i) {
+    const int64_t start = room.starts[room.used[i]];
+    OctavoProduct& product = room.products[i] = products[room.used[i]];
+    product.num_rows = room.starts[room.used[i] + 1] - start;
+    product.activations =
+        static_cast<const char*>(room.prepared) + octavo_prepared_bytes(product.kind, start, product.depth);
+    product.y = y + start * y_stride;
+    product.y_stride = y_stride;
+    product.finish = finish;
+    room.claimed[i] = 0;
+  }
+  const auto share = product_kernels().product_share;
+  auto body = [&](int index, int num_shares) {
+    for (int64_t i = 0; i < num_used; ++i) {
+      const OctavoProduct* next = i + 1 < num_used ? room.products + i + 1 : nullptr;
+      share(room.products + i, next, room.claimed + i, index, num_shares);
+    }
+  };
+  run_on(threads, body);
+}
+
+// y (+)= Σ weight · row, in the order of the choice.
+void combine(const OctavoExperts& call, const Room& room, int64_t token) {
+  float* y = call.y + token * call.y_stride;
+  const int64_t first = token * call.num_chosen;
+  for (int32_t i = 0; i < call.num_chosen; ++i) {
+    const float weight = room.weights[first + i];
+    const float* row = room.rows + static_cast<int64_t>(room.places[first + i]) * call.depth;
+    if (i == 0 && !call.adds) for (int64_t k = 0; k < call.depth; ++k) y[k] = weight * row[k];
+    else for (int64_t k = 0; k < call.depth; ++k) y[k] += weight * row[k];
+  }
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+int64_t octavo_experts_bytes(const OctavoExperts* call, int64_t num_tokens) {
+  return room_of(*call, num_tokens).num_bytes;
+}
+
+void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tokens) {
+  const OctavoExperts& c = *call;
+  if (num_tokens == 0) return;
+  const Room room = room_of(c, num_tokens);
+  parallel_for(threads, num_tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const float* logits = c.logits + token * c.logits_stride;
+      float* weights = room.weights + token * c.num_chosen;
+      choose(logits, c.num_experts, c.num_chosen, room.chosen + token * c.num_chosen, weights);
+      weigh(c, logits, weights);
+    }
+  });
+  const int64_t num_used = sort_pairs(c, room, num_tokens);
+  prepare(threads, room, num_used, c.gate_up[0].kind, room.rows, c.depth, [&](int64_t place) {
+    memcpy(room.rows + place * c.depth, c.x + room.tokens[place] * c.x_stride, sizeof(float) * static_cast<size_t>(c.depth));
+  });
+  const bool fused = is_fused(c);
+  if (fused) multiply(threads, room, num_used, c.gate_up, room.inner, c.inner, OCTAVO_FINISH_GATED);
+  else multiply(threads, room, num_used, c.gate_up, room.gate_up, 2 * c.inner, OCTAVO_FINISH_PLAIN);
+  prepare(threads, room, num_used, c.down[0].kind, room.inner, c.inner, [&](int64_t place) {
+    if (fused) return;
+    const float* gate = room.gate_up + place * 2 * c.inner;
+    gate_row(gate, gate + c.inner, c.alpha, c.limit, c.offset, c.inner, room.inner + place * c.inner);
+  });
+  multiply(threads, room, num_used, c.down, room.rows, c.depth, OCTAVO_FINISH_PLAIN);
+  parallel_for(threads, num_tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) combine(c, room, token);
+  });
+}

@@ -1,0 +1,80 @@
+"""Experts for the native kernels: their packed weights as the call reads them (experts.h), made once.
+Knows nothing of layers, nor of which tokens go where."""
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from octavo.kernels.cpu.library import PackedWeight, Product, library
+
+
+class ExpertsCall(ctypes.Structure):
+    """OctavoExperts of experts.h, field by field."""
+
+    _fields_ = (
+        ("x", c_void_p), ("logits", c_void_p), ("y", c_void_p), ("x_stride", c_int64), ("logits_stride", c_int64),
+        ("y_stride", c_int64), ("gate_up", POINTER(Product)), ("down", POINTER(Product)), ("depth", c_int64),
+        ("inner", c_int64), ("num_experts", c_int32), ("num_chosen", c_int32), ("is_normalised", c_int32),
+        ("adds", c_int32), ("alpha", c_float), ("limit", c_float), ("offset", c_float), ("room", c_void_p),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How many experts a token goes to, how they are weighted, and what stands between their products."""
+
+    num_chosen: int
+    is_normalised: bool
+    alpha: float
+    limit: float
+    offset: float
+
+
+class ExpertWeights:
+    def __init__(
+        self,
+        gate_up: Sequence[PackedWeight],  # of each expert, [2 inner, depth]
+        down: Sequence[PackedWeight],  # … [depth, inner]
+        gate_up_bias: Tensor | None,  # [experts, 2 inner] float32
+        down_bias: Tensor | None,  # [experts, depth] float32
+        choice: Choice,
+    ) -> None:
+        self.num_experts = len(gate_up)
+        assert len(down) == len(gate_up) and 0 < choice.num_chosen <= len(gate_up)
+        assert len({weight.kind for weight in gate_up}) == len({weight.kind for weight in down}) == 1
+        self._choice = choice
+        self._depth, self._inner = gate_up[0].depth, down[0].depth
+        assert all(w.num_columns == 2 * self._inner and w.depth == self._depth for w in gate_up)
+        assert all(w.num_columns == self._depth and w.depth == self._inner for w in down)
+        self._gate_up, self._down = _products(gate_up, gate_up_bias), _products(down, down_bias)
+        self._kept = (gate_up, down, gate_up_bias, down_bias)  # what they point to
+
+    def describe(self, call: ExpertsCall) -> None:
+        choice = self._choice
+        call.gate_up, call.down, call.depth, call.inner = self._gate_up, self._down, self._depth, self._inner
+        call.num_experts, call.num_chosen, call.is_normalised = (
+            self.num_experts,
+            choice.num_chosen,
+            choice.is_normalised,
+        )
+        call.alpha, call.limit, call.offset = choice.alpha, choice.limit, choice.offset
+
+
+def room_bytes(call: ExpertsCall, num_tokens: int) -> int:
+    function = library().octavo_experts_bytes
+    function.restype, function.argtypes = c_int64, (POINTER(ExpertsCall), c_int64)
+    num_bytes: int = function(ctypes.byref(call), num_tokens)
+    return num_bytes
+
+
+def _products(weights: Sequence[PackedWeight], bias: Tensor | None) -> "ctypes.Array[Product]":
+    products = (Product * len(weights))()
+    assert bias is None or bias.is_contiguous()
+    for index, (product, weight) in enumerate(zip(products, weights, strict=True)):
+        product.weights, product.kind = weight.memory.data_ptr(), weight.kind
+        product.num_columns, product.depth = weight.num_columns, weight.depth
+        product.bias = None if bias is None else bias[index].data_ptr()
+    return products

@@ -1,0 +1,226 @@
+"""Many small gated networks of one shape, each given the tokens that were chosen for it: products grouped by expert.
+Knows nothing of routers beyond their logits. Ranks share every expert's inner width.
+
+Three ways to the same sums: the native CPU kernels, in which a token's bits do not depend on its company; Triton kernels on
+a GPU, where nothing waits for the counts; torch's grouped product, or a batched one over padded groups where it has none."""
+
+import functools
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.kernels.cpu.experts import Choice, ExpertWeights
+from octavo.kernels.cpu.library import PackedWeight
+from octavo.layers.context import BuildContext
+from octavo.layers.native import NativeWeight
+from octavo.layers.sharding import Slot, Slots, padded_share, plain, share, share_columns, share_size
+from octavo.quants import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """gate · sigmoid(alpha · gate) · (up + offset), with gate cut off above the limit and up on both sides of it."""
+
+    alpha: float = 1.0
+    limit: float = 0.0  # 0: none
+    offset: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Gate()  # silu(gate) · up
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.is_plain:
+            return F.silu(gate) * up
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up + self.offset)
+
+
+class _Packed(nn.Module):
+    """One expert's weights for the native kernels."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.gate_up, self.down = NativeWeight.of_parts(context, 2), NativeWeight.of_parts(context)
+
+
+def _whole(weight: NativeWeight) -> PackedWeight:
+    (packed,) = weight.packed  # gate and up come in the same form
+    return packed
+
+
+class Experts(nn.Module):
+    """gate_up and down of every expert, in `members` where the CPU has kernels of its own, else in two tensors."""
+
+    def __init__(
+        self, hidden_size: int, inner_size: int, num_experts: int, gate: Gate, context: BuildContext, bias: bool
+    ) -> None:
+        super().__init__()
+        self.group = context.group
+        self.gate = gate
+        self.num_experts, self.hidden_size, self.whole_inner = num_experts, hidden_size, inner_size
+        self.inner_size = share_size(inner_size, context.group)
+        self._is_first = context.group.rank == 0  # adds the residual and down's bias, which ranks must count once
+        self._native = context.native
+        held = 0 if context.native is not None else num_experts
+        self.gate_up = context.empty(held, 2 * self.inner_size, hidden_size)
+        self.down = context.empty(held, hidden_size, self.inner_size)
+        self.gate_up_bias = context.empty(num_experts, 2 * self.inner_size) if bias else None
+        self.down_bias = context.empty(num_experts, hidden_size) if bias and self._is_first else None
+        self.has_bias = bias
+        self.members = nn.ModuleList(_Packed(context) for _ in range(num_experts if held == 0 else 0))
+        self._weights: ExpertWeights | None = None  # of the members, once they are filled
+        self._kernels = _kernels() if context.device.type == "cuda" else None
+
+    def forward(
+        self, x: torch.Tensor, logits: torch.Tensor, num_chosen: int, is_normalised: bool, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, hidden], logits [T, experts] → residual + the weighted sum, [T, hidden]. The residual may be changed."""
+        if self._native is not None:
+            y = self._by_native(x, logits, num_chosen, is_normalised, residual)
+        elif self._kernels is not None:
+            y = self._kernels.experts(
+                x,
+                self._kernels.plan(logits, num_chosen, is_normalised),
+                (self.gate_up, self.gate_up_bias),
+                (self.down, self.down_bias),
+                (self.gate.alpha, self.gate.limit, self.gate.offset),
+                residual if self._is_first else None,
+            )
+        else:
+            y = self._by_torch(x, *choose(logits, num_chosen, is_normalised))
+            if self._is_first:
+                y = residual.add_(y)
+        return y if self.group.size == 1 else self.group.all_reduce(y)
+
+    def _by_native(
+        self, x: torch.Tensor, logits: torch.Tensor, num_chosen: int, is_normalised: bool, residual: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._native is not None
+        if self._weights is None:
+            gate = self.gate
+            self._weights = ExpertWeights(
+                [_whole(self._member(expert).gate_up) for expert in range(self.num_experts)],
+                [_whole(self._member(expert).down) for expert in range(self.num_experts)],
+                self.gate_up_bias,
+                self.down_bias,
+                Choice(num_chosen, is_normalised, gate.alpha, gate.limit, gate.offset),
+            )
+        return self._native.experts(x, logits, self._weights, residual if self._is_first else None)
+
+    def _by_torch(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """chosen and weights [T, K]. Pairs of a token and an expert are sorted by expert, and back again."""
+        num_tokens, num_chosen = chosen.shape
+        experts, order = chosen.flatten().sort(stable=True)  # [T K] each
+        counts = torch.bincount(experts, minlength=self.num_experts)  # [E]
+        gate_up = grouped_product(x.index_select(0, order // num_chosen), self.gate_up, counts)
+        if self.gate_up_bias is not None:
+            gate_up += self.gate_up_bias[experts]
+        y = grouped_product(self.gate(*gate_up.chunk(2, dim=-1)), self.down, counts)
+        if self.down_bias is not None:
+            y += self.down_bias[experts]
+        pairs = torch.empty_like(y).index_copy_(0, order, y).view(num_tokens, num_chosen, self.hidden_size)
+        return (pairs.float() * weights[:, :, None]).sum(dim=1).to(x.dtype)
+
+    # ── filling ─────────────────────────────────────────────────────────────────────────────────────
+
+    def fill_gate_up(self, expert: int, part: int, tensor: Weight) -> None:
+        """Part 0: the whole gate [inner, hidden]; 1: up."""
+        if self._native is not None:
+            self._member(expert).gate_up.fill(part, padded_share(tensor, self.group))
+        else:
+            first = part * self.inner_size
+            self.gate_up[expert, first : first + self.inner_size] = share(plain(tensor), 0, self.group)
+
+    def fill_down(self, expert: int, tensor: Weight) -> None:
+        """The whole down [hidden, inner]."""
+        mine = share_columns(tensor, self.group)
+        if self._native is not None:
+            self._member(expert).down.fill(0, mine)
+        else:
+            self.down[expert] = plain(mine)
+
+    def _member(self, expert: int) -> "_Packed":
+        member = self.members[expert]
+        assert isinstance(member, _Packed)
+        return member
+
+    def fill_biases(self, gate: torch.Tensor, up: torch.Tensor) -> None:
+        """[experts, inner] each, whole."""
+        assert self.gate_up_bias is not None
+        self.gate_up_bias[:, : self.inner_size] = share(gate, 1, self.group)
+        self.gate_up_bias[:, self.inner_size :] = share(up, 1, self.group)
+
+    def fill_down_bias(self, tensor: torch.Tensor) -> None:
+        if self.down_bias is not None:
+            self.down_bias.copy_(tensor)
+
+    def slots(self, expert: int, gate: str, up: str, down: str) -> Slots:
+        """Of one expert's tensors, for families that store each by itself."""
+        rows, columns = (self.whole_inner, self.hidden_size), (self.hidden_size, self.whole_inner)
+        return {
+            f"{gate}.weight": Slot(rows, lambda tensor: self.fill_gate_up(expert, 0, tensor)),
+            f"{up}.weight": Slot(rows, lambda tensor: self.fill_gate_up(expert, 1, tensor)),
+            f"{down}.weight": Slot(columns, lambda tensor: self.fill_down(expert, tensor)),
+        }
+
+
+# ── in torch ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choose(logits: torch.Tensor, num_chosen: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, E] → experts [T, K] and their weights, float32: of equal logits those that come first."""
+    logits = logits.float()
+    ranked, experts = logits.sort(dim=-1, descending=True, stable=True)
+    top = ranked[:, :num_chosen]
+    whole = top if is_normalised else logits
+    return experts[:, :num_chosen], (top - whole.logsumexp(dim=-1, keepdim=True)).exp_()
+
+
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """rows [P, K], counts[e] of them after each other for expert e; weights [E, N, K] → [P, N]."""
+    if can_group(rows.dtype, rows.device.type) and _is_even(rows.shape[1], rows) and _is_even(weights.shape[1], rows):
+        y: torch.Tensor = F.grouped_mm(rows, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+        return y
+    return padded_product(rows, weights, counts)
+
+
+def padded_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The same as one batched product, each expert's rows padded to the longest."""
+    used = counts.nonzero()[:, 0]  # [U]
+    counts = counts[used]
+    within = torch.arange(int(counts.max()) if len(used) else 0, device=rows.device)  # [L]
+    is_row = within < counts[:, None]  # [U, L]
+    padded = rows.new_zeros(*is_row.shape, rows.shape[1])
+    padded[is_row] = rows
+    return torch.bmm(padded, weights[used].transpose(1, 2))[is_row]
+
+
+def _is_even(size: int, rows: torch.Tensor) -> bool:
+    """torch's grouped product wants rows of whole 16 bytes."""
+    return size * rows.element_size() % 16 == 0
+
+
+@functools.cache
+def can_group(dtype: torch.dtype, device_type: str) -> bool:
+    """Whether this torch has a grouped product for that type, and one that is right."""
+    rows = torch.arange(48, dtype=dtype, device=device_type).view(3, 16)
+    weights = torch.stack((torch.eye(16), torch.eye(16), 2 * torch.eye(16))).to(rows)
+    try:
+        found = F.grouped_mm(rows, weights, offs=torch.tensor([1, 1, 3], dtype=torch.int32, device=device_type))
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):
+        return False
+    return torch.equal(found, torch.cat((rows[:1], 2 * rows[1:])))
+
+
+def _kernels() -> ModuleType | None:
+    """By name: Triton may be missing."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("octavo.kernels.experts")

@@ -1,0 +1,249 @@
+"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.layers.attention import SelfAttention
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
+from octavo.layers.linear import ColumnLinear
+from octavo.layers.mlp import MLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.norm import LayerNorm, norm_slots
+from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
+from octavo.layers.sharding import Slot, Slots, check_shares
+from octavo.models import gguf_vocab_size, llama, number, positive, share
+from octavo.quants import Quants, SameWeight, Weight
+from octavo.spec import ModelSpec
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    settings = _rope(config)
+    num_heads, head_size = positive(config, "num_attention_heads"), share(config, "hidden_size", "num_attention_heads")
+    rotated_size(settings, head_size)
+    return ModelSpec(
+        family="gpt_neox",
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=positive(config, "hidden_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        intermediate_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=positive(config, "max_position_embeddings", 2048),
+        longest_len=longest_len(settings),
+    )
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    return number(config, "layer_norm_eps", 1e-5)
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The usual settings, under the family's own names where the file is older than the usual ones."""
+    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    own = {usual: config[name] for usual, name in names.items() if config.get(name) is not None}
+    config = {"max_position_embeddings": 2048, "partial_rotary_factor": 0.25} | own | config
+    llama.check_rope(config)
+    return rope_settings(config, can_be_partial=True)
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        norm, mlp_norm = (LayerNorm(spec.hidden_size, _epsilon(config), context) for _ in range(2))
+        bias = bool(config.get("attention_bias", True))
+        self.attention = SelfAttention(index, spec, norm, context, qkv_bias=bias, output_bias=bias)
+        act = config.get("hidden_act", "gelu")
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context)
+        self.is_parallel = bool(config.get("use_parallel_residual", True))
+        self.rotated = rotated_size(_rope(config), spec.head_size)
+
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+        if not self.is_parallel:
+            x = self.attention(x, batch, rotation)
+            x = self.mlp(x)
+            return x
+        # The MLP reads x first: attention adds its own to it, in place where it can.
+        inner = self.mlp.inner(x)
+        x = self.attention(x, batch, rotation)
+        x = self.mlp.down(inner, x)
+        return x
+
+    def slots(self, name: str) -> Slots:
+        return (
+            self._qkv_slots(f"{name}.attention.query_key_value")
+            | self.attention.output.slots(f"{name}.attention.dense")
+            | self.mlp.up.slots(f"{name}.mlp.dense_h_to_4h")
+            | self.mlp.down.slots(f"{name}.mlp.dense_4h_to_h")
+            | norm_slots(self.attention.norm, f"{name}.input_layernorm")
+            | norm_slots(self.mlp.norm, f"{name}.post_attention_layernorm")
+        )
+
+    def _qkv_slots(self, name: str) -> Slots:
+        """One tensor in the checkpoint, head after head: its query's rows, its key's, its value's."""
+        qkv: ColumnLinear = self.attention.qkv
+        head_size = self.attention.heads.head_size
+
+        def store_weight(tensor: Any) -> None:  # a Tensor or Quants
+            for part, weight in enumerate(_parts(tensor, head_size, self.rotated)):
+                qkv.fill_weight(part, weight)
+
+        def store_bias(tensor: torch.Tensor) -> None:
+            for part, bias in enumerate(_parts(tensor, head_size, self.rotated)):
+                qkv.fill_bias(part, bias)
+
+        num_outputs = sum(qkv.part_sizes)
+        slots = {f"{name}.weight": Slot((num_outputs, qkv.in_features), store_weight)}
+        if qkv.bias is not None:
+            slots[f"{name}.bias"] = Slot((num_outputs,), store_bias)
+        return slots
+
+
+def _parts(fused: SameWeight, head_size: int, rotated: int) -> list[SameWeight]:
+    """The rows of q, of k and of v, in the order that attention has them."""
+    apart = apart_by_kind(fused, head_size)
+    q, k, v = (_third(apart, part) for part in range(3))
+    return [interleave(q, head_size, rotated), interleave(k, head_size, rotated), v]
+
+
+def _third(weight: SameWeight, part: int) -> SameWeight:
+    num_rows = weight.shape[0] // 3
+    if isinstance(weight, Quants):
+        return weight.narrow_rows(part * num_rows, num_rows)
+    return weight.narrow(0, part * num_rows, num_rows)
+
+
+def apart_by_kind(weight: SameWeight, head_size: int) -> SameWeight:
+    """Rows [H, 3, D] as [3, H, D]: all queries, all keys, all values."""
+    if isinstance(weight, Quants):
+        return weight.rearranged(lambda rows: apart_by_kind(rows, head_size))
+    return weight.reshape(-1, 3, head_size, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
+
+
+def together_by_head(weight: SameWeight, head_size: int) -> SameWeight:
+    """The inverse of `apart_by_kind`."""
+    if isinstance(weight, Quants):
+        return weight.rearranged(lambda rows: together_by_head(rows, head_size))
+    return weight.reshape(3, -1, head_size, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
+
+
+class Model(DecoderModel):
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        check_shares(
+            context.group.size,
+            num_attention_heads=spec.num_heads,
+            intermediate_size=spec.intermediate_size,
+        )
+        self.attention_backend = context.attention
+        self.rope = Rope(
+            _rope(config), spec.head_size, context.device, context.kernels, context.native, context.max_len
+        )
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
+        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
+        self.is_tied = bool(config.get("tie_word_embeddings", False))
+        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        rotation = self.rope.rotation(batch.positions)
+        x = self.embedding(batch.input_ids)
+        for layer in self.layers:
+            x = layer(x, batch, rotation)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden, self.norm)
+        return logits
+
+    def slots(self) -> Slots:
+        slots = self.embedding.slots("gpt_neox.embed_in") | self.head.slots("embed_out")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"gpt_neox.layers.{index}")
+        return slots | self.norm.slots("gpt_neox.final_layer_norm")
+
+    def is_ignored(self, name: str) -> bool:
+        # Old checkpoints store the causal mask and the rope frequencies; a tied head is sometimes written out all the same.
+        is_old = name.endswith((".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"))
+        return is_old or (name == "embed_out.weight" and self.is_tied)
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)
+
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+        # Transformers 5 calls the head as it does everywhere; the published checkpoints do not.
+        super().load(("embed_out.weight" if name == "lm_head.weight" else name, tensor) for name, tensor in tensors)
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+_GGUF_NAMES = {
+    "token_embd.weight": "gpt_neox.embed_in.weight",
+    "output_norm.weight": "gpt_neox.final_layer_norm.weight",
+    "output_norm.bias": "gpt_neox.final_layer_norm.bias",
+    "output.weight": "embed_out.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    num_heads = positive(metadata, "gptneox.attention.head_count")
+    width = positive(metadata, "gptneox.embedding_length")
+    head_size = share(metadata, "gptneox.embedding_length", "gptneox.attention.head_count")
+    # Half a number more, so that no rounding of the quotient turns one less.
+    num_rotated = positive(metadata, "gptneox.rope.dimension_count", head_size) + 0.5
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": width,
+        "num_hidden_layers": positive(metadata, "gptneox.block_count"),
+        "num_attention_heads": num_heads,
+        "intermediate_size": positive(metadata, "gptneox.feed_forward_length"),
+        "max_position_embeddings": positive(metadata, "gptneox.context_length"),
+        "layer_norm_eps": number(metadata, "gptneox.attention.layer_norm_epsilon", 1e-5),
+        "rotary_pct": min(1.0, num_rotated / head_size),
+        "rotary_emb_base": number(metadata, "gptneox.rope.freq_base", 10000.0),
+        "use_parallel_residual": metadata.get("gptneox.use_parallel_residual", True) is not False,
+        "vocab_size": gguf_vocab_size(metadata, "gptneox.vocab_size"),
+        "hidden_act": "gelu",  # the file does not say; nearly all have this one
+        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    if name in _GGUF_NAMES:
+        return _GGUF_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _GGUF_LAYER_NAMES:
+        return None
+    return f"gpt_neox.layers.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
+    """Undo what the converter did: it puts all queries before all keys before all values."""
+    if ".query_key_value." not in name:
+        return tensor
+    head_size = spec(config).head_size
+    # What is no whole number of heads has the wrong shape: its slot says so, by name.
+    return together_by_head(tensor, head_size) if tensor.shape[0] % (3 * head_size) == 0 else tensor

@@ -1,0 +1,151 @@
+"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.layers.experts import Gate
+from octavo.layers.moe import Routing, SparseMLP
+from octavo.layers.norm import RMSNorm
+from octavo.layers.sharding import Slot, Slots, share
+from octavo.models import llama, number, positive
+from octavo.models.mixtral import read_routing
+from octavo.quants import Quants, Weight
+from octavo.spec import ModelSpec
+
+# Where config.json does not say.
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_DEFAULTS = {
+    "rope_theta": 150000.0,
+    "rms_norm_eps": 1e-5,
+    "head_dim": 64,
+    "attention_bias": True,
+    "max_position_embeddings": 131072,
+}
+_WINDOW, _ALPHA, _LIMIT = 128, 1.702, 7.0
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def _told(config: dict[str, Any]) -> dict[str, Any]:
+    told = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    if "rope_parameters" not in told and "rope_scaling" not in told:
+        told["rope_parameters"] = _ROPE
+    return told
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = _told(config)
+    plain = llama.spec(config)
+    routing(config)
+    gate(config)
+    return dataclasses.replace(plain, family="gpt_oss", windows=windows(config, plain.num_layers), has_sinks=True)
+
+
+def windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """How far back each layer sees; 0: to the start. The first and every second after it, unless it is told otherwise."""
+    window = positive(config, "sliding_window", _WINDOW)
+    types = config.get("layer_types")
+    if types is None:
+        return tuple(0 if index % 2 else window for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
+        raise ConfigError(f"layer_types must be a list of {num_layers} names, each {' or '.join(_LAYER_TYPES)}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def routing(config: dict[str, Any]) -> Routing:
+    # An early config.json names the second key otherwise.
+    key = "num_experts_per_tok" if config.get("num_experts_per_tok") is not None else "experts_per_token"
+    return read_routing(config, "num_local_experts", key, True)
+
+
+def gate(config: dict[str, Any]) -> Gate:
+    return Gate(number(config, "swiglu_alpha", _ALPHA), number(config, "swiglu_limit", _LIMIT), 1.0)
+
+
+class Layer(llama.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        num_heads = spec.num_heads // context.group.size
+        sinks = torch.empty(num_heads, dtype=torch.float32, device=context.device)
+        super().__init__(index, config, spec, context, window=spec.windows[index], sinks=sinks)
+        self.sinks = sinks
+        self.group = context.group
+        self.num_heads = spec.num_heads
+        quantised = config.get("quantization_config")
+        self.is_packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+
+    def make_mlp(
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
+    ) -> SparseMLP:
+        assert norm is not None
+        return SparseMLP(
+            spec.hidden_size, spec.intermediate_size, routing(config), gate(config), norm, context, bias=True
+        )
+
+    def slots(self, name: str) -> Slots:
+        def store(tensor: torch.Tensor) -> None:
+            self.sinks.copy_(share(tensor, 0, self.group))
+
+        return super().slots(name) | {f"{name}.self_attn.sinks": Slot((self.num_heads,), store)}
+
+    def mlp_slots(self, name: str) -> Slots:
+        """All experts are in one tensor. Packed, its rows are those of a product, one expert's after the other's; else a
+        matrix for each expert, turned. A gate's row and up's stand side by side."""
+        assert isinstance(self.mlp, SparseMLP)
+        experts = self.mlp.experts
+        count, hidden, inner = experts.num_experts, experts.hidden_size, experts.whole_inner
+        shapes = ((count, hidden, 2 * inner), (count, inner, hidden))
+        if self.is_packed:
+            shapes = ((count * 2 * inner, hidden), (count * hidden, inner))  # type: ignore[assignment]
+        place = f"{name}.mlp.experts"
+        return self.mlp.router.slots(f"{name}.mlp.router") | {
+            f"{place}.gate_up_proj": Slot(shapes[0], self._store_gate_up),
+            f"{place}.down_proj": Slot(shapes[1], self._store_down),
+            f"{place}.gate_up_proj_bias": Slot(
+                (count, 2 * inner), lambda tensor: experts.fill_biases(tensor[:, 0::2], tensor[:, 1::2])
+            ),
+            f"{place}.down_proj_bias": Slot((count, hidden), experts.fill_down_bias),
+        }
+
+    def _store_gate_up(self, tensor: Weight) -> None:
+        assert isinstance(self.mlp, SparseMLP)
+        experts = self.mlp.experts
+        for expert in range(experts.num_experts):
+            rows = self._rows(tensor, expert, 2 * experts.whole_inner)
+            for part in range(2):
+                experts.fill_gate_up(expert, part, _every_second(rows, part))
+
+    def _store_down(self, tensor: Weight) -> None:
+        assert isinstance(self.mlp, SparseMLP)
+        experts = self.mlp.experts
+        for expert in range(experts.num_experts):
+            experts.fill_down(expert, self._rows(tensor, expert, experts.hidden_size))
+
+    def _rows(self, tensor: Weight, expert: int, num_rows: int) -> Weight:
+        """One expert's weight [rows, columns], as a product has it."""
+        if isinstance(tensor, Quants):
+            return tensor.narrow_rows(expert * num_rows, num_rows)
+        return tensor[expert * num_rows : (expert + 1) * num_rows] if self.is_packed else tensor[expert].t()
+
+
+def _every_second(rows: Weight, first: int) -> Weight:
+    if isinstance(rows, Quants):
+        return Quants(rows.type, rows.rows[first::2])
+    return rows[first::2]
+
+
+class Model(llama.Model):
+    layer_type = Layer
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(_told(config), spec, context)

@@ -1,0 +1,41 @@
+"""The Mistral family: a Llama without biases, every layer of which sees a window, unless config.json has null for it.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do.
+
+Its GGUF files call themselves llama and say nothing of a window: they are read as that."""
+
+import dataclasses
+from typing import Any
+
+from octavo.layers.context import BuildContext
+from octavo.models import llama, positive
+from octavo.spec import ModelSpec
+
+_DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    plain = llama.spec(_DEFAULTS | config)
+    return dataclasses.replace(plain, family="mistral", windows=(_window(config, plain),) * plain.num_layers)
+
+
+def _window(config: dict[str, Any], spec: ModelSpec) -> int:
+    """0 where there is none, or where no sequence is long enough for it to hide anything."""
+    config = _DEFAULTS | config
+    if config["sliding_window"] is None:
+        return 0
+    window = positive(config, "sliding_window")
+    return window if window < max(spec.context_len, spec.longest_len) else 0
+
+
+class Layer(llama.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        # That there are no biases is a fact of the family: no config.json says it, and none can change it.
+        config = config | {"attention_bias": False, "mlp_bias": False}
+        super().__init__(index, config, spec, context, window=spec.windows[index])
+
+
+class Model(llama.Model):
+    layer_type = Layer
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(_DEFAULTS | config, spec, context)

@@ -1,0 +1,144 @@
+"""OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.layers.attention import SelfAttention
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head, LearnedPositions
+from octavo.layers.linear import ColumnLinear
+from octavo.layers.mlp import MLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.norm import LayerNorm, norm_slots
+from octavo.layers.sharding import Slots, check_shares
+from octavo.models import positive, share
+from octavo.parallel import Group
+from octavo.quants import Weight
+from octavo.spec import ModelSpec
+
+_EPSILON = 1e-5
+_NUM_SKIPPED = 2  # rows of the table of positions before the first one's
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    _embedding_size(config)  # refused here rather than by a layer: only here does a refusal name the file
+    num_heads = positive(config, "num_attention_heads")
+    return ModelSpec(
+        family="opt",
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=positive(config, "hidden_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=share(config, "hidden_size", "num_attention_heads"),
+        intermediate_size=positive(config, "ffn_dim"),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=positive(config, "max_position_embeddings", 2048),
+    )
+
+
+def _embedding_size(config: dict[str, Any]) -> int:
+    return positive(config, "word_embed_proj_dim", positive(config, "hidden_size"))
+
+
+def _flag(config: dict[str, Any], name: str, default: bool = True) -> bool:
+    return bool(config.get(name, default))
+
+
+def _norm(config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> LayerNorm:
+    return LayerNorm(spec.hidden_size, _EPSILON, context, _flag(config, "layer_norm_elementwise_affine"))
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (_norm(config, spec, context) for _ in range(2))
+        self.is_before = _flag(config, "do_layer_norm_before")
+        bias = _flag(config, "enable_bias")
+        norm, mlp_norm = (self.attention_norm, self.mlp_norm) if self.is_before else (None, None)
+        self.attention = SelfAttention(index, spec, norm, context, qkv_bias=bias, output_bias=bias)
+        act = config.get("activation_function", "relu")
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context, bias=bias)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        x = self.attention(x, batch)
+        if not self.is_before:
+            x = self.attention_norm(x)
+        x = self.mlp(x)
+        return x if self.is_before else self.mlp_norm(x)
+
+    def slots(self, name: str) -> Slots:
+        attention = f"{name}.self_attn"
+        return (
+            self.attention.qkv.slots(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj")
+            | self.attention.output.slots(f"{attention}.out_proj")
+            | self.mlp.up.slots(f"{name}.fc1")
+            | self.mlp.down.slots(f"{name}.fc2")
+            | self.attention_norm.slots(f"{name}.self_attn_layer_norm")
+            | self.mlp_norm.slots(f"{name}.final_layer_norm")
+        )
+
+
+class Model(DecoderModel):
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        check_shares(context.group.size, num_attention_heads=spec.num_heads, ffn_dim=spec.intermediate_size)
+        self.attention_backend = context.attention
+        width = _embedding_size(config)
+        self.embedding = Embedding(spec.vocab_size, width, context)
+        self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context, _NUM_SKIPPED)
+        self.widen = self.narrow = None
+        if width != spec.hidden_size:
+            # Small, and read once a step: whole on every rank, rather than gathered from all.
+            alone = dataclasses.replace(context, group=Group.single())
+            self.widen = ColumnLinear(width, (spec.hidden_size,), alone)
+            self.narrow = ColumnLinear(spec.hidden_size, (width,), alone)
+        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
+        has_norm = _flag(config, "do_layer_norm_before") and not _flag(config, "_remove_final_layer_norm", False)
+        self.norm = _norm(config, spec, context) if has_norm else None
+        self.is_tied = _flag(config, "tie_word_embeddings")
+        self.head = Head(width, spec.vocab_size, context, self.is_tied)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        x = self.embedding(batch.input_ids)
+        if self.widen is not None:
+            x = self.widen(x)
+        x = self.positions(x, batch.positions)
+        for layer in self.layers:
+            x = layer(x, batch)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        norm = self.norm
+        if self.narrow is not None:
+            hidden, norm = self.narrow(hidden, norm), None
+        logits: torch.Tensor = self.head(hidden, norm)
+        return logits
+
+    def slots(self) -> Slots:
+        name = "model.decoder"
+        slots = self.embedding.slots(f"{name}.embed_tokens") | self.head.slots("lm_head")
+        slots |= self.positions.slots(f"{name}.embed_positions") | norm_slots(self.norm, f"{name}.final_layer_norm")
+        if self.widen is not None and self.narrow is not None:
+            slots |= self.widen.slots(f"{name}.project_in") | self.narrow.slots(f"{name}.project_out")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"{name}.layers.{index}")
+        return slots
+
+    def is_ignored(self, name: str) -> bool:
+        return name == "lm_head.weight" and self.is_tied  # sometimes written out all the same
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)
+
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+        # The first published checkpoints lack the prefix.
+        super().load((f"model.{name}" if name.startswith("decoder.") else name, tensor) for name, tensor in tensors)

@@ -1,0 +1,83 @@
+"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.layers.experts import Gate
+from octavo.layers.moe import Routing, SparseMLP
+from octavo.layers.norm import RMSNorm
+from octavo.layers.sharding import Slots
+from octavo.models import llama, positive, qwen3
+from octavo.models.mixtral import read_routing
+from octavo.spec import ModelSpec
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    plain = qwen3.spec(_as_qwen3(config))
+    routing(config)
+    has_experts(config, plain.num_layers)
+    positive(config, "moe_intermediate_size")
+    return dataclasses.replace(plain, family="qwen3_moe")
+
+
+def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    """A window is for all layers here, whatever is said of some."""
+    types = None
+    if config.get("use_sliding_window"):
+        types = ["sliding_attention"] * positive(config, "num_hidden_layers")
+    return config | {"layer_types": types}
+
+
+def routing(config: dict[str, Any]) -> Routing:
+    key = (
+        "num_experts" if config.get("num_experts") is not None else "num_local_experts"
+    )  # the older name, and the newer
+    return read_routing(config, key, "num_experts_per_tok", bool(config.get("norm_topk_prob", False)))
+
+
+def has_experts(config: dict[str, Any], num_layers: int) -> list[bool]:
+    """Of each layer: every decoder_sparse_step-th has them, but those listed in mlp_only_layers."""
+    step = positive(config, "decoder_sparse_step", 1)
+    plain = config.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or any(type(index) is not int or not 0 <= index < num_layers for index in plain):
+        raise ConfigError(f"mlp_only_layers must be a list of layers, whole numbers from 0 to {num_layers - 1}")
+    return [(index + 1) % step == 0 and index not in plain for index in range(num_layers)]
+
+
+class Layer(qwen3.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(index, _as_qwen3(config), spec, context)
+
+    def make_mlp(
+        self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
+    ) -> Any:
+        if not has_experts(config, spec.num_layers)[index]:
+            return super().make_mlp(index, config, spec, norm, context)
+        assert norm is not None
+        inner_size = positive(config, "moe_intermediate_size")
+        return SparseMLP(spec.hidden_size, inner_size, routing(config), Gate(), norm, context)
+
+    def mlp_slots(self, name: str) -> Slots:
+        if not isinstance(self.mlp, SparseMLP):
+            return super().mlp_slots(name)
+        slots = self.mlp.router.slots(f"{name}.mlp.gate")
+        for index in range(self.mlp.routing.num_experts):
+            expert = f"{name}.mlp.experts.{index}"
+            slots |= self.mlp.experts.slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
+        return slots
+
+
+class Model(llama.Model):
+    layer_type = Layer
+
+    def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
+        shares = super().shares(config, spec)
+        kinds = has_experts(config, spec.num_layers)
+        if all(kinds):
+            del shares["intermediate_size"]  # no layer uses it
+        if any(kinds):
+            shares["moe_intermediate_size"] = positive(config, "moe_intermediate_size")
+        return shares

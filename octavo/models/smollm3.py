@@ -1,0 +1,83 @@
+"""SmolLM3: a Llama some of whose layers know nothing of positions, and may have a window where they do not.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.models import llama, positive, qwen2
+from octavo.quants import SameWeight
+from octavo.spec import ModelSpec
+
+_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+}
+_INTERVAL = 4  # the last of so many layers has no rope, where config.json does not say which
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = _DEFAULTS | config
+    plain = llama.spec(config)
+    return dataclasses.replace(plain, family="smollm3", windows=_windows(config, plain.num_layers))
+
+
+def rope_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
+    """Whether each layer turns its heads. config.json's no_rope_layers has, by its name's leave, 1 for those that do."""
+    told = config.get("no_rope_layers")
+    if told is None:
+        interval = positive(config, "no_rope_layer_interval", _INTERVAL)
+        return [bool((index + 1) % interval) for index in range(num_layers)]
+    if not isinstance(told, list) or len(told) < num_layers or any(flag not in (0, 1) for flag in told):
+        raise ConfigError(f"no_rope_layers must be a list of {num_layers} numbers, 1 for a layer with rope, 0 without")
+    return [bool(flag) for flag in told[:num_layers]]
+
+
+def _windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Where layer_types does not say it, layers without rope have the window, if there is one."""
+    has_rope = rope_layers(config, num_layers)
+    types = ["full_attention" if with_rope else "sliding_attention" for with_rope in has_rope]
+    if config.get("layer_types") is None:
+        config = config | {"layer_types": types}
+    return tuple(qwen2.windows(config, num_layers))
+
+
+class Layer(llama.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(index, config, spec, context, window=spec.windows[index])
+
+
+class Model(llama.Model):
+    layer_type = Layer
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(_DEFAULTS | config, spec, context)
+        self._has_rope = rope_layers(config, spec.num_layers)
+
+    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        rotation = self.rope.rotation(positions)
+        return [rotation if has_rope else None for has_rope in self._has_rope]
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+gguf_name = llama.gguf_name
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
+    No key says which layers have no rope: it is the last of every four."""
+    return llama.gguf_config(metadata, tensors, "smollm3")
+
+
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
+    """As a Llama's: the converter interleaves q and k, of layers without rope too."""
+    return llama.gguf_fix(name, tensor, config)

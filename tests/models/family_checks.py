@@ -1,0 +1,88 @@
+"""What every family must show, from a checkpoint that transformers saved in several files: logits, greedy tokens, two ranks, the engine.
+Knows nothing of any family."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from octavo import LLM
+from octavo.kernels.cpu.build import NoCompiler
+from octavo.models import load_family
+from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from tests.engine.exactness import check, greedy_references
+from tests.models.ranks import run_ranks
+from tests.models.walk import build_from, greedy, prompts, reference_greedy, reference_logits, walk
+from tests.native import native
+
+
+def saved(reference: PreTrainedModel, folder: Path) -> Checkpoint:
+    reference.save_pretrained(folder, max_shard_size="50KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return open_checkpoint(folder)
+
+
+def weights_of(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in checkpoint.tensors("cpu", torch.float32):
+        assert isinstance(tensor, torch.Tensor)
+        yield name, tensor.clone()
+
+
+def check_logits(reference: PreTrainedModel, folder: Path, changes: dict[str, Any] | None = None) -> None:
+    """By torch and by the native kernels. `changes`: what config.json says otherwise than transformers writes it."""
+    checkpoint = saved(reference, folder)
+    config = {key: value for key, value in (checkpoint.config | (changes or {})).items() if value is not ...}
+    sequences = prompts(seed=7)
+    expected = [reference_logits(reference, tokens) for tokens in sequences]
+    has_window = load_family(config["model_type"]).spec(config).has_window
+    for backend in ("reference" if has_window else "torch_cpu", "native_cpu"):
+        ours, store = build_from(config, weights_of(checkpoint), backend)
+        for found, logits in zip(walk(ours, store, sequences, seed=3), expected, strict=True):
+            assert logits.std() > 0.1, "logits too flat to tell anything"
+            torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+def check_greedy(reference: PreTrainedModel, folder: Path, num_steps: int = 64) -> None:
+    checkpoint = saved(reference, folder)
+    sequences = prompts(seed=5, lengths=(3, 18, 30))
+    expected = [reference_greedy(reference, tokens, num_steps) for tokens in sequences]
+    for backend in ("reference", "native_cpu"):
+        ours, store = build_from(checkpoint.config, weights_of(checkpoint), backend)
+        assert greedy(ours, store, sequences, num_steps) == expected
+
+
+def check_ranks(reference: PreTrainedModel, folder: Path) -> None:
+    """Two ranks compute what one does, and hold little more than half of the weights each."""
+    checkpoint = saved(reference, folder)
+    weights = dict(weights_of(checkpoint))
+    backend = "reference" if load_family(checkpoint.config["model_type"]).spec(checkpoint.config).has_window else ""
+    ours, store = build_from(checkpoint.config, iter(weights.items()), backend or "torch_cpu")
+    sequences = prompts(seed=13, lengths=(1, 9, 21))
+    logits, tokens = walk(ours, store, sequences, seed=2), greedy(ours, store, sequences, 8)
+    for rank in run_ranks(folder, 2, checkpoint.config, weights, sequences, backend or "torch_cpu"):
+        for found, expected in zip(rank["logits"], logits, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        assert rank["tokens"] == tokens
+        assert rank["weights_bytes"] < 0.75 * ours.weights_bytes
+
+
+def check_engine(reference: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch, is_native: bool) -> str:
+    """Prompts side by side in small chunks through the engine, by native kernels or by torch. → what the start said."""
+    if is_native:
+        native()
+    else:
+
+        def no_kernels(*_: object) -> None:
+            raise NoCompiler("none here")
+
+        monkeypatch.setattr("octavo.worker.native.Native", no_kernels)
+    saved(reference, folder)
+    references = greedy_references(reference, prompts(seed=5, lengths=(3, 18, 30, 7)), 24)
+    with LLM(str(folder), page_size=4, kv_cache_memory_bytes=2**20, max_num_batched_tokens=16) as llm:
+        notes = " ".join(llm.report.notes)
+        assert ("native CPU kernels (" in notes) is is_native
+        assert check(llm, references, "together") >= 3
+    return notes
