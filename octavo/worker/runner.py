@@ -222,7 +222,8 @@ class Runner:
     def _stores(self, num_pages: int) -> list[torch.Tensor]:
         # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
         shape = self._store_shape(num_pages)
-        return [self.device.zeros(shape, self.kv_dtype) for _ in range(self.spec.num_layers)]
+        zeros = self.device.zeros if self._native is None else self._native.zeros
+        return [zeros(shape, self.kv_dtype) for _ in range(self.spec.num_layers)]
 
     def _page_bytes(self) -> int:
         return math.prod(self._store_shape(1)) * self.kv_dtype.itemsize * self.spec.num_layers

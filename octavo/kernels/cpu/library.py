@@ -3,6 +3,7 @@ Knows nothing of layers. A tensor that does not fit is our own mistake: asserted
 
 import ctypes
 import functools
+import math
 import mmap
 import time
 from collections.abc import Sequence
@@ -307,6 +308,14 @@ def aligned(num_bytes: int) -> Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
         return _from(torch.frombuffer(memory, dtype=torch.uint8), _HUGE_PAGE, num_bytes)
     return _from(torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8), _ALIGNMENT, num_bytes)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory is taken where numbers are written, on huge pages if the tensor is large."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype)
+    return aligned(num_bytes).view(dtype).view(shape)
 
 
 def _from(room: Tensor, alignment: int, num_bytes: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.attention import AttentionCall, TurnCall
 from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
-from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned
+from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, zeros
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
 
@@ -156,6 +156,11 @@ class Native:
         reads: list[Field] = [(call, "x"), (call, "logits")] + ([(call, "y")] if residual is not None else [])
         self._do(op, reads, [(call, "y"), (call, "room")], _rows(len(x)), weights)
         return y
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """For what many steps read: pages."""
+        return zeros(shape, dtype)
 
     def gather(self, x: Tensor, sample_at: Tensor) -> Tensor:
         """x [T, D] → [S, D]: the rows that are sampled."""
