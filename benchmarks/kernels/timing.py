@@ -88,14 +88,14 @@ def _run_job(job: Callable[[], object]) -> str:
     return ""
 
 
-def compile_all(jobs: Iterable[Callable[[], object]]) -> None:
+def compile_all(jobs: Iterable[Callable[[], object]], chunksize: int = 4) -> None:
     """Run the jobs' launches without launching, in processes of their own: Triton's front end holds the interpreter lock.
     Must come before this process touches the GPU: the workers are forks of it."""
     jobs = list(jobs)
     workers = min(14, os.cpu_count() or 1)
     faults: dict[str, int] = {}
     with ProcessPoolExecutor(workers, mp_context=get_context("fork"), initializer=_start_worker) as pool:
-        for fault in pool.map(_run_job, jobs, chunksize=4):
+        for fault in pool.map(_run_job, jobs, chunksize=chunksize):
             if fault:
                 faults[fault] = faults.get(fault, 0) + 1
     print(f"{elapsed():5.1f} s  {len(jobs)} variants compiled by {workers} processes", flush=True)

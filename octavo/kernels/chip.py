@@ -16,6 +16,12 @@ def starts_early(device: torch.device) -> bool:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Compute capability 9.0, whose matrix instructions (wgmma) no other has."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have. 227 KiB on an H200, 163 on an A100, 99 on most others."""
     if device.type != "cuda":

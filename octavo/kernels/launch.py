@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any, cast
 
+import triton
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
@@ -28,6 +29,8 @@ _LAUNCHER_STEP = (
     "global_scratch, profile_scratch, *args)"
 )
 
+_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8))  # 3.9 changed what is used
+
 
 def _knows_triton() -> bool:
     """Whether this Triton has what is used here of its inner parts, in the form in which it is used."""
@@ -40,6 +43,12 @@ def _knows_triton() -> bool:
 
 
 IS_DIRECT = os.environ.get("OCTAVO_PLAIN_LAUNCH", "0") in ("", "0") and _knows_triton()
+
+
+@cache
+def knows_gluon() -> bool:
+    """Whether this Triton's Gluon is the one that kernels are written in here."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) in _GLUON_VERSIONS
 
 
 @cache

@@ -4,14 +4,13 @@ Knows nothing of requests and batches, nor of windows, soft caps, sinks and 8-bi
 import functools
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from octavo.kernels.launch import Descriptors, Launcher
+from octavo.kernels.launch import Descriptors, Launcher, knows_gluon
 
 LOG2E = 1.4426950408889634
 ROWS = gl.constexpr(64)  # (token, head) pairs of one consumer: what one matrix instruction takes
@@ -19,7 +18,6 @@ PANEL = gl.constexpr(64)  # columns: 128 bytes, the widest swizzle
 PANEL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-_GLUON_VERSIONS = ((3, 6), (3, 7), (3, 8))  # 3.9 changed what is used here
 MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers take what the producer gives back
 
 
@@ -315,10 +313,8 @@ _panels = Descriptors(lambda *parts: TensorDescriptor(*parts, PANEL_LAYOUT))
 def fits(head_size: int, group: int, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
     """Two or one panel of 64 columns; a group that fits into a consumer; pages of whole swizzle patterns. And a Triton whose
     Gluon is the one this was written in."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) not in _GLUON_VERSIONS:
-        return False
     is_half = dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype
-    return is_half and head_size in (64, 128) and group <= 64 and page_size >= 8
+    return is_half and head_size in (64, 128) and group <= 64 and page_size >= 8 and knows_gluon()
 
 
 @functools.cache

@@ -76,8 +76,8 @@ class LearnedPositions(nn.Module):
         return x.add_(F.embedding(positions, self.weight))
 
     def slots(self, name: str) -> Slots:
-        def store(tensor: torch.Tensor) -> None:
-            self.weight.copy_(tensor[self._num_skipped :])
+        def store(tensor: Weight) -> None:
+            self.weight.copy_(plain(tensor)[self._num_skipped :])
 
         num_positions, hidden_size = self.weight.shape
         return {f"{name}.weight": Slot((num_positions + self._num_skipped, hidden_size), store)}

@@ -96,7 +96,7 @@ class ColumnLinear(Linear):
         """[T, in] → [T, out / ranks] of norm(x). `activation`: none, gelu (by erf), gelu_tanh or relu."""
         if self.native is not None:
             return self.native.activated(x, norm, self.bias, activation)
-        if self.has_few(x):
+        if self._has_few(x):
             y = self.few(x, norm)
         elif self.fp8 is not None:
             y = self.fp8(x, norm)
@@ -117,11 +117,11 @@ class ColumnLinear(Linear):
                 return F.relu(y)
         return y
 
-    def has_few(self, x: torch.Tensor, is_gated: bool = False) -> bool:
+    def _has_few(self, x: torch.Tensor) -> bool:
         """Whether x has so few rows that few() is the faster product."""
         if self._kernels is None or self.fp8 is not None:
             return False
-        return bool(self._kernels.pays(x.shape[0], *self.weight.shape, is_gated))
+        return bool(self._kernels.pays(x.shape[0], *self.weight.shape))
 
     def few(self, x: torch.Tensor, norm: Norm | None, gated: str = "") -> torch.Tensor:
         """The same for few rows, with an RMSNorm before it and the gate after it in the same launch."""
@@ -133,6 +133,33 @@ class ColumnLinear(Linear):
             x, self.weight, bias=self.bias, norm=before, gated=gated or None, pdl=True
         )
         return y
+
+    def gates(self, num_rows: int, name: str) -> bool:
+        """Whether gated() is faster than the product and then the gate. `name`: an activation, as kernels know it."""
+        if self._kernels is None or self.fp8 is not None:
+            return False
+        few: bool = self._kernels.pays(num_rows, *self.weight.shape, True)
+        return few or self._has_gate(num_rows, name)
+
+    def _has_gate(self, num_rows: int, name: str) -> bool:
+        """Whether a kernel for more than few rows applies the gate to its sums."""
+        assert self._kernels is not None and self.fp8 is None
+        return self.bias is None and bool(self._kernels.gated_pays(num_rows, self.weight, name))
+
+    def gated(self, x: torch.Tensor, norm: Norm | None, name: str) -> torch.Tensor:
+        """name(gate) * up of norm(x), [T, out / ranks / 2], in the launch of a product whose two parts are gate and up."""
+        assert self._kernels is not None
+        if not self._has_gate(x.shape[0], name):
+            return self.few(x, norm, gated=name)
+        y: torch.Tensor = self._kernels.gated_linear(x if norm is None else norm(x), self.weight, name, pdl=True)
+        return y
+
+    def rehearse_gates(self, max_rows: int, name: str) -> None:
+        """Inside a rehearsal: have every kernel compiled that gated() of up to so many rows may take."""
+        if self._kernels is None or self.fp8 is not None or self.bias is not None:
+            return
+        for num_rows in self._kernels.gated_row_counts(self.weight, name, max_rows):
+            self.gated(self.weight.new_empty(num_rows, self.weight.shape[1]), None, name)
 
     def fill_weight(self, part: int, tensor: Weight) -> None:
         """`tensor` is the whole part, [out of the part, in]."""

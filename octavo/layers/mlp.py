@@ -73,19 +73,28 @@ class GatedMLP(nn.Module):
         native = self.gate_up.native
         if native is not None and native.can_gate(self._fused, self.gate_up.bias):
             return self.down(native.gated(x, self.norm, self._fused), residual)  # type: ignore[no-any-return]
-        if self._kernels is not None and self._fused and not self.gate_up.has_few(x, is_gated=True):
-            return self.down.after_gate(self.gate_up(x, self.norm), self._fused, residual)
-        out: torch.Tensor = self.down(self._inner(x), residual)
-        return out
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        inner: torch.Tensor
         if self._kernels is None or not self._fused:
             gate, up = self.gate_up(x, self.norm).chunk(2, dim=-1)
             inner = self._activation(gate) * up
+        elif self.gate_up.gates(x.shape[0], self._fused):
+            inner = self.gate_up.gated(x, self.norm, self._fused)
         else:
-            inner = self.gate_up.few(x, self.norm, gated=self._fused)
-        return inner
+            return self.down.after_gate(self.gate_up(x, self.norm), self._fused, residual)
+        out: torch.Tensor = self.down(inner, residual)
+        return out
+
+    def rehearse(self, max_rows: int) -> None:
+        """Inside a rehearsal: have the kernels compiled that only some numbers of rows take."""
+        if self._fused:
+            self.gate_up.rehearse_gates(max_rows, self._fused)
+
+
+def rehearse_gates(model: nn.Module, max_rows: int) -> None:
+    """Inside a rehearsal, for steps of up to so many tokens."""
+    # Layers of one shape take the same kernels.
+    mlps = (module for module in model.modules() if isinstance(module, GatedMLP))
+    for mlp in {mlp.gate_up.weight.shape: mlp for mlp in mlps}.values():
+        mlp.rehearse(max_rows)
 
 
 class MLP(nn.Module):

@@ -6,11 +6,13 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 from octavo.errors import ConfigError
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def families() -> list[str]:
@@ -101,6 +103,16 @@ def share(table: Mapping[str, Any], whole: str, parts: str) -> int:
     if size % count:
         raise ConfigError(f"{whole} is {size}, which is no multiple of {parts}, {count}: correct whichever is wrong")
     return size // count
+
+
+def sliding_layers(config: Mapping[str, Any], num_layers: int, is_sliding: Callable[[int], bool]) -> list[bool]:
+    """Which layers have a window: those that `layer_types` names, else the family's own choice by a layer's index."""
+    types = config.get("layer_types")
+    if types is None:
+        return [is_sliding(index) for index in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
+        raise ConfigError(f"layer_types must be a list of {num_layers} names, each {' or '.join(_LAYER_TYPES)}")
+    return [kind == "sliding_attention" for kind in types]
 
 
 def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:

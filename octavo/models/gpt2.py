@@ -18,8 +18,10 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
-from octavo.quants import Weight
+from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
+
+_OUTPUTS_FIRST = "weights_have_outputs_first"  # our name for what is so in GGUF files and in no other checkpoint
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -56,6 +58,7 @@ class Layer(nn.Module):
         self.attention = SelfAttention(index, spec, norm, context, qkv_bias=True, output_bias=True)
         act = config.get("activation_function", "gelu_new")
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context)
+        self.is_transposed = not config.get(_OUTPUTS_FIRST, False)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         x = self.attention(x, batch)
@@ -70,7 +73,7 @@ class Layer(nn.Module):
             | self.mlp.down.slots(f"{name}.mlp.c_proj")
         )
         for key, slot in slots.items():
-            if key.endswith(".weight"):
+            if key.endswith(".weight") and self.is_transposed:
                 slots[key] = _transposed(slot)
         norms = norm_slots(self.attention.norm, f"{name}.ln_1") | norm_slots(self.mlp.norm, f"{name}.ln_2")
         return slots | norms
@@ -135,6 +138,7 @@ def _with_prefix(name: str) -> str:
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "transformer.wte.weight",
     "position_embd.weight": "transformer.wpe.weight",
@@ -166,6 +170,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         "vocab_size": gguf_vocab_size(metadata, "gpt2.vocab_size"),
         "activation_function": "gelu_new",
         "tie_word_embeddings": "output.weight" not in tensors,
+        _OUTPUTS_FIRST: True,  # the converter turns them: they stay so, and packed
     }
 
 
@@ -179,8 +184,6 @@ def gguf_name(name: str) -> str | None:
     return f"transformer.h.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
 
 
-def gguf_fix(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
-    """Undo what the converter did: it turns the transposed weights of GPT-2 the usual way round. Rows do not stay whole."""
-    if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
-        return tensor.t()
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
+    """Nothing to undo."""
     return tensor

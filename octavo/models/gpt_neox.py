@@ -12,7 +12,6 @@ from octavo.batch import Batch
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
-from octavo.layers.linear import ColumnLinear
 from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
@@ -89,36 +88,15 @@ class Layer(nn.Module):
 
     def _qkv_slots(self, name: str) -> Slots:
         """One tensor in the checkpoint, head after head: its query's rows, its key's, its value's."""
-        qkv: ColumnLinear = self.attention.qkv
         head_size = self.attention.heads.head_size
 
-        def store_weight(tensor: Any) -> None:  # a Tensor or Quants
-            for part, weight in enumerate(_parts(tensor, head_size, self.rotated)):
-                qkv.fill_weight(part, weight)
+        def arranged(part: int, rows: Any) -> Any:
+            return rows if part == 2 else interleave(rows, head_size, self.rotated)
 
-        def store_bias(tensor: torch.Tensor) -> None:
-            for part, bias in enumerate(_parts(tensor, head_size, self.rotated)):
-                qkv.fill_bias(part, bias)
+        def by_head(slot: Slot) -> Slot:
+            return Slot(slot.shape, lambda tensor: slot.store(apart_by_kind(tensor, head_size)))
 
-        num_outputs = sum(qkv.part_sizes)
-        slots = {f"{name}.weight": Slot((num_outputs, qkv.in_features), store_weight)}
-        if qkv.bias is not None:
-            slots[f"{name}.bias"] = Slot((num_outputs,), store_bias)
-        return slots
-
-
-def _parts(fused: SameWeight, head_size: int, rotated: int) -> list[SameWeight]:
-    """The rows of q, of k and of v, in the order that attention has them."""
-    apart = apart_by_kind(fused, head_size)
-    q, k, v = (_third(apart, part) for part in range(3))
-    return [interleave(q, head_size, rotated), interleave(k, head_size, rotated), v]
-
-
-def _third(weight: SameWeight, part: int) -> SameWeight:
-    num_rows = weight.shape[0] // 3
-    if isinstance(weight, Quants):
-        return weight.narrow_rows(part * num_rows, num_rows)
-    return weight.narrow(0, part * num_rows, num_rows)
+        return {key: by_head(slot) for key, slot in self.attention.qkv.fused_slots(name, arranged).items()}
 
 
 def apart_by_kind(weight: SameWeight, head_size: int) -> SameWeight:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Gate
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slot, Slots, share
-from octavo.models import llama, number, positive
+from octavo.models import llama, number, positive, sliding_layers
 from octavo.models.mixtral import read_routing
 from octavo.quants import Quants, Weight
 from octavo.spec import ModelSpec
@@ -34,7 +33,6 @@ _DEFAULTS = {
     "max_position_embeddings": 131072,
 }
 _WINDOW, _ALPHA, _LIMIT = 128, 1.702, 7.0
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def _told(config: dict[str, Any]) -> dict[str, Any]:
@@ -55,12 +53,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 def windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """How far back each layer sees; 0: to the start. The first and every second after it, unless it is told otherwise."""
     window = positive(config, "sliding_window", _WINDOW)
-    types = config.get("layer_types")
-    if types is None:
-        return tuple(0 if index % 2 else window for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
-        raise ConfigError(f"layer_types must be a list of {num_layers} names, each {' or '.join(_LAYER_TYPES)}")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    return tuple(window * has_one for has_one in sliding_layers(config, num_layers, lambda index: index % 2 == 0))
 
 
 def routing(config: dict[str, Any]) -> Routing:

@@ -297,6 +297,13 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], archite
     attention, width = f"{architecture}.attention", f"{architecture}.embedding_length"
     num_heads = positive(metadata, f"{attention}.head_count")
     head_size = _head_size(metadata, f"{attention}.key_length", width, f"{attention}.head_count")
+    if positive(metadata, f"{attention}.value_length", head_size) != head_size:
+        raise ConfigError(f"{attention}.value_length is not its key_length, {head_size}, which is not supported")
+    if number(metadata, f"{architecture}.expert_count", 0) and "blk.0.ffn_up.weight" not in tensors:
+        raise ConfigError(
+            f"{architecture}.expert_count says that this model has experts, which are not read from GGUF files of this "
+            "architecture: pass a folder with safetensors"
+        )
     return {
         "model_type": architecture,
         "hidden_size": positive(metadata, width),
@@ -311,15 +318,18 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], archite
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "rope_parameters": _gguf_rope(metadata, architecture),
+        "rope_parameters": _gguf_rope(metadata, architecture, head_size),
     }
 
 
-def _gguf_rope(metadata: dict[str, Any], architecture: str) -> dict[str, Any]:
+def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> dict[str, Any]:
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": number(metadata, f"{architecture}.rope.freq_base", 10000.0),
     }
+    num_rotated = positive(metadata, f"{architecture}.rope.dimension_count", head_size)
+    if num_rotated != head_size:  # a family that can do it is told, and others refuse it
+        rope["partial_rotary_factor"] = num_rotated / head_size
     scaling = f"{architecture}.rope.scaling"
     kind = metadata.get(f"{scaling}.type", "none")
     factor = number(metadata, f"{scaling}.factor", 0.0) or number(metadata, f"{architecture}.rope.scale_linear", 0.0)

@@ -5,15 +5,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.rope import rope_settings
-from octavo.models import llama, number, positive
+from octavo.models import llama, number, positive, sliding_layers
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _WINDOW = 4096  # where config.json asks for one and does not say how wide; null says that there is none
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -39,13 +37,8 @@ def windows(config: dict[str, Any], num_layers: int) -> list[int]:
     if not config.get("use_sliding_window") or config.get("sliding_window", _WINDOW) is None:
         return [0] * num_layers
     window = positive(config, "sliding_window", _WINDOW)
-    types = config.get("layer_types")
-    if types is None:
-        first = number(config, "max_window_layers", 28)
-        return [window if index >= first else 0 for index in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or any(kind not in _LAYER_TYPES for kind in types):
-        raise ConfigError(f"layer_types must be a list of {num_layers} names, each {' or '.join(_LAYER_TYPES)}")
-    return [window if kind == "sliding_attention" else 0 for kind in types]
+    first = number(config, "max_window_layers", 28)
+    return [window * has_window for has_window in sliding_layers(config, num_layers, lambda index: index >= first)]
 
 
 class Layer(llama.Layer):

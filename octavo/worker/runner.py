@@ -20,6 +20,7 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
+from octavo.layers.mlp import rehearse_gates
 from octavo.layers.model import DecoderModel
 from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan
 from octavo.models import load_family
@@ -184,6 +185,7 @@ class Runner:
             ):
                 self._try(tokens, rows, rows > 1, prefix_len)
                 self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
+            rehearse_gates(self.model, num_tokens)
             for size in _REHEARSED_SIZES:
                 if self.graphs is not None and size <= self.limits.max_num_seqs:
                     self.graphs.rehearse(size, is_shared=False)

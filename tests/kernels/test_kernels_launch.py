@@ -17,7 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels import activation, launch, norm, paged_prefill, paged_prefill_hopper, rotation, turn
+from octavo.kernels import activation, gated_hopper, launch, norm, paged_prefill, paged_prefill_hopper, rotation, turn
+from octavo.kernels.gated import TILES, choose_tile
 from octavo.kernels.launch import Descriptors, Launcher
 from octavo.kernels.rehearse import rehearsal
 
@@ -27,6 +28,7 @@ of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its
 LAUNCHERS = [
     norm._launch_rms_norm, activation._launch_gate_mul, turn._launch_turn, rotation._launch_rotation,
     paged_prefill._launch_prefill, paged_prefill_hopper._launch_prefill,
+    gated_hopper._launch_product,
 ]  # fmt: skip
 
 
@@ -285,6 +287,23 @@ def test_prefill_gets_the_same_as_through_triton(gpu, monkeypatch, is_whole, is_
         base = heads.data_ptr()
         expected = [base, base if is_whole else pages.data_ptr()] if is_specialised else [base] if is_whole else []
         assert maps[-2:] == [expected, expected]
+
+
+@of_process
+def test_gated_products_get_the_same_as_through_triton(gpu, monkeypatch):
+    monkeypatch.setattr(gated_hopper, "starts_early", lambda device: True)
+    weight = torch.zeros(2 * 3072, 1024, dtype=torch.bfloat16)
+    for num_rows in (33, 64, 130, 256, 500, 1024, 2000):
+        x, made = torch.zeros(num_rows, 1024).bfloat16(), torch.zeros(num_rows, 3072).bfloat16()
+        tile = choose_tile(num_rows, 3072, 132)
+
+        def call(x=x, tile=tile):
+            gated_hopper.product(x, weight, "silu", tile, 132, True)
+
+        with pytest.MonkeyPatch.context() as inner, monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", lambda shape, made=made, **_: made)  # results lie where they lay
+            check(inner, call)
+    assert gpu.num_loaded <= len(TILES)  # numbers of rows have no kernels of their own
 
 
 def test_copied_descriptors_are_those_that_triton_makes():

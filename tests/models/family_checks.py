@@ -31,15 +31,23 @@ def weights_of(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, tensor.clone()
 
 
-def check_logits(reference: PreTrainedModel, folder: Path, changes: dict[str, Any] | None = None) -> None:
-    """By torch and by the native kernels. `changes`: what config.json says otherwise than transformers writes it."""
+def torch_backend(config: dict[str, Any]) -> str:
+    """Which of the backends written in torch takes the model: the fast one has neither windows nor soft caps."""
+    spec = load_family(config["model_type"]).spec(config)
+    return "reference" if spec.has_window or spec.has_softcap else "torch_cpu"
+
+
+def check_logits(
+    reference: PreTrainedModel, folder: Path, changes: dict[str, Any] | None = None, max_len: int = 0
+) -> None:
+    """By torch and by the native kernels. `changes`: what config.json says otherwise than transformers writes it.
+    `max_len`: that of a server, where it is not the model's."""
     checkpoint = saved(reference, folder)
     config = {key: value for key, value in (checkpoint.config | (changes or {})).items() if value is not ...}
     sequences = prompts(seed=7)
     expected = [reference_logits(reference, tokens) for tokens in sequences]
-    has_window = load_family(config["model_type"]).spec(config).has_window
-    for backend in ("reference" if has_window else "torch_cpu", "native_cpu"):
-        ours, store = build_from(config, weights_of(checkpoint), backend)
+    for backend in (torch_backend(config), "native_cpu"):
+        ours, store = build_from(config, weights_of(checkpoint), backend, max_len=max_len)
         for found, logits in zip(walk(ours, store, sequences, seed=3), expected, strict=True):
             assert logits.std() > 0.1, "logits too flat to tell anything"
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
@@ -58,11 +66,11 @@ def check_ranks(reference: PreTrainedModel, folder: Path) -> None:
     """Two ranks compute what one does, and hold little more than half of the weights each."""
     checkpoint = saved(reference, folder)
     weights = dict(weights_of(checkpoint))
-    backend = "reference" if load_family(checkpoint.config["model_type"]).spec(checkpoint.config).has_window else ""
-    ours, store = build_from(checkpoint.config, iter(weights.items()), backend or "torch_cpu")
+    backend = torch_backend(checkpoint.config)
+    ours, store = build_from(checkpoint.config, iter(weights.items()), backend)
     sequences = prompts(seed=13, lengths=(1, 9, 21))
     logits, tokens = walk(ours, store, sequences, seed=2), greedy(ours, store, sequences, 8)
-    for rank in run_ranks(folder, 2, checkpoint.config, weights, sequences, backend or "torch_cpu"):
+    for rank in run_ranks(folder, 2, checkpoint.config, weights, sequences, backend):
         for found, expected in zip(rank["logits"], logits, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert rank["tokens"] == tokens

@@ -1,0 +1,143 @@
+"""Gemma 2: a Llama with a norm after attention and MLP too, norm weights around 0, soft caps, and a window on every other layer.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.models import llama, number, positive, sliding_layers
+from octavo.quants import SameWeight
+from octavo.spec import ModelSpec
+
+# What a config.json may leave out.
+_DEFAULTS = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = _DEFAULTS | config
+    plain = plain_spec(config, "gemma2")
+    windows = windows_of(config, sliding_layers(config, plain.num_layers, lambda index: index % 2 == 0))
+    has_softcap = bool(number(config, "attn_logit_softcapping", 0.0))
+    return dataclasses.replace(plain, windows=windows, has_softcap=has_softcap)
+
+
+def windows_of(config: dict[str, Any], is_sliding: list[bool]) -> tuple[int, ...]:
+    window = 0 if config["sliding_window"] is None else positive(config, "sliding_window")
+    return tuple(window * has_window for has_window in is_sliding)
+
+
+def plain_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """What the generations of this family have in common."""
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention is set: a model that also looks ahead cannot write text")
+    scale(config)
+    number(config, "final_logit_softcapping", 0.0)
+    return dataclasses.replace(llama.spec(config), family=family)
+
+
+def scale(config: dict[str, Any]) -> float:
+    """What scores are multiplied by."""
+    divisor = number(config, "query_pre_attn_scalar", 256.0)
+    if not divisor:
+        raise ConfigError("query_pre_attn_scalar is 0: it must be a number above 0")
+    return float(divisor**-0.5)
+
+
+class Layer(llama.Layer):
+    norm_names = llama.NormNames(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )
+    norm_offset = 1.0
+
+    def __init__(
+        self,
+        index: int,
+        config: dict[str, Any],
+        spec: ModelSpec,
+        context: BuildContext,
+        *,
+        has_head_norms: bool = False,
+    ) -> None:
+        super().__init__(
+            index,
+            config | {"hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh", "mlp_bias": False},
+            spec,
+            context,
+            window=spec.windows[index],
+            softcap=number(config, "attn_logit_softcapping", 0.0),
+            scale=scale(config),
+            has_head_norms=has_head_norms,
+        )
+
+
+class Model(llama.Model):
+    layer_type: type[llama.Layer] = Layer
+    defaults: Mapping[str, Any] = _DEFAULTS
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        config = {**self.defaults, **config}
+        # Rounded to the model's type, as it was when the model was trained.
+        factor = torch.tensor(math.sqrt(spec.hidden_size), dtype=context.dtype).item()
+        softcap = number(config, "final_logit_softcapping", 0.0)
+        super().__init__(config, spec, context, embedding_factor=factor, logits_softcap=softcap)
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+_GGUF_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+_LARGEST_NUM_LAYERS = 46  # of the 27B
+
+
+def gguf_config(
+    metadata: dict[str, Any],
+    tensors: Mapping[str, object],
+    architecture: str = "gemma2",
+    largest_num_layers: int = _LARGEST_NUM_LAYERS,
+) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
+    No key says what scores are divided by: it is the size of a head, but for the largest model of a generation."""
+    config = llama.gguf_config(metadata, tensors, architecture)
+    divisor = config["head_dim"]
+    if config["num_hidden_layers"] == largest_num_layers:
+        divisor = config["hidden_size"] // config["num_attention_heads"]
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": divisor,
+        "sliding_window": positive(metadata, f"{architecture}.attention.sliding_window", 4096),
+        "attn_logit_softcapping": number(metadata, f"{architecture}.attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": number(metadata, f"{architecture}.final_logit_softcapping", 30.0),
+    }
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is not None and match[2] in _GGUF_NORMS:
+        return f"model.layers.{match[1]}.{_GGUF_NORMS[match[2]]}.weight"
+    return llama.gguf_name(name)
+
+
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
+    """Undo what the converter did: it adds the norms' 1 to their weights."""
+    return tensor - 1 if name.endswith("norm.weight") and isinstance(tensor, torch.Tensor) else tensor

@@ -1,0 +1,102 @@
+"""Gemma 3, the text models: a Gemma 2 without soft caps, with normed query and key heads, a window on five layers of six, and a
+rope of its own for those. Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.layers.rope import rope_settings
+from octavo.models import gemma2, llama, number, positive, sliding_layers
+from octavo.spec import ModelSpec
+
+# What a config.json may leave out.
+_DEFAULTS = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_PATTERN = 6  # the last of so many layers sees everything, where config.json does not say which
+_THETA, _LOCAL_THETA = 1e6, 1e4
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = _DEFAULTS | config
+    if config.get("attn_logit_softcapping") is not None:
+        raise ConfigError("attn_logit_softcapping is set: Gemma 3 has no soft cap for scores, remove it")
+    for kind in (_FULL, _SLIDING):
+        llama.check_rope(rope_config(config, kind))
+        rope_settings(rope_config(config, kind))
+    plain = gemma2.plain_spec(config | {"rope_parameters": None, "rope_scaling": None}, "gemma3_text")
+    return dataclasses.replace(plain, windows=gemma2.windows_of(config, local_layers(config, plain.num_layers)))
+
+
+def local_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have a window, and a rope of their own."""
+    pattern = positive(config, "sliding_window_pattern", _PATTERN)
+    return sliding_layers(config, num_layers, lambda index: (index + 1) % pattern != 0)
+
+
+def rope_config(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What is said of the rope of a kind of layers, as other families say it of all: under the kind in rope_parameters or,
+    before transformers 5, of those without a window in rope_scaling."""
+    told = config.get("rope_parameters") or {}
+    if not isinstance(told, dict):
+        raise ConfigError(f"rope_parameters must be an object with {_FULL} and {_SLIDING}")
+    is_full = kind == _FULL
+    return {
+        "rope_scaling": told.get(kind) or (config.get("rope_scaling") if is_full else None),
+        "rope_theta": number(config, *(("rope_theta", _THETA) if is_full else ("rope_local_base_freq", _LOCAL_THETA))),
+        "max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+class Layer(gemma2.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(index, config, spec, context, has_head_norms=True)
+
+
+class Model(gemma2.Model):
+    layer_type = Layer
+    defaults = _DEFAULTS
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(config, spec, context)
+        local = rope_settings(rope_config(_DEFAULTS | config, _SLIDING))
+        self.local_rope = self.make_rope(local, spec, context)
+        self._is_local = local_layers(config, spec.num_layers)
+
+    def rope_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        return rope_settings(rope_config(config, _FULL))
+
+    def rotations(self, positions: torch.Tensor) -> list[torch.Tensor | None]:
+        whole, local = self.rope.rotation(positions), self.local_rope.rotation(positions)
+        return [local if is_local else whole for is_local in self._is_local]
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+gguf_name = gemma2.gguf_name
+gguf_fix = gemma2.gguf_fix
+_LARGEST_NUM_LAYERS = 62  # of the 27B
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    config = gemma2.gguf_config(metadata, tensors, "gemma3", _LARGEST_NUM_LAYERS)
+    return config | {
+        "model_type": "gemma3_text",
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": number(metadata, "gemma3.final_logit_softcapping", 0.0),
+        "rope_parameters": {
+            _FULL: config["rope_parameters"] | {"rope_theta": number(metadata, "gemma3.rope.freq_base", _THETA)},
+            _SLIDING: {"rope_theta": number(metadata, "gemma3.rope.freq_base_swa", _LOCAL_THETA)},
+        },
+    }

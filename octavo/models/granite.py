@@ -1,0 +1,48 @@
+"""Granite: a Llama whose embeddings, scores, layers' outputs and logits are multiplied by numbers of its config.json.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import dataclasses
+from typing import Any
+
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.models import llama, number
+from octavo.spec import ModelSpec
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    for key in _MULTIPLIERS:
+        _above_zero(config, key)
+    return dataclasses.replace(llama.spec(config), family="granite")
+
+
+def _above_zero(config: dict[str, Any], key: str) -> float:
+    value = number(config, key, 1.0)
+    if not value:
+        raise ConfigError(f"{key} is {value}: it must be a number above 0")
+    return value
+
+
+class Layer(llama.Layer):
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(index, config, spec, context, scale=_above_zero(config, "attention_multiplier"))
+
+
+class Model(llama.Model):
+    """A layer's output is multiplied by m before it is added: x + m · f(norm(x)). Here all of x is divided by m instead, from
+    the embedding on, and nothing is multiplied: a norm takes the factor away, if its epsilon is divided by m² with the
+    squares that it is added to, and after the last norm there is none left."""
+
+    layer_type = Layer
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        multiplier = _above_zero(config, "residual_multiplier")
+        super().__init__(
+            config | {"rms_norm_eps": llama.epsilon(config) / multiplier**2},
+            spec,
+            context,
+            embedding_factor=_above_zero(config, "embedding_multiplier") / multiplier,
+            logits_factor=1.0 / _above_zero(config, "logits_scaling"),
+        )
