@@ -16,10 +16,12 @@ TRADE_BYTES = 4096  # where threads trade results before they are stored
 MAX_STAGES = 8
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-FEW_ROWS = 32  # up to here `few_rows` is faster
+FEW_ROWS = 8  # below, `few_rows` is faster
+READING_ROWS = 128  # up to here reading W decides
+MANY_ROWS = 4096  # beyond, cuBLAS has weights that are not small near the chip's limit
 # Outputs times K. cuBLAS and a gate of its own lose most where the product takes but a few µs.
 SMALL, LARGE = 1 << 23, 1 << 25
-LEAST_FULL = 0.84  # of the rounds: as full as those of the product that was measured
+LEAST_FULL = 0.84  # of the rounds' numbers that are results
 
 
 class Tile(NamedTuple):
@@ -71,8 +73,10 @@ _TILE_COST = 8192  # what a tile takes besides its products: as long as so many 
 
 @cache
 def choose_tile(num_rows: int, n: int, processors: int) -> Tile:
-    """All processors work on one tile each, round after round: the tiles that take the shortest, whatever K is. This
-    names the fastest of TILES, to within 3 %, wherever `benchmarks/kernels/gated.py` measured more than one of them."""
+    """All processors work on one tile each, round after round: the tiles that take the shortest, whatever K is. Where
+    reading W decides, small tiles keep more reads on their way."""
+    if num_rows <= TILES[0].block_m:
+        return TILES[0]
 
     def cost(tile: Tile) -> tuple[int, int, int]:
         rounds = -(-tile.num_tiles(num_rows, n) // processors)
@@ -83,18 +87,25 @@ def choose_tile(num_rows: int, n: int, processors: int) -> Tile:
 
 
 def pays(num_rows: int, n: int, k: int, processors: int) -> bool:
-    """Whether this beats the product by cuBLAS with a gate of its own, and `few_rows`, for n outputs: by 3 % at least on an
-    H200. Measured: 3072 outputs of 1024 (7 to 25 % from 64 rows to 8192) and 14336 of 4096 (4 % at 256 rows). What lies
-    between SMALL and LARGE was not."""
-    if num_rows <= FEW_ROWS:
+    """Whether this beats the product by cuBLAS with a gate of its own, and `few_rows`, for n outputs, by what
+    `benchmarks/kernels/gated.py` measured on an H200 for the shapes of 0.6B, 1.7B, 4B and 8B models."""
+    if num_rows < FEW_ROWS:
         return False
     if n * k <= SMALL:
         return True
-    if n * k < LARGE or not 192 < num_rows <= 256:
-        return False
+    if n * k < LARGE:
+        return num_rows <= READING_ROWS or (num_rows <= MANY_ROWS and _fullness(num_rows, n, processors) >= LEAST_FULL)
     # cuBLAS is near the chip's limits here, and what is won with the gate is soon lost in a round that is half empty.
-    tiles = choose_tile(num_rows, n, processors).num_tiles(num_rows, n)
-    return tiles >= LEAST_FULL * processors * -(-tiles // processors)
+    if num_rows <= READING_ROWS:
+        return num_rows > 32
+    return 192 < num_rows <= 256 and _fullness(num_rows, n, processors) >= LEAST_FULL
+
+
+def _fullness(num_rows: int, n: int, processors: int) -> float:
+    """Results over what all processors compute in whole rounds of whole tiles."""
+    tile = choose_tile(num_rows, n, processors)
+    rounds = -(-tile.num_tiles(num_rows, n) // processors)
+    return num_rows * n / (rounds * processors * tile.block_m * tile.outputs)
 
 
 @cache
