@@ -227,7 +227,7 @@ def resolve(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
         # A person who names a type wants the weights in it; only who leaves both open gets them as they come.
-        keeps_packed=on_cpu and config.model.dtype == AUTO and config.model.quantization == AUTO,
+        keeps_packed=config.model.dtype == AUTO and config.model.quantization == AUTO,
         max_model_len=_or(wanted, context_len),
         max_model_len_is_auto=wanted == AUTO,
         max_num_seqs=rows,

@@ -19,7 +19,8 @@ def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Lim
     ("device", "options", "keeps_packed"),
     [
         ("cpu", {}, True),
-        ("cuda", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"dtype": "bfloat16"}, False),
         ("cpu", {"dtype": "float32"}, False),
         ("cpu", {"dtype": "bfloat16"}, False),
         ("cpu", {"quantization": "none"}, False),
@@ -28,7 +29,7 @@ def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Lim
         ("cuda", {"quantization": "fp8"}, False),
     ],
 )
-def test_weights_stay_packed_on_a_cpu_where_nothing_else_is_asked_for(
+def test_weights_may_stay_packed_where_nothing_else_is_asked_for(
     device: str, options: dict[str, str], keeps_packed: bool
 ) -> None:
     assert resolved(device, **options).keeps_packed is keeps_packed

@@ -23,6 +23,9 @@ class BuildContext:
     native: Native | None = None  # the CPU's own kernels where they can run: then `dtype` is float32 …
     weight_dtype: torch.dtype = torch.float32  # … and weights that are not packed are held in this
     max_len: int = 0  # tokens that a request can have at most; 0: as many as the model was trained for
+    keeps_packed: bool = (
+        False  # weights that are packed in the checkpoint come so: a layer that cannot hold them decodes
+    )
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for a parameter of this rank."""

@@ -19,7 +19,9 @@ from octavo.kernels.cpu.library import PackedWeight
 from octavo.layers.context import BuildContext
 from octavo.layers.native import NativeWeight
 from octavo.layers.sharding import Slot, Slots, padded_share, plain, share, share_columns, share_size
-from octavo.quants import Weight
+from octavo.quants import Quants, Weight
+
+_GROUP = 32  # MXFP4 weights that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,35 @@ class _Packed(nn.Module):
         self.gate_up, self.down = NativeWeight.of_parts(context, 2), NativeWeight.of_parts(context)
 
 
+def _fill(target: torch.Tensor, scales: torch.Tensor | None, weight: Weight) -> None:
+    """`scales`: the target holds packed numbers, and these are what they are multiplied with."""
+    if scales is None:
+        target.copy_(plain(weight))
+        return
+    assert isinstance(weight, Quants) and weight.type == "MXFP4", "they were to be kept packed"
+    quants = weight.rows.reshape(len(target), -1, 1 + _GROUP // 2)  # a scale, then 16 bytes
+    scales.copy_(quants[:, :, 0])
+    target.copy_(quants[:, :, 1:].flatten(1))
+
+
 def _whole(weight: NativeWeight) -> PackedWeight:
     (packed,) = weight.packed  # gate and up come in the same form
     return packed
 
 
 class Experts(nn.Module):
-    """gate_up and down of every expert, in `members` where the CPU has kernels of its own, else in two tensors."""
+    """gate_up and down of every expert, in `members` where the CPU has kernels of its own, else in two tensors. `is_fp4`: they
+    come as MXFP4, and are kept so where a kernel multiplies them."""
 
     def __init__(
-        self, hidden_size: int, inner_size: int, num_experts: int, gate: Gate, context: BuildContext, bias: bool
+        self,
+        hidden_size: int,
+        inner_size: int,
+        num_experts: int,
+        gate: Gate,
+        context: BuildContext,
+        bias: bool,
+        is_fp4: bool = False,
     ) -> None:
         super().__init__()
         self.group = context.group
@@ -68,15 +89,28 @@ class Experts(nn.Module):
         self.inner_size = share_size(inner_size, context.group)
         self._is_first = context.group.rank == 0  # adds the residual and down's bias, which ranks must count once
         self._native = context.native
+        self._kernels = _kernels(context.device)
         held = 0 if context.native is not None else num_experts
-        self.gate_up = context.empty(held, 2 * self.inner_size, hidden_size)
-        self.down = context.empty(held, hidden_size, self.inner_size)
+        # A group of 32 weights cannot be cut: ranks that would have to hold decoded ones.
+        is_cut = hidden_size % _GROUP != 0 or self.inner_size % _GROUP != 0
+        self.holds_fp4 = is_fp4 and context.keeps_packed and self._kernels is not None and not is_cut
+        self.gate_up, self.gate_up_scales = self._room(held, 2 * self.inner_size, hidden_size, context)
+        self.down, self.down_scales = self._room(held, hidden_size, self.inner_size, context)
         self.gate_up_bias = context.empty(num_experts, 2 * self.inner_size) if bias else None
         self.down_bias = context.empty(num_experts, hidden_size) if bias and self._is_first else None
         self.has_bias = bias
         self.members = nn.ModuleList(_Packed(context) for _ in range(num_experts if held == 0 else 0))
         self._weights: ExpertWeights | None = None  # of the members, once they are filled
-        self._kernels = _kernels() if context.device.type == "cuda" else None
+
+    def _room(
+        self, num_experts: int, num_rows: int, width: int, context: BuildContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of [experts, rows, width] weights, and of the scales of packed ones."""
+        if not self.holds_fp4:
+            return context.empty(num_experts, num_rows, width), None
+        sizes = (num_experts, num_rows, width // 2), (num_experts, num_rows, width // _GROUP)
+        codes, scales = (torch.empty(size, dtype=torch.uint8, device=context.device) for size in sizes)
+        return codes, scales
 
     def forward(
         self, x: torch.Tensor, logits: torch.Tensor, num_chosen: int, is_normalised: bool, residual: torch.Tensor
@@ -88,8 +122,8 @@ class Experts(nn.Module):
             y = self._kernels.experts(
                 x,
                 self._kernels.plan(logits, num_chosen, is_normalised),
-                (self.gate_up, self.gate_up_bias),
-                (self.down, self.down_bias),
+                self._kernels.Weights(self.gate_up, self.gate_up_scales, self.gate_up_bias),
+                self._kernels.Weights(self.down, self.down_scales, self.down_bias),
                 (self.gate.alpha, self.gate.limit, self.gate.offset),
                 residual if self._is_first else None,
             )
@@ -135,8 +169,9 @@ class Experts(nn.Module):
         if self._native is not None:
             self._member(expert).gate_up.fill(part, padded_share(tensor, self.group))
         else:
-            first = part * self.inner_size
-            self.gate_up[expert, first : first + self.inner_size] = share(plain(tensor), 0, self.group)
+            rows = slice(part * self.inner_size, (part + 1) * self.inner_size)
+            scales = None if self.gate_up_scales is None else self.gate_up_scales[expert, rows]
+            _fill(self.gate_up[expert, rows], scales, padded_share(tensor, self.group))
 
     def fill_down(self, expert: int, tensor: Weight) -> None:
         """The whole down [hidden, inner]."""
@@ -144,7 +179,8 @@ class Experts(nn.Module):
         if self._native is not None:
             self._member(expert).down.fill(0, mine)
         else:
-            self.down[expert] = plain(mine)
+            scales = None if self.down_scales is None else self.down_scales[expert]
+            _fill(self.down[expert], scales, mine)
 
     def _member(self, expert: int) -> "_Packed":
         member = self.members[expert]
@@ -219,8 +255,8 @@ def can_group(dtype: torch.dtype, device_type: str) -> bool:
     return torch.equal(found, torch.cat((rows[:1], 2 * rows[1:])))
 
 
-def _kernels() -> ModuleType | None:
+def _kernels(device: torch.device) -> ModuleType | None:
     """By name: Triton may be missing."""
-    if importlib.util.find_spec("triton") is None:
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("octavo.kernels.experts")

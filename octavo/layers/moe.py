@@ -53,7 +53,8 @@ class Router(nn.Module):
 class SparseMLP(nn.Module):
     """x + Σ weight · down(gate(gate_up(norm(x)))) over the experts that are chosen for each token.
 
-    The inner width of every expert is split over ranks. `bias`: the router and the experts have them."""
+    The inner width of every expert is split over ranks. `bias`: the router and the experts have them.
+    `is_fp4`: the experts' weights come as MXFP4."""
 
     def __init__(
         self,
@@ -65,12 +66,13 @@ class SparseMLP(nn.Module):
         context: BuildContext,
         *,
         bias: bool = False,
+        is_fp4: bool = False,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.routing = routing
         self.router = Router(hidden_size, routing.num_experts, context, bias)
-        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias)
+        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias, is_fp4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""

@@ -66,6 +66,12 @@ def gate(config: dict[str, Any]) -> Gate:
     return Gate(number(config, "swiglu_alpha", _ALPHA), number(config, "swiglu_limit", _LIMIT), 1.0)
 
 
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether the experts are stored as MXFP4."""
+    quantised = config.get("quantization_config")
+    return isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+
+
 class Layer(llama.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         num_heads = spec.num_heads // context.group.size
@@ -74,15 +80,21 @@ class Layer(llama.Layer):
         self.sinks = sinks
         self.group = context.group
         self.num_heads = spec.num_heads
-        quantised = config.get("quantization_config")
-        self.is_packed = isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
+        self.is_packed = is_packed(config)
 
     def make_mlp(
         self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
     ) -> SparseMLP:
         assert norm is not None
         return SparseMLP(
-            spec.hidden_size, spec.intermediate_size, routing(config), gate(config), norm, context, bias=True
+            spec.hidden_size,
+            spec.intermediate_size,
+            routing(config),
+            gate(config),
+            norm,
+            context,
+            bias=True,
+            is_fp4=is_packed(config),
         )
 
     def slots(self, name: str) -> Slots:

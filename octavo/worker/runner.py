@@ -42,6 +42,7 @@ from octavo.worker.staging import Staging
 from octavo.worker.step import Step
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
+_GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
 _MAX_UNCOLLECTED = 2  # as executor.base says
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 _KV_DTYPES = {
@@ -128,6 +129,9 @@ class Runner:
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
         self._kernels = _kernels(self.device, dtype)
+        packing = "" if checkpoint.weights is None else checkpoint.weights.packing
+        has_kernels = self._native is not None or (self._kernels is not None and packing == _GPU_PACKING)
+        self._keeps_packed = self.limits.keeps_packed and has_kernels
         return BuildContext(
             self.group,
             dtype,
@@ -139,6 +143,7 @@ class Runner:
             self._native,
             self.weight_dtype,
             self.limits.max_model_len,
+            self._keeps_packed,
         )
 
     def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
@@ -341,10 +346,6 @@ class Runner:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
-
-    @property
-    def _keeps_packed(self) -> bool:
-        return self._native is not None and self.limits.keeps_packed
 
     def _offered_saving(self, dtype: torch.dtype) -> int:
         """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""

@@ -6,14 +6,17 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import experts as kernels
+from octavo.kernels.expert_plan import Tiles
+from octavo.kernels.experts import Weights
 from octavo.layers.experts import Gate, choose
+from octavo.quants import Quants
 
-TILES = kernels.Tiles(16, 32, 32, 4, 2)
+TILES = Tiles(16, 32, 32, 4, 2)
 
 
 def by_torch(x, chosen, weights, gate_up, down, gate, residual):
     """Pair by pair, in float64."""
-    (up_weight, up_bias), (down_weight, down_bias) = gate_up, down
+    (up_weight, _, up_bias), (down_weight, _, down_bias) = gate_up, down
     y = residual.double() if residual is not None else torch.zeros_like(x, dtype=torch.float64)
     for token in range(len(x)):
         for expert, share in zip(chosen[token].tolist(), weights[token].tolist(), strict=True):
@@ -75,8 +78,8 @@ def test_experts_equal_torch(dtype, bias, device):
     def some(*shape):
         return (torch.randn(shape, device=device) * 0.3).to(dtype)
 
-    gate_up = some(num_experts, 2 * inner, depth), some(num_experts, 2 * inner) if bias else None
-    down = some(num_experts, depth, inner), some(num_experts, depth) if bias else None
+    gate_up = Weights(some(num_experts, 2 * inner, depth), None, some(num_experts, 2 * inner) if bias else None)
+    down = Weights(some(num_experts, depth, inner), None, some(num_experts, depth) if bias else None)
     for num_tokens in (1, 30):
         x, residual = some(num_tokens, depth) * 4, some(num_tokens, depth) if bias else None
         plan = kernels.plan(some(num_tokens, num_experts).float() * 9, 2, True, TILES)
@@ -95,7 +98,7 @@ def test_a_row_has_the_same_bits_in_any_company(device):
 
     def run(rows):
         plan = kernels.plan(logits[rows], 2, False, TILES)
-        return kernels.experts(x[rows], plan, (gate_up, None), (down, None), (1.0, 0.0, 0.0), None)
+        return kernels.experts(x[rows], plan, Weights(gate_up), Weights(down), (1.0, 0.0, 0.0), None)
 
     together = run(slice(0, 40))
     assert torch.equal(run(slice(7, 8))[0], together[7])
@@ -106,7 +109,7 @@ def test_a_broken_row_stays_alone(device):
     torch.manual_seed(7)
     gate_up, down = torch.randn(3, 32, 16, device=device), torch.randn(3, 16, 16, device=device)
     x, logits = torch.randn(6, 16, device=device), torch.randn(6, 3, device=device)
-    weights = (gate_up, None), (down, None), (1.7, 0.5, 1.0)
+    weights = Weights(gate_up), Weights(down), (1.7, 0.5, 1.0)
     expected = kernels.experts(x, kernels.plan(logits, 2, True, TILES), *weights, None)
     x[2, 3] = logits[2, 1] = float("nan")
     found = kernels.experts(x, kernels.plan(logits, 2, True, TILES), *weights, None)
@@ -116,5 +119,31 @@ def test_a_broken_row_stays_alone(device):
 
 def test_no_tokens(device):
     plan = kernels.plan(torch.empty(0, 4, device=device), 2, True)
-    weights = (torch.empty(4, 8, 16, device=device), None), (torch.empty(4, 16, 4, device=device), None)
+    weights = Weights(torch.empty(4, 8, 16, device=device)), Weights(torch.empty(4, 16, 4, device=device))
     assert kernels.experts(torch.empty(0, 16, device=device), plan, *weights, (1.0, 0.0, 0.0), None).shape == (0, 16)
+
+
+def test_weights_of_four_bits_are_decoded_exactly(device):
+    """In bfloat16, which holds each of them, the sums of one product are those over the decoded weights."""
+    generator = torch.Generator().manual_seed(8)
+    num_experts, depth, inner = 3, 96, 64
+
+    def packed(num_rows, width):
+        quants = torch.randint(
+            0, 256, (num_experts * num_rows, width // 32, 17), dtype=torch.uint8, generator=generator
+        )
+        quants[:, :, 0] = torch.randint(122, 126, quants.shape[:2], dtype=torch.uint8, generator=generator)
+        quants[0, 0, 0] = 0  # the least scale there is
+        decoded = Quants("MXFP4", quants.flatten(1)).dequantise().view(num_experts, num_rows, width)
+        codes = quants[:, :, 1:].reshape(num_experts, num_rows, width // 2).to(device)
+        scales = quants[:, :, 0].contiguous().view(num_experts, num_rows, width // 32).to(device)
+        return Weights(codes, scales), Weights(decoded.to(device, torch.bfloat16))
+
+    (gate_up, plain_gate_up), (down, plain_down) = packed(2 * inner, depth), packed(depth, inner)
+    x = torch.randn(21, depth, generator=generator).to(device, torch.bfloat16)
+    plan = kernels.plan(torch.randn(21, num_experts, generator=generator).to(device), 2, True, TILES)
+    gate = (1.7, 7.0, 1.0)
+    found = kernels.experts(x, plan, gate_up, down, gate, None)
+    expected = kernels.experts(x, plan, plain_gate_up, plain_down, gate, None)
+    assert expected.float().std() > 0.1
+    torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)

@@ -8,10 +8,11 @@ import torch
 
 from octavo.attention.reference import ReferenceAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate, choose, grouped_product, padded_product
+from octavo.layers.experts import Experts, Gate, choose, grouped_product, padded_product
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.parallel import Group
+from octavo.quants import Quants
 from tests.native import native
 
 CPU = torch.device("cpu")
@@ -181,3 +182,39 @@ def test_choosing_breaks_ties_by_number_and_keeps_the_shares() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
     _, weights = choose(logits, 2, is_normalised=False)
     torch.testing.assert_close(weights, logits.softmax(-1)[:, 1:3])
+
+
+def test_experts_of_four_bits_are_held_as_they_come_where_a_kernel_multiplies_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU's way, in Triton's interpreter: against the same numbers decoded."""
+    pytest.importorskip("triton")
+    from octavo.kernels import experts as kernels
+    from tests.interpreter import mend
+
+    mend(monkeypatch)
+    generator = torch.Generator().manual_seed(12)
+    context = BuildContext(Group.single(), torch.float32, CPU, ReferenceAttention(), 16, keeps_packed=True)
+    decoded = Experts(64, 32, 3, SILU, context, False, is_fp4=True)
+    monkeypatch.setattr("octavo.layers.experts._kernels", lambda device: kernels)
+    packed = Experts(64, 32, 3, SILU, context, False, is_fp4=True)
+    assert (decoded.holds_fp4, packed.holds_fp4) == (False, True)
+
+    def random_quants(num_rows: int, width: int) -> Quants:
+        quants = torch.randint(0, 256, (num_rows, width // 32, 17), dtype=torch.uint8, generator=generator)
+        quants[:, :, 0] = 124
+        return Quants("MXFP4", quants.flatten(1))
+
+    for expert in range(3):
+        for part in range(2):
+            weight = random_quants(32, 64)
+            decoded.fill_gate_up(expert, part, weight)
+            packed.fill_gate_up(expert, part, weight)
+        weight = random_quants(64, 32)
+        decoded.fill_down(expert, weight)
+        packed.fill_down(expert, weight)
+    assert packed.gate_up.nbytes * 8 == decoded.gate_up.nbytes
+    x, logits = torch.randn(9, 64, generator=generator), torch.randn(9, 3, generator=generator)
+    found, expected = (made(x, logits, 2, True, torch.zeros(9, 64)) for made in (packed, decoded))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
