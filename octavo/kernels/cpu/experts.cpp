@@ -11,6 +11,8 @@ namespace octavo {
 namespace {
 
 constexpr int64_t kLine = 64;
+// Tokens below which waking the others costs more than it saves, where little is done for each.
+constexpr int64_t kFewTokens = 8;
 // Rows of one expert from which on all threads prepare them together; fewer go to one thread, and other experts to others.
 constexpr int64_t kWorthSharing = 16;
 
@@ -30,6 +32,15 @@ struct Room {
   void* prepared;      // one product's activations
   int64_t num_bytes;
 };
+
+template <typename Body>
+void for_tokens(Threads* threads, int64_t count, Body body) {
+  const auto all = [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) body(token);
+  };
+  if (count < kFewTokens) all(0, count);
+  else parallel_for(threads, count, all);
+}
 
 bool is_fused(const OctavoExperts& call) {
   const OctavoProduct& product = call.gate_up[0];
@@ -178,13 +189,11 @@ void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tok
   const OctavoExperts& c = *call;
   if (num_tokens == 0) return;
   const Room room = room_of(c, num_tokens);
-  parallel_for(threads, num_tokens, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) {
-      const float* logits = c.logits + token * c.logits_stride;
-      float* weights = room.weights + token * c.num_chosen;
-      choose(logits, c.num_experts, c.num_chosen, room.chosen + token * c.num_chosen, weights);
-      weigh(c, logits, weights);
-    }
+  for_tokens(threads, num_tokens, [&](int64_t token) {
+    const float* logits = c.logits + token * c.logits_stride;
+    float* weights = room.weights + token * c.num_chosen;
+    choose(logits, c.num_experts, c.num_chosen, room.chosen + token * c.num_chosen, weights);
+    weigh(c, logits, weights);
   });
   const int64_t num_used = sort_pairs(c, room, num_tokens);
   prepare(threads, room, num_used, c.gate_up[0].kind, room.rows, c.depth, [&](int64_t place) {
@@ -199,7 +208,5 @@ void octavo_experts(Threads* threads, const OctavoExperts* call, int64_t num_tok
     gate_row(gate, gate + c.inner, c.alpha, c.limit, c.offset, c.inner, room.inner + place * c.inner);
   });
   multiply(threads, room, num_used, c.down, room.rows, c.depth, OCTAVO_FINISH_PLAIN);
-  parallel_for(threads, num_tokens, [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) combine(c, room, token);
-  });
+  for_tokens(threads, num_tokens, [&](int64_t token) { combine(c, room, token); });
 }
