@@ -128,6 +128,20 @@ def test_two_ranks_equal_one(make: Any, changes: dict[str, Any], tmp_path: Path)
         assert rank["weights_bytes"] < 0.75 * ours.weights_bytes
 
 
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+def test_what_a_configuration_leaves_out_is_as_transformers_has_it(make: Any, tmp_path: Path) -> None:
+    """Rope, epsilon and, where the family has them, windows, biases and the gate."""
+    left_out = ("rope_parameters", "rms_norm_eps", "layer_types", "attention_bias", "swiglu_alpha", "sliding_window")
+    family = make.__name__
+    config = {key: value for key, value in (MIXTRAL if make is mixtral else GPT_OSS).items() if key not in left_out}
+    reference = make(**{"sliding_window": 128} if make is gpt_oss else {})
+    checkpoint = saved(reference, tmp_path)
+    ours, store = build_from(config | {"model_type": family}, weights_of(checkpoint), "native_cpu")
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    (logits,) = walk(ours, store, [tokens], seed=3)
+    torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+
+
 # ── weights of four bits ────────────────────────────────────────────────────────────────────────────
 
 
