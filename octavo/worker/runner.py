@@ -18,6 +18,7 @@ from octavo.config import Config, Limits
 from octavo.device import Device, pick
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
+from octavo.layers.experts import Experts
 from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
 from octavo.layers.mlp import rehearse_gates
@@ -107,6 +108,8 @@ class Runner:
         """The model, with room for its weights and none of them in it."""
         family = load_family(checkpoint.config["model_type"])
         self.model = family.Model(checkpoint.config, self.spec, context)
+        if context.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
+            self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
 
     def choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
         """Who computes, in which types: what the layers are built with."""
