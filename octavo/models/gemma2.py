@@ -1,18 +1,14 @@
-"""Gemma 2: a Llama with a norm after attention and MLP too, norm weights around 0, soft caps, and a window on every other layer.
+"""Gemma 2: a Gemma with a norm after attention and MLP too, soft caps for scores and logits, and a window on every other layer.
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.models import llama, number, positive, sliding_layers
-from octavo.quants import SameWeight
+from octavo.models import gemma, llama, number, positive, sliding_layers
 from octavo.spec import ModelSpec
 
 # What a config.json may leave out.
@@ -29,7 +25,8 @@ _DEFAULTS = {
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _DEFAULTS | config
-    plain = plain_spec(config, "gemma2")
+    plain = gemma.plain_spec(config, "gemma2")
+    check_numbers(config)
     windows = windows_of(config, sliding_layers(config, plain.num_layers, lambda index: index % 2 == 0))
     has_softcap = bool(number(config, "attn_logit_softcapping", 0.0))
     return dataclasses.replace(plain, windows=windows, has_softcap=has_softcap)
@@ -40,13 +37,9 @@ def windows_of(config: dict[str, Any], is_sliding: list[bool]) -> tuple[int, ...
     return tuple(window * has_window for has_window in is_sliding)
 
 
-def plain_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """What the generations of this family have in common."""
-    if config.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is set: a model that also looks ahead cannot write text")
+def check_numbers(config: dict[str, Any]) -> None:
     scale(config)
     number(config, "final_logit_softcapping", 0.0)
-    return dataclasses.replace(llama.spec(config), family=family)
 
 
 def scale(config: dict[str, Any]) -> float:
@@ -57,11 +50,10 @@ def scale(config: dict[str, Any]) -> float:
     return float(divisor**-0.5)
 
 
-class Layer(llama.Layer):
+class Layer(gemma.Layer):
     norm_names = llama.NormNames(
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
     )
-    norm_offset = 1.0
 
     def __init__(
         self,
@@ -74,7 +66,7 @@ class Layer(llama.Layer):
     ) -> None:
         super().__init__(
             index,
-            config | {"hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh", "mlp_bias": False},
+            config,
             spec,
             context,
             window=spec.windows[index],
@@ -84,21 +76,19 @@ class Layer(llama.Layer):
         )
 
 
-class Model(llama.Model):
+class Model(gemma.Model):
     layer_type: type[llama.Layer] = Layer
     defaults: Mapping[str, Any] = _DEFAULTS
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        config = {**self.defaults, **config}
-        # Rounded to the model's type, as it was when the model was trained.
-        factor = torch.tensor(math.sqrt(spec.hidden_size), dtype=context.dtype).item()
-        softcap = number(config, "final_logit_softcapping", 0.0)
-        super().__init__(config, spec, context, embedding_factor=factor, logits_softcap=softcap)
+        softcap = number({**self.defaults, **config}, "final_logit_softcapping", 0.0)
+        super().__init__(config, spec, context, logits_softcap=softcap)
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
 GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+gguf_fix = gemma.gguf_fix
 _GGUF_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -125,8 +115,8 @@ def gguf_config(
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": divisor,
         "sliding_window": positive(metadata, f"{architecture}.attention.sliding_window", 4096),
-        "attn_logit_softcapping": number(metadata, f"{architecture}.attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": number(metadata, f"{architecture}.final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": number(metadata, f"{architecture}.attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": number(metadata, f"{architecture}.final_logit_softcapping", 30.0) or None,
     }
 
 
@@ -136,8 +126,3 @@ def gguf_name(name: str) -> str | None:
     if match is not None and match[2] in _GGUF_NORMS:
         return f"model.layers.{match[1]}.{_GGUF_NORMS[match[2]]}.weight"
     return llama.gguf_name(name)
-
-
-def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Undo what the converter did: it adds the norms' 1 to their weights."""
-    return tensor - 1 if name.endswith("norm.weight") and isinstance(tensor, torch.Tensor) else tensor

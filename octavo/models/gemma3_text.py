@@ -10,7 +10,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.rope import rope_settings
-from octavo.models import gemma2, llama, number, positive, sliding_layers
+from octavo.models import gemma, gemma2, llama, number, positive, sliding_layers
 from octavo.spec import ModelSpec
 
 # What a config.json may leave out.
@@ -33,7 +33,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     for kind in (_FULL, _SLIDING):
         llama.check_rope(rope_config(config, kind))
         rope_settings(rope_config(config, kind))
-    plain = gemma2.plain_spec(config | {"rope_parameters": None, "rope_scaling": None}, "gemma3_text")
+    plain = gemma.plain_spec(config | {"rope_parameters": None, "rope_scaling": None}, "gemma3_text")
+    gemma2.check_numbers(config)
     return dataclasses.replace(plain, windows=gemma2.windows_of(config, local_layers(config, plain.num_layers)))
 
 
@@ -84,7 +85,7 @@ class Model(gemma2.Model):
 
 GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
 gguf_name = gemma2.gguf_name
-gguf_fix = gemma2.gguf_fix
+gguf_fix = gemma.gguf_fix
 _LARGEST_NUM_LAYERS = 62  # of the 27B
 
 
@@ -94,7 +95,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
     return config | {
         "model_type": "gemma3_text",
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": number(metadata, "gemma3.final_logit_softcapping", 0.0),
+        "final_logit_softcapping": number(metadata, "gemma3.final_logit_softcapping", 0.0) or None,
         "rope_parameters": {
             _FULL: config["rope_parameters"] | {"rope_theta": number(metadata, "gemma3.rope.freq_base", _THETA)},
             _SLIDING: {"rope_theta": number(metadata, "gemma3.rope.freq_base_swa", _LOCAL_THETA)},

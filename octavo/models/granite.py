@@ -2,6 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -46,3 +47,21 @@ class Model(llama.Model):
             embedding_factor=_above_zero(config, "embedding_multiplier") / multiplier,
             logits_factor=1.0 / _above_zero(config, "logits_scaling"),
         )
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+gguf_name = llama.gguf_name
+gguf_fix = llama.gguf_fix
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    config = llama.gguf_config(metadata, tensors, "granite")
+    return config | {
+        "embedding_multiplier": number(metadata, "granite.embedding_scale", 1.0),
+        "attention_multiplier": number(metadata, "granite.attention.scale", config["head_dim"] ** -0.5),
+        "residual_multiplier": number(metadata, "granite.residual_scale", 1.0),
+        "logits_scaling": number(metadata, "granite.logit_scale", 1.0),
+    }

@@ -78,6 +78,7 @@ class Model(llama.Model):
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__(_DEFAULTS | config, spec, context)
         settings = settings_of(_DEFAULTS | config)
+        self._num_pairs = rotated_size(settings, spec.head_size) // 2
         self._is_long = (context.max_len or spec.context_len) > (settings["original_max_position_embeddings"] or 0)
 
     def rope_settings(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +86,9 @@ class Model(llama.Model):
 
     def slots(self) -> Slots:
         slots = super().slots()
-        num_pairs = int(self.rope.frequencies.count_nonzero())
         for name, is_used in ((_LONG_FACTORS, self._is_long), (_SHORT_FACTORS, not self._is_long)):
             store = self._divide_frequencies if is_used else _leave
-            slots[name] = Slot((num_pairs,), store, is_optional=True)
+            slots[name] = Slot((self._num_pairs,), store, is_optional=True)
         return slots
 
     def _divide_frequencies(self, factors: torch.Tensor) -> None:

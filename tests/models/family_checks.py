@@ -10,13 +10,17 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM
+from octavo.attention.reference import ReferenceAttention
 from octavo.kernels.cpu.build import NoCompiler
+from octavo.layers.context import BuildContext
 from octavo.models import load_family
+from octavo.parallel import Group
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.exactness import check, greedy_references
 from tests.models.ranks import run_ranks
 from tests.models.walk import build_from, greedy, prompts, reference_greedy, reference_logits, walk
 from tests.native import native
+from tests.weights.gguf_writer import Packed, write_gguf
 
 
 def saved(reference: PreTrainedModel, folder: Path) -> Checkpoint:
@@ -46,11 +50,39 @@ def check_logits(
     config = {key: value for key, value in (checkpoint.config | (changes or {})).items() if value is not ...}
     sequences = prompts(seed=7)
     expected = [reference_logits(reference, tokens) for tokens in sequences]
+    check_outline(checkpoint, config)
     for backend in (torch_backend(config), "native_cpu"):
         ours, store = build_from(config, weights_of(checkpoint), backend, max_len=max_len)
         for found, logits in zip(walk(ours, store, sequences, seed=3), expected, strict=True):
             assert logits.std() > 0.1, "logits too flat to tell anything"
             torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+def check_outline(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
+    """The model can be built and filled where tensors have shapes and no numbers, as `octavo doctor` does it."""
+    family, place = load_family(config["model_type"]), torch.device("meta")
+    spec = family.spec(config)
+    context = BuildContext(Group.single(), torch.float32, place, ReferenceAttention(), 4)
+    family.Model(config, spec, context).load(checkpoint.tensors(place, torch.float32))
+
+
+def check_gguf(
+    reference: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    metadata: dict[str, Any],
+    folder: Path,
+    max_len: int = 0,
+) -> dict[str, Any]:
+    """A file of these weights, by their GGUF names, gives the reference's logits. → the configuration that is read from it."""
+    packed = [Packed(name, tuple(t.shape), "F32", t.numpy().tobytes()) for name, t in weights.items()]
+    checkpoint = open_checkpoint(write_gguf(folder / "tiny.gguf", metadata, packed))
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    expected = reference_logits(reference, tokens)
+    for backend in (torch_backend(checkpoint.config), "native_cpu"):
+        ours, store = build_from(checkpoint.config, weights_of(checkpoint), backend, max_len=max_len)
+        (logits,) = walk(ours, store, [tokens], seed=3)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    return checkpoint.config
 
 
 def check_greedy(reference: PreTrainedModel, folder: Path, num_steps: int = 64) -> None:

@@ -10,8 +10,9 @@ from transformers import GraniteConfig, GraniteForCausalLM, Olmo2Config, Olmo2Fo
 from octavo.errors import ConfigError
 from octavo.models import load_family
 from tests.models import checkpoints
-from tests.models.family_checks import check_engine, check_greedy, check_logits, check_ranks
-from tests.models.walk import build, prompts, reference_logits, walk
+from tests.models.family_checks import check_engine, check_gguf, check_greedy, check_logits, check_ranks
+from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
+from tests.models.walk import build, prompts, reference_logits, tensors, walk
 
 SIZES: dict[str, Any] = checkpoints.LLAMA | {"pad_token_id": 0}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "attention_multiplier": 0.15, "residual_multiplier": 0.22}
@@ -61,9 +62,9 @@ def test_greedy_steps_equal_the_reference(make: Any, tmp_path: Path) -> None:
     check_greedy(make(), tmp_path)
 
 
-@pytest.mark.parametrize("make", [granite, olmo2])
-def test_two_ranks_equal_one(make: Any, tmp_path: Path) -> None:
-    check_ranks(make(vocab_size=161), tmp_path)
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    """A norm over all heads is one over all ranks. Granite's ranks are a Llama's."""
+    check_ranks(olmo2(vocab_size=161), tmp_path)
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
@@ -84,6 +85,32 @@ def test_16_bit_logits_are_near(make: Any, dtype: torch.dtype) -> None:
         expected = reference_logits(reference, tokens)
         near = (0.05 if dtype == torch.bfloat16 else 0.01) * expected.std()
         assert (logits.float() - expected).abs().mean() < near
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def metadata_of(architecture: str, **more: Any) -> dict[str, Any]:
+    metadata = llama_metadata(architecture) | {"general.architecture": architecture}
+    more["attention__layer_norm_rms_epsilon"] = 0.05
+    return metadata | {f"{architecture}.{key.replace('__', '.')}": value for key, value in more.items()}
+
+
+def test_a_gguf_file_of_granite_equals_the_reference(tmp_path: Path) -> None:
+    reference = granite()
+    more = {"embedding_scale": 12.0, "attention__scale": 0.15, "residual_scale": 0.22, "logit_scale": 3.0}
+    weights = gguf_llama_weights(dict(tensors(reference)))
+    check_gguf(reference, weights, metadata_of("granite", **more), tmp_path)
+
+
+def test_a_gguf_file_of_olmo2_equals_the_reference(tmp_path: Path) -> None:
+    reference = olmo2()
+    names = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+    weights = dict(tensors(reference))
+    norms = {n: weights.pop(n) for n in list(weights) if n.split(".")[-2] in names}
+    found = gguf_llama_weights(weights, is_permuted=False)
+    found |= {f"blk.{n.split('.')[2]}.{names[n.split('.')[3]]}.weight": t for n, t in norms.items()}
+    check_gguf(reference, found, metadata_of("olmo2"), tmp_path)
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────────

@@ -4,17 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel, SmolLM3Config, SmolLM3ForCausalLM
 
 from octavo.errors import ConfigError
 from octavo.models import load_family
-from octavo.weights.checkpoint import open_checkpoint
 from tests.models import checkpoints
-from tests.models.family_checks import check_engine, check_greedy, check_logits, check_ranks
+from tests.models.family_checks import check_engine, check_gguf, check_greedy, check_logits, check_ranks
 from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
-from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
-from tests.weights.gguf_writer import Packed, write_gguf
+from tests.models.walk import tensors
 
 SIZES = checkpoints.LLAMA
 FOUR = {"num_hidden_layers": 4, "pad_token_id": 0}  # so that the last of every four layers is there
@@ -69,17 +66,9 @@ def test_the_engine_equals_the_reference(
 def test_gguf_smollm3_equals_the_reference(is_tied: bool, tmp_path: Path) -> None:
     reference = smollm3(tie_word_embeddings=is_tied)
     weights = {n: t for n, t in tensors(reference) if not (is_tied and n == "lm_head.weight")}
-    packed = [
-        Packed(name, tuple(tensor.shape), "F32", tensor.numpy().tobytes())
-        for name, tensor in gguf_llama_weights(weights).items()
-    ]
     metadata = llama_metadata("smollm3") | {"general.architecture": "smollm3", "smollm3.block_count": 4}
     metadata |= {"smollm3.rope.freq_base": 2e6}
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", metadata, packed))
-    ours, store = build_from(checkpoint.config, checkpoint.tensors("cpu", torch.float32))
-    (tokens,) = prompts(seed=3, lengths=(40,))
-    (logits,) = walk(ours, store, [tokens], seed=3)
-    torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+    check_gguf(reference, gguf_llama_weights(weights), metadata, tmp_path)
 
 
 # ── what is read of a configuration ─────────────────────────────────────────────────────────────────

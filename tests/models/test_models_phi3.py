@@ -9,12 +9,10 @@ from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from octavo.errors import ConfigError
 from octavo.models import load_family
-from octavo.weights.checkpoint import open_checkpoint
 from tests.models import checkpoints
-from tests.models.family_checks import check_engine, check_greedy, check_logits, check_ranks
+from tests.models.family_checks import check_engine, check_gguf, check_greedy, check_logits, check_ranks
 from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
-from tests.weights.gguf_writer import Packed, write_gguf
 
 SIZES: dict[str, Any] = checkpoints.LLAMA | {"hidden_size": 64, "pad_token_id": 0}  # heads of 16
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [1.5 + 0.7 * i for i in range(8)]
@@ -105,7 +103,6 @@ def test_a_gguf_file_equals_the_reference(original: dict[str, Any], max_len: int
             fused[f"blk.{name.split('.')[2]}.{names[place]}.weight"] = weights.pop(name)
     found = gguf_llama_weights(weights, is_permuted=False) | fused
     found |= {f"rope_factors_{kind}.weight": torch.tensor(PARTIAL[f"{kind}_factor"]) for kind in ("short", "long")}
-    packed = [Packed(name, tuple(t.shape), "F32", t.numpy().tobytes()) for name, t in found.items()]
     metadata = llama_metadata("phi3") | {
         "general.architecture": "phi3",
         "phi3.embedding_length": 64,
@@ -118,14 +115,8 @@ def test_a_gguf_file_equals_the_reference(original: dict[str, Any], max_len: int
     }
     metadata["phi3.rope.scaling.original_context_length"] = original["original_max_position_embeddings"]
     metadata["phi3.rope.scaling.attn_factor"] = reference.model.rotary_emb.attention_scaling
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", metadata, packed))
-    assert not load_family("phi3").spec(checkpoint.config).has_window
-    (tokens,) = prompts(seed=3, lengths=(40,))
-    for backend in ("torch_cpu", "native_cpu"):
-        weights_read = checkpoint.tensors("cpu", torch.float32)
-        ours, store = build_from(checkpoint.config, weights_read, backend, max_len=max_len)  # type: ignore[arg-type]
-        (logits,) = walk(ours, store, [tokens], seed=3)
-        torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+    config = check_gguf(reference, found, metadata, tmp_path, max_len)
+    assert not load_family("phi3").spec(config).has_window
 
 
 # ── what is read of a configuration, and what is refused ────────────────────────────────────────────

@@ -9,12 +9,10 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from octavo.errors import ConfigError
 from octavo.models import load_family
-from octavo.weights.checkpoint import open_checkpoint
 from tests.models import checkpoints
-from tests.models.ranks import run_ranks
+from tests.models.family_checks import check_gguf, check_greedy, check_logits, check_ranks
 from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
-from tests.models.walk import build, build_from, greedy, prompts, reference_greedy, reference_logits, tensors, walk
-from tests.weights.gguf_writer import Packed, write_gguf
+from tests.models.walk import build, build_from, prompts, reference_logits, tensors, walk
 
 SIZES = checkpoints.LLAMA
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -41,39 +39,21 @@ def qwen2(**changes: Any) -> PreTrainedModel:
     return checkpoints._randomised(Qwen2ForCausalLM(Qwen2Config(**(SIZES | changes))))
 
 
-def check_logits(reference: Any, backend: str, config: dict[str, Any] | None = None) -> None:
-    ours, store = build(reference, backend, config=config)
-    sequences = prompts(seed=7)
-    for tokens, logits in zip(sequences, walk(ours, store, sequences, seed=3), strict=True):
-        expected = reference_logits(reference, tokens)
-        assert expected.std() > 0.1, "logits too flat to tell anything"
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
 @pytest.mark.parametrize("changes", PLAIN.values(), ids=PLAIN)
-def test_logits_equal_the_reference(changes: dict[str, Any], backend: str) -> None:
+def test_logits_equal_the_reference(changes: dict[str, Any], tmp_path: Path) -> None:
     reference = qwen2(**changes)
     assert reference.config.to_dict().get("attention_bias") is changes.get("attention_bias")
-    check_logits(reference, backend)
+    check_logits(reference, tmp_path)
 
 
 @pytest.mark.parametrize("changes", WINDOWED.values(), ids=WINDOWED)
-def test_logits_with_windows_equal_the_reference(changes: dict[str, Any]) -> None:
-    reference = qwen2(**changes)
-    config = reference.config.to_dict()
-    check_logits(reference, "reference", config)
-    if "layer_types" not in changes:  # as config.json files have it; transformers writes the list into its copy
-        del config["layer_types"]
-        check_logits(reference, "reference", config)
+def test_logits_with_windows_equal_the_reference(changes: dict[str, Any], tmp_path: Path) -> None:
+    # As config.json files have it: transformers writes the list of layer types into its copy.
+    check_logits(qwen2(**changes), tmp_path, None if "layer_types" in changes else {"layer_types": ...})
 
 
-def test_greedy_steps_equal_the_reference() -> None:
-    reference = qwen2()
-    ours, store = build(reference)
-    sequences = prompts(seed=5, lengths=(3, 18, 30))
-    expected = [reference_greedy(reference, tokens, 64) for tokens in sequences]
-    assert greedy(ours, store, sequences, 64) == expected
+def test_greedy_steps_equal_the_reference(tmp_path: Path) -> None:
+    check_greedy(qwen2(), tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.05), (torch.float16, 0.01)])
@@ -87,14 +67,7 @@ def test_16_bit_logits_are_near(dtype: torch.dtype, near: float) -> None:
 
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    reference = qwen2(tie_word_embeddings=True, vocab_size=161)
-    ours, store = build(reference)
-    sequences = prompts(seed=13, lengths=(1, 9, 21))
-    logits, tokens = walk(ours, store, sequences, seed=2), greedy(ours, store, sequences, 8)
-    for rank in run_ranks(tmp_path, 2, reference.config.to_dict(), dict(tensors(reference)), sequences):
-        for found, expected in zip(rank["logits"], logits, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-        assert rank["tokens"] == tokens
+    check_ranks(qwen2(tie_word_embeddings=True, vocab_size=161), tmp_path)
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,19 +77,11 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
 def test_a_gguf_file_equals_the_reference(is_tied: bool, tmp_path: Path) -> None:
     reference = qwen2(tie_word_embeddings=is_tied, rope_parameters=YARN)
     weights = {n: t for n, t in tensors(reference) if not (is_tied and n == "lm_head.weight")}
-    packed = [
-        Packed(name, tuple(tensor.shape), "F32", tensor.numpy().tobytes())
-        for name, tensor in gguf_llama_weights(weights, is_permuted=False).items()
-    ]
     metadata = llama_metadata("qwen2") | {"general.architecture": "qwen2", "qwen2.rope.freq_base": 1e6}
     metadata |= {"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}
     metadata |= {"qwen2.rope.scaling.original_context_length": 32}
-    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", metadata, packed))
-    assert checkpoint.config["tie_word_embeddings"] is is_tied
-    ours, store = build_from(checkpoint.config, checkpoint.tensors("cpu", torch.float32))
-    (tokens,) = prompts(seed=3, lengths=(40,))
-    (logits,) = walk(ours, store, [tokens], seed=3)
-    torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+    config = check_gguf(reference, gguf_llama_weights(weights, is_permuted=False), metadata, tmp_path)
+    assert config["tie_word_embeddings"] is is_tied
 
 
 # ── what is read of a configuration, and what is refused ────────────────────────────────────────────
