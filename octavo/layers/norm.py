@@ -57,7 +57,8 @@ class RMSNorm(Norm):
         self.kernels = context.native
         if context.native is not None:
             self.native = NativeNorm(self.weight, None, epsilon)
-        self.is_short = context.dtype == torch.float32 and context.device.type == "cpu" and context.native is None
+        by_torch = context.native is None and context.kernels is None
+        self.is_short = by_torch and context.dtype == torch.float32 and context.device.type == "cpu"
         self._floor = torch.tensor(math.sqrt(size * epsilon), dtype=context.dtype)
         self._offset, self._factor = offset, factor * (math.sqrt(size) if self.is_short else 1.0)
         self._gpu_kernels = context.kernels
