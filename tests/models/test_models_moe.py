@@ -21,16 +21,22 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo import LLM
+from octavo.attention.choose import choose
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.kernels.cpu.library import Kind
+from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.worker.native import WholeSteps, record
 from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
+from tests.models.batches import Store
 from tests.models.ranks import run_ranks
-from tests.models.walk import build_from, greedy, prompts, reference_greedy, reference_logits, walk
+from tests.models.walk import CPU, build_from, greedy, prompts, reference_greedy, reference_logits, walk
+from tests.native import native
+from tests.worker.test_worker_native import MAX_ROWS, MAX_TOKENS, last_logits
 
 SIZES = checkpoints.LLAMA
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
@@ -224,6 +230,42 @@ def test_the_engine_gives_the_reference_tokens(
         assert ("native CPU kernels (" in notes) is is_native
         assert "operation by operation" not in notes
         assert check(llm, references, "together") >= 3
+
+
+@pytest.mark.parametrize(("make", "quantization"), [(qwen3_moe, ""), (gpt_oss, "int8")])
+def test_whole_steps_give_a_request_the_same_bits_in_any_company(make: Any, quantization: str, tmp_path: Path) -> None:
+    checkpoint = saved(make(), tmp_path)
+    prompted = prompts(seed=8, lengths=(2, 40, 17, 1, 33))
+    found = []
+    for num_threads in (1, 3):
+        kernels, family = native(num_threads), load_family(checkpoint.config["model_type"])
+        spec = family.spec(checkpoint.config)
+        attention, _ = choose(spec, CPU, torch.float32, torch.float32, "native_cpu", kernels)
+        context = BuildContext(
+            Group.single(), torch.float32, CPU, attention, 4, quantization=quantization, native=kernels
+        )
+        model = family.Model(checkpoint.config, spec, context)
+        model.load(weights_of(checkpoint))
+        store = Store(spec, attention)
+        with torch.inference_mode():
+            steps = record(model, kernels, MAX_TOKENS, MAX_ROWS)
+        assert isinstance(steps, WholeSteps), steps
+        found.append([last_logits(steps, store, [tokens], [MAX_TOKENS])[0] for tokens in prompted])
+        found.append(last_logits(steps, store, prompted, [7, 1, 30]))
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_the_engine_says_what_decoding_experts_of_four_bits_costs(tmp_path: Path) -> None:
+    reference = gpt_oss(num_local_experts=16)
+    folder = pack_experts(reference, tmp_path)
+    references = greedy_references(reference, prompts(seed=5, lengths=(3, 18, 30)), 16)
+    with LLM(str(folder), dtype="float32", page_size=4, kv_cache_memory_bytes=2**20) as llm:
+        assert any("in the checkpoint (MXFP4)" in note for note in llm.report.notes)
+        assert check(llm, references, "decoded") >= 2
+    with LLM(str(folder), page_size=4, kv_cache_memory_bytes=2**20) as llm:
+        assert any("5 bits" in note for note in llm.report.notes), llm.report.notes
 
 
 # ── what is read of a configuration, and what is refused ────────────────────────────────────────────
