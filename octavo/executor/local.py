@@ -22,7 +22,7 @@ class LocalExecutor:
     def start(self) -> EngineReport:
         assert self._runner is not None, "closed"
         report = settle(self._config.cache, [self._runner.load()])
-        self._runner.allocate(report.num_pages, report.num_host_pages)
+        report.notes.extend(self._runner.allocate(report.num_pages, report.num_host_pages))
         return report
 
     def submit(self, plan: StepPlan) -> None:

@@ -13,6 +13,7 @@ import torch
 from octavo import config as settings
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
+from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
 from octavo.config import Config, Limits
 from octavo.device import Device, pick
@@ -208,8 +209,8 @@ class Runner:
         columns.lens += prefix_len
         self._compute(columns)
 
-    def allocate(self, num_pages: int, num_host_pages: int) -> None:
-        """Take the memory that the executor settled on; from now on steps can run."""
+    def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
+        """Take the memory that the executor settled on; from now on steps can run. → what there is to say of them."""
         limits, page_size = self.limits, self.config.cache.page_size
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             layers = self._stores(num_pages)
@@ -217,17 +218,20 @@ class Runner:
             self.attention.bind(layers, limits.max_num_seqs)
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
                 self._seat(min(limits.max_model_len, num_pages * page_size))
-                self._record()
+                return self._record()
+        return []
 
-    def _record(self) -> None:
+    def _record(self) -> list[str]:
         # Ranks talk to each other in the middle of a step, which no tape can hold.
         if self._native is None or self.config.model.enforce_eager or self.group.size > 1:
-            return
-        steps = record(self.model, self._native, self._most_tokens(), self.limits.max_num_seqs)
+            return []
+        steps: WholeSteps | str = f"attention is by {self.attention.name}"
+        if isinstance(self.attention, NativeCpuAttention):
+            steps = record(self.model, self._native, self._most_tokens(), self.limits.max_num_seqs)
         if isinstance(steps, str):
-            self._notes.append(f"steps run operation by operation: {steps}")
-        else:
-            self.steps = steps
+            return [f"steps run operation by operation: {steps}"]
+        self.steps = steps
+        return []
 
     def _stores(self, num_pages: int) -> list[torch.Tensor]:
         # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.

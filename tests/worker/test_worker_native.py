@@ -1,19 +1,28 @@
 """A request's logits are the same bits at any batch size, chunking and number of threads, whatever holds the weights."""
 
+import itertools
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo import LLM
 from octavo.attention.choose import choose
 from octavo.batch import Batch
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.worker.native import WholeSteps, record
+from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
 from tests.models.batches import Row, Store, make_batch
+from tests.models.test_models_gpt_neox import neox
+from tests.models.test_models_opt import opt
 from tests.models.walk import CPU, tensors
+from tests.models.walk import prompts as random_prompts
 from tests.native import native
 
 HELD = {
@@ -23,12 +32,14 @@ HELD = {
     "int4": (torch.float32, "int4"),
 }
 MAKERS = {"llama": checkpoints.llama, "qwen3": checkpoints.qwen3, "gpt2": checkpoints.gpt2}
+OTHERS = {"opt": opt, "gpt_neox": neox}  # built of the same operations: one case each
+KV_DTYPES = (torch.float32, torch.float16, torch.int8)
 MAX_TOKENS, MAX_ROWS = 64, 8
 
 
 def build(family_name: str, held: str, num_threads: int, kv_dtype: torch.dtype) -> tuple[WholeSteps, Store]:
     kernels, (weight_dtype, quantization) = native(num_threads), HELD[held]
-    reference = MAKERS[family_name]()
+    reference = (MAKERS | OTHERS)[family_name]()
     config = reference.config.to_dict()
     family = load_family(config["model_type"])
     spec = family.spec(config)
@@ -69,9 +80,31 @@ def last_logits(steps: WholeSteps, store: Store, prompts: list[list[int]], chunk
     return [found[id(row)] for row in rows]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.int8], ids=["32 bits", "16 bits", "8 bits"])
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"head_dim": 320}, "attention is by torch_cpu"), ({"hidden_act": "relu"}, "torch computes ")],
+    ids=["wide heads", "activation"],
+)
+def test_what_cannot_be_recorded_runs_all_the_same_and_is_said(
+    changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    native()
+    reference = checkpoints.llama(**changes)
+    reference.save_pretrained(tmp_path)
+    references = greedy_references(reference, random_prompts(seed=5, lengths=(3, 18)), 12)
+    with LLM(str(tmp_path), kv_cache_memory_bytes=2**20) as llm:
+        assert f"steps run operation by operation: {told}" in " ".join(llm.report.notes)
+        assert check(llm, references, "unrecorded") == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "held", "kv_dtype"),
+    [
+        *itertools.product(MAKERS, HELD, KV_DTYPES),
+        ("opt", "bfloat16", torch.float16),
+        ("gpt_neox", "int8", torch.float32),
+    ],
+)
 def test_same_bits_whatever_the_company(family: str, held: str, kv_dtype: torch.dtype) -> None:
     builds = [build(family, held, num_threads, kv_dtype) for num_threads in (1, 2, 3)]
 
