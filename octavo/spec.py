@@ -27,7 +27,11 @@ class ModelSpec:
         """Some layer sees only the latest positions."""
         return any(self.windows)
 
+    def rank_kv_heads(self, tensor_parallel: int) -> int:
+        """KV heads that one rank holds. A single one, as of a model whose heads share it, is whole on every rank."""
+        return max(1, self.num_kv_heads // tensor_parallel)
+
     def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
         """Bytes one token's keys and values take on one rank, over all layers."""
-        heads = max(1, self.num_kv_heads // tensor_parallel)
+        heads = self.rank_kv_heads(tensor_parallel)
         return 2 * self.num_layers * heads * self.head_size * element_bytes

@@ -36,7 +36,7 @@ class NativeCpuAttention:
         """In numbers of the store's type: int8 pages are bytes."""
         if page_size > MAX_PAGE_SIZE:
             raise ConfigError(f"--block-size must be at most {MAX_PAGE_SIZE} with native CPU kernels, got {page_size}")
-        num_kv_heads = spec.num_kv_heads // tensor_parallel
+        num_kv_heads = spec.rank_kv_heads(tensor_parallel)
         self._page_size = page_size
         if self._is_int8:
             return (num_pages, page_bytes(num_kv_heads, spec.head_size, page_size, is_int8=True))

@@ -21,7 +21,7 @@ class ReferenceAttention:
         return None if kv_dtype.is_floating_point else f"its pages hold floating-point numbers, not {kv_dtype}"
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
-        return (num_pages, page_size, 2, spec.num_kv_heads // tensor_parallel, spec.head_size)
+        return (num_pages, page_size, 2, spec.rank_kv_heads(tensor_parallel), spec.head_size)
 
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
         self._kv = kv

@@ -63,7 +63,7 @@ class TorchCpuAttention:
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
-        return (num_pages, 2, spec.num_kv_heads // tensor_parallel, page_size, spec.head_size)
+        return (num_pages, 2, spec.rank_kv_heads(tensor_parallel), page_size, spec.head_size)
 
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
         _, _, self._num_kv_heads, self._page_size, head_size = kv[0].shape

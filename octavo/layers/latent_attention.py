@@ -1,0 +1,132 @@
+"""Attention over latents: the keys and values of all heads are products of one small vector of a token, which is what pages hold.
+Knows nothing of pages: the backend does.
+
+A head's key is up · latent beside a rotated part that all heads share; its value is another product of the latent. Nothing is
+unpacked: scores are (upᵀ · query) · latent, so each query is multiplied once, and what is attended to are the latents of a
+single KV head. A head is laid out [rotated | latent]; its value is [0 | latent], of which the second part is used."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from octavo.attention.base import LayerHeads
+from octavo.batch import Batch
+from octavo.layers.context import BuildContext
+from octavo.layers.linear import ColumnLinear, RowLinear
+from octavo.layers.native import NativeWeight
+from octavo.layers.norm import Norm, RMSNorm
+from octavo.layers.sharding import Slot
+from octavo.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    latent: int
+    rotated: int  # of a head's key, shared by all heads
+    plain: int  # … and what comes from the latent
+    value: int
+    query: int = 0  # the latent that queries come from; 0: none, they come from the hidden state
+
+
+class HeadProducts(nn.Module):
+    """A weight [outputs, inputs] for each head of this rank."""
+
+    def __init__(self, num_heads: int, num_outputs: int, num_inputs: int, context: BuildContext) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(_Member(context) for _ in range(num_heads if context.native is not None else 0))
+        self.weight = context.empty(0 if self.members else num_heads, num_outputs, num_inputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H, inputs] → [T, H, outputs]."""
+        if self.members:
+            # One by one: the kernels give a token the same bits whatever its company.
+            return torch.stack([member(x[:, head]) for head, member in enumerate(self.members)], dim=1)
+        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
+
+    def fill(self, head: int, tensor: torch.Tensor) -> None:
+        if self.members:
+            member = self.members[head]
+            assert isinstance(member, _Member)
+            member.native.fill(0, tensor.contiguous())
+        else:
+            self.weight[head] = tensor
+
+
+class _Member(nn.Module):
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.native = NativeWeight.of_parts(context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.native.product(x)
+
+
+class LatentAttention(nn.Module):
+    """x + attention(norm(x)). Heads are split over ranks; latents are whole on each. `bias`: of the products to latents and
+    of the output."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: ModelSpec,
+        sizes: LatentSizes,
+        norm: Norm,
+        alone: BuildContext,
+        context: BuildContext,
+        *,
+        scale: float,
+        epsilon: float,
+        bias: bool,
+    ) -> None:
+        """`alone`: the context of a rank that has no others, for what every rank holds whole."""
+        super().__init__()
+        assert spec.num_kv_heads == 1 and spec.head_size == sizes.rotated + sizes.latent
+        self.norm, self.sizes = norm, sizes
+        self.backend, self.group = context.attention, context.group
+        self.num_heads = spec.num_heads // context.group.size
+        width = spec.num_heads * (sizes.plain + sizes.rotated)
+        self.query_latent = ColumnLinear(spec.hidden_size, (sizes.query,), alone, bias=bias) if sizes.query else None
+        self.query_norm = RMSNorm(sizes.query, epsilon, context) if sizes.query else norm
+        self.query = ColumnLinear(sizes.query or spec.hidden_size, (width,), context)
+        self.latent = ColumnLinear(spec.hidden_size, (sizes.latent + sizes.rotated,), alone, bias=bias)
+        self.latent_norm = RMSNorm(sizes.latent, epsilon, context)
+        self.key_up = HeadProducts(self.num_heads, sizes.latent, sizes.plain, context)
+        self.value_up = HeadProducts(self.num_heads, sizes.value, sizes.latent, context)
+        self.output = RowLinear(spec.num_heads * sizes.value, spec.hidden_size, context, bias=bias)
+        self.heads = LayerHeads(index, self.num_heads, 1, spec.head_size, scale)
+
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], which may be changed."""
+        attended = self.backend.run(self.heads, self._laid_out(x), rotation, batch)
+        latents = attended.view(len(x), self.num_heads, -1)[..., self.sizes.rotated :]  # [T, H, latent]
+        out: torch.Tensor = self.output(self.value_up(latents).reshape(len(x), -1), x)
+        return out
+
+    def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
+        """→ [T, H + 2, D] as a backend takes them."""
+        sizes, num_heads, rotated = self.sizes, self.num_heads, self.sizes.rotated
+        before = x if self.query_latent is None else self.query_latent(x, self.norm)
+        queries = self.query(before, self.query_norm).view(len(x), num_heads, sizes.plain + rotated)
+        latents = self.latent(x, self.norm)  # [T, latent + rotated]
+        normed = self.latent_norm(latents[:, : sizes.latent].contiguous())
+        heads: torch.Tensor = queries.new_empty(len(x), num_heads + 2, rotated + sizes.latent)
+        heads[:, :num_heads, :rotated] = queries[..., sizes.plain :]
+        heads[:, :num_heads, rotated:] = self.key_up(queries[..., : sizes.plain])
+        heads[:, num_heads, :rotated] = latents[:, sizes.latent :]
+        heads[:, num_heads + 1, :rotated] = 0.0
+        heads[:, num_heads:, rotated:] = normed[:, None]
+        return heads
+
+    def up_slot(self) -> Slot:
+        """Of one tensor that holds both products with the latent, rows [heads, plain + value]."""
+        rows = self.num_heads * self.group.size * (self.sizes.plain + self.sizes.value)
+        return Slot((rows, self.sizes.latent), self._fill_up)
+
+    def _fill_up(self, tensor: torch.Tensor) -> None:
+        """Keys' is turned round: queries are multiplied by it."""
+        by_head = tensor.reshape(-1, self.sizes.plain + self.sizes.value, self.sizes.latent)
+        first = self.group.rank * self.num_heads
+        for head, rows in enumerate(by_head[first : first + self.num_heads]):
+            self.key_up.fill(head, rows[: self.sizes.plain].t())
+            self.value_up.fill(head, rows[self.sizes.plain :])

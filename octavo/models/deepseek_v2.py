@@ -1,0 +1,291 @@
+"""DeepSeek-V2: attention over latents, and experts of which some see every token and others those that a router sends them.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do.
+
+A page holds a token's latent as one KV head, and once more as its value: docs/decisions says what that costs."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, Head
+from octavo.layers.experts import Experts, Gate
+from octavo.layers.latent_attention import LatentAttention, LatentSizes
+from octavo.layers.mlp import GatedMLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.moe import Router
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import Rope, longest_len, rope_settings
+from octavo.layers.sharding import Slots, check_shares
+from octavo.models import llama, number, positive
+from octavo.parallel import Group
+from octavo.spec import ModelSpec
+
+_INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
+_NOT_CHOSEN = -1e30  # the logarithm of no weight at all
+DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 1.0,
+    "topk_method": "greedy",
+}
+_METHODS = ("greedy", "group_limited_greedy")
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = DEFAULTS | config
+    if config["topk_method"] not in _METHODS:
+        raise ConfigError(f"topk_method is {str(config['topk_method'])[:40]!r}: {' and '.join(_METHODS)} are supported")
+    routing(config, has_groups=config["topk_method"] != "greedy")
+    return common_spec(config, "deepseek_v2")
+
+
+def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
+    """Refused here rather than by a layer: only here does a refusal name the file."""
+    llama.epsilon(config)
+    llama.check_rope(config)
+    sizes = latent_sizes(config)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act is {str(config['hidden_act'])[:40]!r}: experts are supported with silu only")
+    positive(config, "moe_intermediate_size")
+    positive(config, "n_shared_experts")
+    return ModelSpec(
+        family=family,
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=positive(config, "hidden_size"),
+        num_heads=positive(config, "num_attention_heads"),
+        num_kv_heads=1,  # a latent has no heads
+        head_size=sizes.latent + sizes.rotated,
+        intermediate_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=positive(config, "max_position_embeddings"),
+        longest_len=longest_len(rope_settings(config)),
+    )
+
+
+def latent_sizes(config: dict[str, Any]) -> LatentSizes:
+    for key in ("kv_lora_rank", "qk_rope_head_dim"):
+        if positive(config, key) % 2:
+            raise ConfigError(f"{key} is {config[key]}: it must be even, rotary positions turn pairs")
+    return LatentSizes(
+        latent=positive(config, "kv_lora_rank"),
+        rotated=positive(config, "qk_rope_head_dim"),
+        plain=positive(config, "qk_nope_head_dim"),
+        value=positive(config, "v_head_dim"),
+        query=0 if config["q_lora_rank"] is None else positive(config, "q_lora_rank"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routing:
+    num_experts: int
+    num_chosen: int
+    factor: float  # what the chosen ones' weights are multiplied by
+    num_groups: int = 1
+    num_chosen_groups: int = 1  # the chosen experts are of these
+
+
+def routing(config: dict[str, Any], has_groups: bool) -> Routing:
+    found = Routing(
+        positive(config, "n_routed_experts"),
+        positive(config, "num_experts_per_tok"),
+        number(config, "routed_scaling_factor", 1.0),
+        positive(config, "n_group") if has_groups else 1,
+        positive(config, "topk_group") if has_groups else 1,
+    )
+    size = found.num_experts // found.num_groups
+    if found.num_experts % found.num_groups or not 1 <= found.num_chosen_groups <= found.num_groups:
+        raise ConfigError(
+            f"n_routed_experts {found.num_experts} must split into n_group {found.num_groups} groups, of which "
+            f"topk_group {found.num_chosen_groups} are chosen: correct whichever is wrong"
+        )
+    if found.num_chosen > size * found.num_chosen_groups:
+        raise ConfigError(
+            f"num_experts_per_tok is {found.num_chosen}, more than the {size * found.num_chosen_groups} experts to choose from"
+        )
+    return found
+
+
+class SharedAndRouted(nn.Module):
+    """x + shared(norm(x)) + Σ weight · expert(norm(x))."""
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext) -> None:
+        super().__init__()
+        self.norm = norm
+        self.routing = self.read_routing(config)
+        inner_size = positive(config, "moe_intermediate_size")
+        shared = inner_size * positive(config, "n_shared_experts")
+        self.shared = GatedMLP(spec.hidden_size, shared, "silu", norm, context)
+        self.router = Router(spec.hidden_size, self.routing.num_experts, context, bias=False)
+        self.experts = Experts(spec.hidden_size, inner_size, self.routing.num_experts, Gate(), context, bias=False)
+
+    def read_routing(self, config: dict[str, Any]) -> Routing:
+        return routing(config, has_groups=config["topk_method"] != "greedy")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], which may be changed."""
+        normed = self.norm(x)
+        chosen, weights = self.choose(self.router(normed).float())  # [T, K] each
+        # The experts' layer makes weights of logits, and theirs add up to 1: it is given logarithms, and their sum comes after.
+        logits = torch.full((len(x), self.routing.num_experts), _NOT_CHOSEN, device=x.device)
+        logits.scatter_(1, chosen, weights.log().clamp_(min=_NOT_CHOSEN / 2))
+        routed = self.experts(normed, logits, self.routing.num_chosen, True, torch.zeros_like(x))
+        routed = routed.mul_(weights.sum(dim=-1, keepdim=True))
+        out: torch.Tensor = self.shared(x).add_(routed)
+        return out
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [T, E] → the experts of each token and their weights, [T, K]. Groups go by their best expert."""
+        scores = logits.softmax(dim=-1)
+        best = self._by_group(scores).amax(dim=-1)
+        weights, chosen = self._within(best, scores, 0.0).topk(self.routing.num_chosen, dim=-1)
+        return chosen, weights * self.routing.factor
+
+    def _by_group(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.view(len(scores), self.routing.num_groups, -1)
+
+    def _within(self, of_groups: torch.Tensor, scores: torch.Tensor, otherwise: float) -> torch.Tensor:
+        """scores [T, E], but `otherwise` for experts that are not of the groups with the largest numbers."""
+        groups = of_groups.topk(self.routing.num_chosen_groups, dim=-1).indices
+        is_other = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, groups, False)
+        return self._by_group(scores).masked_fill(is_other[:, :, None], otherwise).view(scores.shape)
+
+    def slots(self, name: str) -> Slots:
+        slots = self.router.slots(f"{name}.gate")
+        slots |= mlp_slots(self.shared, f"{name}.shared_experts")
+        for index in range(self.routing.num_experts):
+            expert = f"{name}.experts.{index}"
+            slots |= self.experts.slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
+        return slots
+
+
+def mlp_slots(mlp: GatedMLP, name: str) -> Slots:
+    return mlp.gate_up.slots(f"{name}.gate_proj", f"{name}.up_proj") | mlp.down.slots(f"{name}.down_proj")
+
+
+class Layer(nn.Module):
+    experts_type: type[SharedAndRouted] = SharedAndRouted
+
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        norm, mlp_norm = (RMSNorm(spec.hidden_size, llama.epsilon(config), context) for _ in range(2))
+        self.norms = {"input_layernorm": norm, "post_attention_layernorm": mlp_norm}
+        sizes = latent_sizes(config)
+        self.attention = LatentAttention(
+            index,
+            spec,
+            sizes,
+            norm,
+            dataclasses.replace(context, group=Group.single()),
+            context,
+            scale=_scale(config, sizes),
+            epsilon=_INNER_EPSILON,
+            bias=bool(config.get("attention_bias", False)),
+        )
+        self.mlp: GatedMLP | SharedAndRouted
+        if index < number(config, "first_k_dense_replace", 0):
+            self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, "silu", mlp_norm, context)
+        else:
+            self.mlp = self.experts_type(config, spec, mlp_norm, context)
+
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor) -> torch.Tensor:
+        x = self.attention(x, batch, rotation)
+        x = self.mlp(x)
+        return x
+
+    def slots(self, name: str) -> Slots:
+        slots = self._attention_slots(f"{name}.self_attn")
+        for key, norm in self.norms.items():
+            slots |= norm.slots(f"{name}.{key}")
+        of_mlp = mlp_slots(self.mlp, f"{name}.mlp") if isinstance(self.mlp, GatedMLP) else self.mlp.slots(f"{name}.mlp")
+        return slots | of_mlp
+
+    def _attention_slots(self, name: str) -> Slots:
+        part = self.attention
+        slots = part.latent.slots(f"{name}.kv_a_proj_with_mqa") | part.latent_norm.slots(f"{name}.kv_a_layernorm")
+        slots |= part.output.slots(f"{name}.o_proj") | {f"{name}.kv_b_proj.weight": part.up_slot()}
+        if part.query_latent is None:
+            return slots | part.query.slots(f"{name}.q_proj")
+        slots |= part.query_latent.slots(f"{name}.q_a_proj") | part.query_norm.slots(f"{name}.q_a_layernorm")
+        return slots | part.query.slots(f"{name}.q_b_proj")
+
+
+def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
+    """Yarn stretches scores by more than it stretches what is rotated, by as much as mscale_all_dim says."""
+    settings = rope_settings(config)
+    scale = float((sizes.plain + sizes.rotated) ** -0.5)
+    over_all = number(settings, "mscale_all_dim", 0.0)
+    if settings["rope_type"] == "default" or not over_all:
+        return scale
+    factor = float(settings.get("factor") or 1.0)
+    stretch = 1.0 if factor <= 1.0 else 0.1 * over_all * math.log(factor) + 1.0
+    return scale * stretch * stretch
+
+
+class Model(DecoderModel):
+    layer_type: type[Layer] = Layer
+    defaults = DEFAULTS
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        config = self.defaults | config
+        check_shares(
+            context.group.size,
+            num_attention_heads=spec.num_heads,
+            intermediate_size=spec.intermediate_size,
+            moe_intermediate_size=positive(config, "moe_intermediate_size"),
+        )
+        self.num_layers = spec.num_layers
+        self.attention_backend = context.attention
+        sizes = latent_sizes(config)
+        # Half a number more, so that no rounding of the quotient turns one less.
+        settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
+        self.rope = Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, llama.epsilon(config), context)
+        self.is_tied = bool(config.get("tie_word_embeddings", False))
+        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        rotation = self.rope.rotation(batch.positions)
+        x = self.embedding(batch.input_ids)
+        for layer in self.layers:
+            x = layer(x, batch, rotation)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(hidden, self.norm)
+        return logits
+
+    def slots(self) -> Slots:
+        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head") | self.norm.slots("model.norm")
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"model.layers.{index}")
+        return slots
+
+    def is_ignored(self, name: str) -> bool:
+        # Layers that guess further tokens come after the last one; a tied head is sometimes written out all the same.
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        is_beyond = layer is not None and int(layer[1]) >= self.num_layers
+        return is_beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
+
+    def finish_loading(self) -> None:
+        self.head.tie(self.embedding)

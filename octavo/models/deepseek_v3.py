@@ -1,0 +1,94 @@
+"""DeepSeek-V3: a V2 whose router weighs each expert by itself, and leans towards those that a learned number favours.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+from typing import Any
+
+import torch
+
+from octavo.layers.context import BuildContext
+from octavo.layers.norm import RMSNorm
+from octavo.layers.rope import interleave
+from octavo.layers.sharding import Slot, Slots, whole
+from octavo.models import deepseek_v2
+from octavo.models.deepseek_v2 import Routing, common_spec, routing
+from octavo.spec import ModelSpec
+
+_TINY = 1e-20  # keeps a sum of weights from being 0
+_DEFAULTS: dict[str, Any] = deepseek_v2.DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    config = _DEFAULTS | config
+    routing(config, has_groups=True)
+    return common_spec(config, "deepseek_v3")
+
+
+class SharedAndRouted(deepseek_v2.SharedAndRouted):
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm, context: BuildContext) -> None:
+        super().__init__(config, spec, norm, context)
+        self.is_normalised = bool(config.get("norm_topk_prob", True))
+        self.favour = torch.empty(self.routing.num_experts, dtype=torch.float32, device=context.device)
+
+    def read_routing(self, config: dict[str, Any]) -> Routing:
+        return routing(config, has_groups=True)
+
+    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups go by their two best; what an expert is favoured by counts in the choice, and not in its weight."""
+        scores = logits.sigmoid()
+        favoured = scores + self.favour
+        best = self._by_group(favoured).topk(2, dim=-1).values.sum(dim=-1)
+        chosen = self._within(best, favoured, float("-inf")).topk(self.routing.num_chosen, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.is_normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
+        return chosen, weights * self.routing.factor
+
+    def slots(self, name: str) -> Slots:
+        return super().slots(name) | whole(f"{name}.gate.e_score_correction_bias", self.favour)
+
+
+class Layer(deepseek_v2.Layer):
+    experts_type = SharedAndRouted
+
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__(index, config, spec, context)
+        self.is_interleaved = config.get("rope_interleave", True) is not False
+
+    def slots(self, name: str) -> Slots:
+        """The rotated rows of a query and of what keys share stand in pairs, or, if the checkpoint says so, in halves."""
+        slots, sizes = super().slots(name), self.attention.sizes
+        if self.is_interleaved:
+            return slots
+        heads = {"q_proj": sizes.plain, "q_b_proj": sizes.plain, "kv_a_proj_with_mqa": sizes.latent}
+        for module, first in heads.items():
+            for kind in ("weight", "bias"):
+                slot = slots.get(f"{name}.self_attn.{module}.{kind}")
+                if slot is not None:
+                    slots[f"{name}.self_attn.{module}.{kind}"] = _in_pairs(slot, first, sizes.rotated)
+        return slots
+
+
+def _in_pairs(slot: Slot, first: int, rotated: int) -> Slot:
+    """Of rows [heads, first + rotated] the last ones of each head."""
+
+    def store(tensor: torch.Tensor) -> None:
+        heads = tensor.reshape(-1, first + rotated, *tensor.shape[1:])
+        turned = interleave(heads[:, first:].flatten(0, 1), rotated).view(len(heads), rotated, *tensor.shape[1:])
+        slot.store(torch.cat((heads[:, :first], turned), dim=1).view(tensor.shape))
+
+    return Slot(slot.shape, store)
+
+
+class Model(deepseek_v2.Model):
+    layer_type = Layer
+    defaults = _DEFAULTS
