@@ -20,7 +20,6 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
-        self._depth = 1 if executor.overlap else 0  # plans that may be in flight while the next is made
         self._in_flight: deque[StepPlan] = deque()
         self._num_preemptions = 0
 
@@ -36,7 +35,8 @@ class EngineLoop:
             self.executor.submit(plan)
             self._in_flight.append(plan)
         deltas: list[TokenDelta] = []
-        while len(self._in_flight) > self._depth or (self._in_flight and plan.is_empty):
+        depth = 1 if self.executor.overlap else 0  # plans that may be in flight while the next is made
+        while len(self._in_flight) > depth or (self._in_flight and plan.is_empty):
             result = self.executor.collect()
             done = self._in_flight.popleft()
             committed = self.scheduler.commit(done, result)

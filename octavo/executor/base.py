@@ -8,7 +8,7 @@ from octavo.messages import EngineReport, StepPlan, StepResult
 
 class Executor(Protocol):
     overlap: bool
-    """True where submit returns before the step is computed, so that the next plan can be made meanwhile."""
+    """Whether the last step submitted is computed beside us, so that the next plan can be made meanwhile."""
 
     def start(self) -> EngineReport:
         """Load the weights, size and allocate the KV store. Raises ConfigError for what a person must change."""

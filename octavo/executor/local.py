@@ -1,7 +1,8 @@
-"""LocalExecutor: the one rank lives in this process. A CPU computes a step when it is submitted, a GPU beside us.
+"""LocalExecutor: the one rank lives in this process. A GPU computes beside us, and so does a CPU where a step has many rows.
 Knows nothing of requests or of how a step is computed."""
 
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
@@ -10,6 +11,9 @@ from octavo.worker.memory import settle
 from octavo.worker.runner import Runner
 from octavo.worker.step import Step
 
+# A CPU's step of fewer rows is over before it pays to hand it to a thread and to plan beside it.
+_MANY_ROWS = 6
+
 
 class LocalExecutor:
     def __init__(self, config: Config, source: ModelSource) -> None:
@@ -17,7 +21,9 @@ class LocalExecutor:
         runner = Runner(config, source)
         self._runner: Runner | None = runner
         self.overlap = runner.device.is_cuda
-        self._steps: deque[Step] = deque()
+        # Native code computes a step and leaves the interpreter to us, who make the next plan and send tokens meanwhile.
+        self._thread = None if runner.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
+        self._steps: deque[Step | Future[StepResult]] = deque()
 
     def start(self) -> EngineReport:
         assert self._runner is not None, "closed"
@@ -27,10 +33,21 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         assert self._runner is not None, "closed"
+        if self._thread is not None:
+            self.overlap = len(plan.rows) >= _MANY_ROWS
+            if self.overlap or self._steps:  # one after the other
+                self._steps.append(self._thread.submit(_compute, self._runner, plan))
+                return
         self._steps.append(self._runner.launch(plan))
 
     def collect(self) -> StepResult:
         return self._steps.popleft().result()
 
     def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
         self._runner = None
+
+
+def _compute(runner: Runner, plan: StepPlan) -> StepResult:
+    return runner.launch(plan).result()

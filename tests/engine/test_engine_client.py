@@ -21,10 +21,12 @@ REPORT = EngineReport("cpu", "float32", 100, 64, 4, 32, 4, 50, 0, 1000, 10)
 
 
 class CountingExecutor:
-    """Samples, for every row, the position that the token takes. Fails at a step on request."""
+    """Samples, for every row, the position that the token takes. Fails at a step on request. `overlap` None: from step to
+    step."""
 
-    def __init__(self, overlap: bool, fail_at: int = -1) -> None:
-        self.overlap, self.fail_at = overlap, fail_at
+    def __init__(self, overlap: bool | None, fail_at: int = -1) -> None:
+        self.overlap, self.fail_at = bool(overlap), fail_at
+        self.changes = overlap is None
         self.plans: list[StepPlan] = []
 
     def start(self) -> EngineReport:
@@ -32,6 +34,9 @@ class CountingExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
+        assert len(self.plans) <= 2
+        if self.changes:
+            self.overlap = plan.step % 3 != 0
 
     def collect(self) -> StepResult:
         plan = self.plans.pop(0)
@@ -44,7 +49,7 @@ class CountingExecutor:
         pass
 
 
-def make_engine(overlap: bool = False, fail_at: int = -1, report: EngineReport = REPORT) -> Engine:
+def make_engine(overlap: bool | None = False, fail_at: int = -1, report: EngineReport = REPORT) -> Engine:
     scheduler = Scheduler(KVCache(report.num_pages, report.page_size), report.max_num_seqs, 32)
     executor = CountingExecutor(overlap, fail_at)
     return Engine(EngineLoop(scheduler, executor, EngineMetrics("tiny", report)), report)
@@ -71,7 +76,7 @@ async def collect(client, name: str) -> dict[int, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [False, True, None])
 async def test_many_requests_each_get_their_own(overlap):
     async with client_of(make_engine(overlap)) as client:
         requests = [request(f"r{i}", 2 + i % 7, n=1 + i % 3) for i in range(40)]
