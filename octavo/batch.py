@@ -1,6 +1,7 @@
 """Batch: one step as tensors. T tokens of B rows, S of them sampled.
 Knows nothing of requests, scheduling or models."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,16 @@ class Batch:
     prefix_len: torch.Tensor | None = (
         None  # [1] int32: leading tokens that all decode rows share through the same pages
     )
+    # Where layers have page tables of their own by group: this batch with each group's slots and page table, which lie
+    # behind each other in memory, this batch's own being the first. Empty: one serves all layers.
+    groups: "tuple[Batch, ...]" = ()
+
+    def in_groups(self, slots: torch.Tensor, page_tables: torch.Tensor) -> "Batch":
+        """With slots [G, T] and page tables [G, B, M], of which this batch has the first."""
+        assert slots.is_contiguous() and page_tables.stride(2) == 1
+        pairs = zip(slots, page_tables, strict=True)
+        parts = tuple(dataclasses.replace(self, slots=own, page_table=table) for own, table in pairs)
+        return dataclasses.replace(parts[0], groups=parts)
 
     @property
     def num_tokens(self) -> int:

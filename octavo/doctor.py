@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from octavo.cache.span import pages_of
 from octavo.config import Config
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import EngineReport, LoadReport
@@ -139,10 +140,12 @@ def _memory(checkup: _Checkup, diagnosis: Diagnosis) -> str:
         "max_model_len": settled.max_model_len,
         "kv_bytes": _kv_bytes(checkup.spec.context_len, settled),
     }
-    tokens = settled.num_pages * settled.page_size
+    room = f"{settled.num_pages * settled.page_size:,} tokens of"
+    if any(settled.windows):
+        room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
     return (
         f"weights {_size(needs.weights_bytes)} of the {_size(needs.available_bytes + needs.weights_bytes)} available; "
-        f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {tokens:,} tokens of requests of up to "
+        f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
         f"{settled.max_model_len:,}"
     )
 
@@ -153,11 +156,15 @@ def _kv_bytes(context_len: int, settled: EngineReport) -> list[dict[str, int]]:
         {
             "tokens": length,
             "sequences": count,
-            "bytes": count * -(-length // settled.page_size) * settled.page_bytes,
+            "bytes": count * _pages_of(length, settled) * settled.page_bytes,
         }
         for length in lengths
         for count in _SEQUENCES
     ]
+
+
+def _pages_of(num_tokens: int, settled: EngineReport) -> int:
+    return pages_of(num_tokens, settled.page_size, settled.windows, settled.max_num_batched_tokens)
 
 
 # ── its words ───────────────────────────────────────────────────────────────────────────────────────

@@ -229,6 +229,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
     kv_dtype: str = ""  # what KV pages hold; empty: dtype
     num_warm_pages: int | None = None  # cached pages alone do not take memory beyond these; None: all is taken already
+    windows: tuple[int, ...] = (
+        0,
+    )  # of each group of layers, which has a page table of its own; 0: it keeps everything
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -274,6 +277,9 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
     fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
     kv_dtype: str = ""  # what KV pages hold; empty: dtype
+    windows: tuple[int, ...] = (
+        0,
+    )  # of each group of layers, which has a page table of its own; 0: it keeps everything
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
@@ -302,7 +308,7 @@ class Entering(msgspec.Struct, frozen=True, array_like=True, gc=False):
     params: SamplingParams
     seed: int  # already distinct for each of the n choices
     stop_ids: list[int]  # masked until min_tokens are out
-    pages: list[int]
+    pages: list[list[int]]  # its page table in each group of layers; 0 where a window has passed
     pooling: PoolingParams | None = None  # in place of sampling: its hidden states become a vector
 
 
@@ -328,6 +334,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_rows: list[int]  # ┐ entry page_slots[j] of row page_rows[j]'s page table
     page_slots: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
+    page_groups: list[int] = []  # … in the page table of group page_groups[j]; empty: there is one group
 
     @property
     def is_empty(self) -> bool:

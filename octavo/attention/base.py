@@ -29,7 +29,8 @@ class LayerHeads:
 
 
 class AttentionBackend(Protocol):
-    """One instance serves all layers of one rank: bind once, then per step plan once and run once for each layer.
+    """One instance serves all layers of one rank that share page tables: bind once, then per step plan once and run once
+    for each layer.
 
     The softmax is computed in float32, attention is causal."""
 
@@ -46,7 +47,7 @@ class AttentionBackend(Protocol):
         """Shape of ONE layer's store (keys and values) on one rank."""
 
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
-        """Hand over each layer's store, zero-filled: unwritten cells are read with weight 0, and 0 times NaN is NaN.
+        """Hand over every layer's store (several may have the same, and other pages), zero-filled: unwritten cells are read with weight 0, and 0 times NaN is NaN.
         No step will have more than `max_rows` rows."""
 
     def plan(self, batch: Batch) -> None:

@@ -7,9 +7,10 @@ import importlib.util
 import torch
 
 from octavo.attention.base import AttentionBackend
+from octavo.attention.groups import GroupedAttention
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
-from octavo.spec import ModelSpec
+from octavo.spec import ModelSpec, PageLayout
 
 # name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there. One
 # that needs the native kernels is given them.
@@ -33,15 +34,19 @@ def choose(
     kv_dtype: torch.dtype,
     name: str = "auto",
     native: Native | None = None,
+    layout: PageLayout | None = None,
 ) -> tuple[AttentionBackend, str]:
     """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
-    `native`: the CPU's own kernels, where they are to be had."""
+    `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group."""
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
     refusals: list[str] = []
     for candidate in _BACKENDS if name == "auto" else (name,):
         backend, reason = _try(candidate, spec, device, dtype, kv_dtype, native)
         if backend is not None:
+            if layout is not None and len(layout.windows) > 1:
+                others = [_try(candidate, spec, device, dtype, kv_dtype, native)[0] for _ in layout.windows[1:]]
+                backend = GroupedAttention([backend, *filter(None, others)], layout.group_of)
             why = "as asked" if name != "auto" else "; ".join(refusals) or "the first choice here"
             return backend, f"attention by {candidate} ({why})"
         refusals.append(f"{candidate}: {reason}")

@@ -5,6 +5,7 @@ A store is [pages, 2, Hkv, page_size, D], which the package calls HND. It compil
 to 600 seconds of CPU time for a kind of layers, and keeps them in ~/.cache/flashinfer. The calls are those of its
 versions 0.6.6 to 0.7.2."""
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -174,8 +175,7 @@ class FlashInferAttention:
 
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
         self._kv = kv
-        if not len(self._workspace):  # zeros, as the package asks for
-            self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=kv[0].device)
+        self._workspace = _workspace_on(kv[0].device)
         if kv[0].is_cuda and importlib.util.find_spec("triton") is not None:
             self._write = _fused_write()
 
@@ -207,6 +207,12 @@ class FlashInferAttention:
             wrappers = self._wrappers[kind] = _Wrappers(kind, self._workspace)
             wrappers.plan(self._lists)
         return self._wrappers[kind]
+
+
+@functools.cache
+def _workspace_on(device: torch.device) -> torch.Tensor:
+    """One for all layers and groups of them: they run one after the other. Zeros, as the package asks for."""
+    return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 Write = Callable[[LayerHeads, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -75,6 +75,9 @@ def step_of(batch: Batch) -> Step:
     """The batch as the native kernels read it. Holds addresses only: the batch must outlive it."""
     table = batch.page_table
     assert table.stride(1) == 1
+    for number, group in enumerate(batch.groups):  # whose place the kernels find by counting
+        assert group.slots.data_ptr() == batch.slots.data_ptr() + number * batch.slots.nbytes
+        assert group.page_table.data_ptr() == table.data_ptr() + number * table.nbytes
     return Step(
         batch.num_tokens,
         batch.sample_at.shape[0],

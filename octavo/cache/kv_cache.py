@@ -1,11 +1,16 @@
 """KVCache: which pages hold which sequence's tokens. Every verb succeeds whole or changes nothing and says so.
-Knows nothing of tensors, clocks, rows or scheduling; sequences are integers."""
+Knows nothing of tensors, clocks, rows or scheduling; sequences are integers.
+
+Layers that see equally far back form a group (large ones several), and a sequence has a page table for each group. All
+groups take their pages from one pool: a page holds the tokens of one group's layers, and is of the same size in all. A
+group with a window lets go of pages that no later token sees; a prefix serves it if the last window of it is there."""
 
 from array import array
 from hashlib import blake2b
 from typing import NamedTuple
 
 from octavo.cache.pool import PagePool
+from octavo.cache.span import first_seen, most_held
 
 ROOT = b""  # key of the empty prefix
 
@@ -14,11 +19,11 @@ class Admission(NamedTuple):
     """Room for a sequence was found."""
 
     num_cached: int  # leading tokens whose keys and values are already there
-    pages: list[int]  # its whole page table
+    pages: list[list[int]]  # its page table in each group; 0 where a window has passed
 
 
 class Growth(NamedTuple):
-    """A sequence may write up to the asked-for length."""
+    """In one group a sequence may write up to the asked-for length."""
 
     slots: list[int]  # ┐ entries of its page table that changed
     pages: list[int]  # ┘ and what they are now
@@ -30,7 +35,29 @@ class Transfer(NamedTuple):
 
     device: list[int]
     host: list[int]
-    pages: list[int]  # swap_in: the sequence's new page table; swap_out: empty
+    pages: list[list[int]]  # swap_in: the sequence's new page tables; swap_out: empty
+
+
+class PageTable:
+    """A sequence's pages in one group: entry i of the table is pages[i − first]; those before `first` were let go."""
+
+    __slots__ = ("first", "found", "pages")
+
+    def __init__(self, first: int, pages: list[int]) -> None:
+        self.first, self.pages = first, pages
+        self.found = 0  # entries before this were found in the cache: what served once may serve again
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+    def part(self, first: int, end: int) -> list[int]:
+        """Entries first … end − 1; those before `first` are not asked for."""
+        assert self.first <= first, "a page that a window has passed is asked for"
+        return self.pages[first - self.first : end - self.first]
+
+    def whole(self) -> list[int]:
+        return [0] * self.first + self.pages
 
 
 class KVCache:
@@ -41,14 +68,22 @@ class KVCache:
         num_host_pages: int = 0,
         prefix_caching: bool = True,
         num_warm_pages: int | None = None,
+        windows: tuple[int, ...] = (0,),
+        max_step_tokens: int = 1,
     ) -> None:
-        """`num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page."""
+        """`windows`: of each group; 0: it keeps everything. `max_step_tokens`: what a step computes of one sequence.
+        `num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page."""
         self.pool = PagePool(num_pages, num_warm_pages)
         self.page_size = page_size
+        self.windows, self.max_step_tokens = windows, max_step_tokens
         self.prefix_caching = prefix_caching and num_pages > 0
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[PageTable]] = {}
         self.host_free = list(range(num_host_pages))
-        self.host_tables: dict[int, list[int]] = {}  # swapped-out sequences
+        self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
+        self._is_plain = windows == (0,)
+        self._spans = [most_held(window, max_step_tokens, page_size) if window else None for window in windows]
+        # Pages of one prefix have one key, and each group a tag to it.
+        self._tags = [bytes([group]) if group else b"" for group in range(len(windows))]
         self._published: dict[int, tuple[int, bytes]] = {}  # sequence → (full pages published, key of the last)
         self._head: tuple[int, int, list[bytes]] = (
             -1,
@@ -61,100 +96,122 @@ class KVCache:
     # ── the verbs ──
 
     def admit(self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True) -> Admission | None:
-        """Room for all of `tokens`, leaving at least `spare` pages free. None: it does not fit now.
-        `reuse` False: nothing that others published counts, all of it will be computed."""
-        matched, key = self._match(sequence, tokens) if reuse else ([], ROOT)
-        fresh = self._pages_for(len(tokens)) - len(matched)
-        idle = sum(self.pool.refs[page] == 0 for page in matched)
-        if fresh and fresh + spare > self.pool.num_free - idle:
+        """Room for all of `tokens`, or for what a window and a step hold of them, leaving at least `spare` pages free.
+        None: it does not fit now. `reuse` False: nothing that others published counts, all of it will be computed."""
+        num_found, key = self._match(sequence, tokens) if reuse else (0, ROOT)
+        num_cached = num_found * self.page_size
+        tables = [self._found(group, num_cached) for group in range(len(self.windows))]
+        fresh = [self._room(group, table.first, len(tokens)) - num_found for group, table in enumerate(tables)]
+        idle = sum(self.pool.refs[page] == 0 for table in tables for page in table.pages)
+        if any(fresh) and sum(fresh) + spare > self.pool.num_free - idle:
             return None
-        for page in matched:
-            self.pool.share(page)
-        table = matched + self.pool.take(fresh)
-        self.tables[sequence] = table
-        self._published[sequence] = (len(matched), key)
-        num_cached = len(matched) * self.page_size
+        for table in tables:
+            for page in table.pages:
+                self.pool.share(page)
+        for table, count in zip(tables, fresh, strict=True):
+            table.pages += self.pool.take(count)
+        self.tables[sequence] = tables
+        self._published[sequence] = (num_found, key)
         if self.prefix_caching:
             self.queried_tokens += len(tokens)
             self.hit_tokens += num_cached
-        return Admission(num_cached, list(table))
+        return Admission(num_cached, [table.whole() for table in tables])
 
-    def extend(self, sequence: int, start: int, end: int) -> Growth | None:
-        """Make positions start … end − 1 writable: new pages at the tail, and a private copy of the page at `start`
-        if others own it or it was published. None: too few free pages."""
-        table = self.tables[sequence]
-        first = start // self.page_size
-        needed = self._pages_for(end)
-        shared = first < len(table) and self._is_shared(table[first])
-        if max(needed - len(table), 0) + shared > self.pool.num_free:
+    def extend(self, sequence: int, start: int, end: int) -> list[Growth] | None:
+        """Make positions start … end − 1 writable in each group: new pages at the tail, and a private copy of the page at
+        `start` if others own it or it was published. Pages that no token from `start` on sees are let go. None: too few
+        free pages."""
+        tables = self.tables[sequence]
+        first, needed = start // self.page_size, self._pages_for(end)
+        if self._is_plain:  # as most models are, with rows that come here at every sixteenth step or so
+            (table,) = tables
+            is_shared = first < len(table.pages) and self._is_shared(table.pages[first])
+            if max(needed - len(table.pages), 0) + is_shared > self.pool.num_free:
+                return None
+            return [self._grow(table, first, needed, is_shared)]
+        behind = [self._behind(group, table, start) for group, table in enumerate(tables)]
+        shared = [first < table.end and self._is_shared(table.pages[first - table.first]) for table in tables]
+        wanted = sum(max(needed - table.end, 0) for table in tables) + sum(shared)
+        if wanted > self.pool.num_free + sum(self.pool.refs[page] == 1 for pages in behind for page in pages):
             return None
-        slots, pages, copied = list(range(len(table), needed)), self.pool.take(max(needed - len(table), 0)), None
-        table += pages
-        if shared:
-            copied = table[first]
-            table[first] = self.pool.take(1)[0]
-            self.pool.give([copied])
-            slots.insert(0, first)
-            pages = [table[first], *pages]
-        return Growth(slots, pages, copied)
+        for table, pages in zip(tables, behind, strict=True):
+            if pages:
+                # The middle of a long prompt must not drive out what others may share; the end of a common beginning may.
+                self.pool.give(pages, are_spent=table.first >= table.found)
+                table.first += len(pages)
+                del table.pages[: len(pages)]
+        return [self._grow(table, first, needed, copies) for table, copies in zip(tables, shared, strict=True)]
 
-    def fork(self, parent: int, child: int, num_tokens: int) -> list[int]:
+    def fork(self, parent: int, child: int, num_tokens: int) -> list[list[int]]:
         """The child owns, with its parent, the pages of the first `num_tokens`; extend() copies what it would write to."""
-        table = self.tables[parent][: self._pages_for(num_tokens)]
-        for page in table:
-            self.pool.share(page)
-        self.tables[child] = table
+        tables = [self._needed(group, table, num_tokens) for group, table in enumerate(self.tables[parent])]
+        for table in tables:
+            for page in table.pages:
+                self.pool.share(page)
+        self.tables[child] = tables
         done, _ = self._published[parent]
         self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, ROOT)
-        return list(table)
+        return [table.whole() for table in tables]
 
     def publish(self, sequence: int, tokens: list[int], computed: int) -> None:
         """Offer the full pages among the first `computed` tokens to later sequences."""
         if not self.prefix_caching:
             return
         done, key = self._published[sequence]
-        table = self.tables[sequence]
+        tables = self.tables[sequence]
         for i in range(done, computed // self.page_size):
             key = self._key(key, tokens, i)
-            self.pool.publish(table[i], key)
+            if self._is_plain:
+                self.pool.publish(tables[0].pages[i], key)
+            else:
+                self._publish(tables, i, key)
             done = i + 1
         self._published[sequence] = (done, key)
 
     def swap_out(self, sequence: int, num_tokens: int) -> Transfer | None:
-        """Move the first `num_tokens` to host pages and free the sequence's pages. None: too few host pages."""
-        needed = self._pages_for(num_tokens)
-        if needed > len(self.host_free):
+        """Move what is needed of the first `num_tokens` to host pages and free the sequence's pages. None: too few host
+        pages."""
+        needed = [self._needed(group, table, num_tokens) for group, table in enumerate(self.tables[sequence])]
+        if sum(len(table.pages) for table in needed) > len(self.host_free):
             return None
-        table = self.tables[sequence]
-        host = [self.host_free.pop() for _ in range(needed)]
-        self.host_tables[sequence] = host
+        hosts = [PageTable(table.first, [self.host_free.pop() for _ in table.pages]) for table in needed]
+        self.host_tables[sequence] = hosts
         self._drop(sequence)
-        return Transfer(table[:needed], list(host), [])
+        return Transfer(_pages_in(needed), _pages_in(hosts), [])
 
     def swap_in(self, sequence: int, length: int, spare: int = 0) -> Transfer | None:
-        """Bring a swapped-out sequence back, with room for `length` tokens. None: it does not fit now."""
-        needed = self._pages_for(length)
-        if needed + spare > self.pool.num_free:
+        """Bring a swapped-out sequence back, with room for `length` tokens, or for what a window and a step hold of them.
+        None: it does not fit now."""
+        hosts = self.host_tables[sequence]
+        needed = [self._room(group, host.first, length) - host.first for group, host in enumerate(hosts)]
+        if sum(needed) + spare > self.pool.num_free:
             return None
-        host = self.host_tables.pop(sequence)
-        table = self.pool.take(needed)
-        self.tables[sequence] = table
+        del self.host_tables[sequence]
+        tables = [PageTable(host.first, self.pool.take(count)) for host, count in zip(hosts, needed, strict=True)]
+        self.tables[sequence] = tables
         self._published[sequence] = (0, ROOT)
-        self.host_free += host
-        return Transfer(table[: len(host)], host, list(table))
+        host_pages = _pages_in(hosts)
+        self.host_free += host_pages
+        device_pages = [page for t, host in zip(tables, hosts, strict=True) for page in t.pages[: len(host.pages)]]
+        return Transfer(device_pages, host_pages, [table.whole() for table in tables])
 
     def release(self, sequence: int) -> None:
         """Let go of everything the sequence owns, on the device or on the host."""
         if sequence in self.tables:
             self._drop(sequence)
         else:
-            self.host_free += self.host_tables.pop(sequence)
+            self.host_free += _pages_in(self.host_tables.pop(sequence))
 
     # ── facts ──
 
     def capacity(self, sequence: int) -> int:
-        """Tokens that the sequence's pages can hold."""
-        return len(self.tables[sequence]) * self.page_size
+        """Positions below this have pages in every group, as far back as it sees."""
+        tables = self.tables[sequence]
+        return (len(tables[0].pages) if self._is_plain else min(table.end for table in tables)) * self.page_size
+
+    @property
+    def num_host_used(self) -> int:
+        return sum(len(table.pages) for tables in self.host_tables.values() for table in tables)
 
     def reset_prefixes(self) -> int:
         """Forget every published page; sequences alive now publish nothing they computed before."""
@@ -165,24 +222,82 @@ class KVCache:
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) if self.pool.num_pages else 0
 
+    def _room(self, group: int, first: int, num_tokens: int) -> int:
+        """Where a table that begins at `first` ends if it has room for `num_tokens`, or for all that a window needs."""
+        whole, span = self._pages_for(num_tokens), self._spans[group]
+        return whole if span is None else min(whole, first + span)
+
+    def _needed(self, group: int, table: PageTable, num_tokens: int) -> PageTable:
+        """The part of a table that the token after `num_tokens` sees."""
+        first = first_seen(num_tokens, self.windows[group], self.page_size)
+        return PageTable(first, table.part(first, self._pages_for(num_tokens)))
+
+    def _behind(self, group: int, table: PageTable, start: int) -> list[int]:
+        """Pages that no token from `start` on sees."""
+        window = self.windows[group]
+        return table.pages[: first_seen(start, window, self.page_size) - table.first] if window else []
+
+    def _grow(self, table: PageTable, first: int, needed: int, copies: bool) -> Growth:
+        slots = list(range(table.first + len(table.pages), needed))
+        pages, copied = self.pool.take(len(slots)), None
+        table.pages += pages
+        if copies:
+            at = first - table.first
+            copied = table.pages[at]
+            table.pages[at] = self.pool.take(1)[0]
+            self.pool.give([copied])
+            slots.insert(0, first)
+            pages = [table.pages[at], *pages]
+        return Growth(slots, pages, copied)
+
+    def _publish(self, tables: list[PageTable], i: int, key: bytes) -> None:
+        for table, tag in zip(tables, self._tags, strict=True):
+            if i >= table.first:  # else its window has passed it already
+                self.pool.publish(table.pages[i - table.first], key + tag)
+
     def _is_shared(self, page: int) -> bool:
         return self.pool.refs[page] > 1 or self.pool.keys[page] is not None
 
     def _drop(self, sequence: int) -> None:
         del self._published[sequence]
-        self.pool.give(self.tables.pop(sequence))
+        tables = self.tables.pop(sequence)
+        if len(tables) == 1:
+            self.pool.give(tables[0].pages)
+            return
+        # By position, not by group: a prefix that is evicted from its tail on serves as long as all groups have the rest.
+        entries = [(i, page) for table in tables for i, page in enumerate(table.pages, table.first)]
+        self.pool.give([page for _, page in sorted(entries)])
 
-    def _match(self, sequence: int, tokens: list[int]) -> tuple[list[int], bytes]:
-        pages: list[int] = []
-        key = ROOT
-        if self.prefix_caching:
-            for next_key in self._keys(sequence, tokens):
-                page = self.pool.index.get(next_key)
-                if page is None:
-                    break
-                pages.append(page)
-                key = next_key
-        return pages, key
+    def _match(self, sequence: int, tokens: list[int]) -> tuple[int, bytes]:
+        """The longest prefix, in pages, that every group can serve, and its key: those without a window need all of it."""
+        if not self.prefix_caching:
+            return 0, ROOT
+        keys, index = self._keys(sequence, tokens), self.pool.index
+        found = len(keys)
+        for window, tag in zip(self.windows, self._tags, strict=True):
+            if not window:
+                found = next((i for i in range(found) if keys[i] + tag not in index), found)
+        while (missing := self._last_missing(found, keys)) is not None:
+            found = missing  # whatever is longer needs that page too
+        return found, keys[found - 1] if found else ROOT
+
+    def _last_missing(self, num_pages: int, keys: list[bytes]) -> int | None:
+        """The last page that a prefix of so many lacks in a group with a window; None: it lacks none."""
+        index, num_tokens = self.pool.index, num_pages * self.page_size
+        pairs = zip(self.windows, self._tags, strict=True)
+        needs = [(first_seen(num_tokens, window, self.page_size), tag) for window, tag in pairs if window]
+        for at in range(num_pages - 1, min((first for first, _ in needs), default=num_pages) - 1, -1):
+            if any(at >= first and keys[at] + tag not in index for first, tag in needs):
+                return at
+        return None
+
+    def _found(self, group: int, num_cached: int) -> PageTable:
+        """What a prefix that _match() found gives a group."""
+        tag, keys, index = self._tags[group], self._head[2], self.pool.index
+        first, end = first_seen(num_cached, self.windows[group], self.page_size), num_cached // self.page_size
+        table = PageTable(first, [index[keys[i] + tag] for i in range(first, end)])
+        table.found = end
+        return table
 
     def _keys(self, sequence: int, tokens: list[int]) -> list[bytes]:
         """Keys of the pages that may be shared. Remembered for one sequence: a queue's head asks again at every step."""
@@ -201,3 +316,7 @@ class KVCache:
         """A cryptographic chain: a client must not be able to craft a prompt that finds another prompt's pages."""
         content = array("q", tokens[i * self.page_size : (i + 1) * self.page_size]).tobytes()
         return blake2b(parent + content, digest_size=16).digest()
+
+
+def _pages_in(tables: list[PageTable]) -> list[int]:
+    return [page for table in tables for page in table.pages]

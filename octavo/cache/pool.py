@@ -52,8 +52,9 @@ class PagePool:
             del self.cached[page]
         self.refs[page] += 1
 
-    def give(self, pages: list[int]) -> None:
-        """One owner lets go. Tail first: the head of a prefix is its most reusable part and must be evicted last."""
+    def give(self, pages: list[int], are_spent: bool = False) -> None:
+        """One owner lets go. Tail first: the head of a prefix is its most reusable part and must be evicted last.
+        `are_spent`: they are hardly of use to others, and go before all that is cached already."""
         for page in reversed(pages):
             self.refs[page] -= 1
             assert self.refs[page] >= 0, "page released twice"
@@ -62,6 +63,8 @@ class PagePool:
                     self.blank.appendleft(page)
                 else:
                     self.cached[page] = None
+                    if are_spent:
+                        self.cached.move_to_end(page, last=False)
 
     def publish(self, page: int, key: bytes) -> None:
         """Offer a full page under `key`. The first page published under a key stays; a later twin stays private."""

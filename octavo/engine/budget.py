@@ -1,6 +1,7 @@
 """The memory budget in words and bytes, as printed at start.
 Knows nothing of how the sizes were found."""
 
+from octavo.cache.span import pages_of
 from octavo.messages import DeviceMemory, EngineReport
 
 
@@ -21,15 +22,23 @@ def _device_memory(memory: DeviceMemory, kv_bytes: int) -> str:
     return f"GPU memory {memory.total:,} bytes = {' + '.join(parts)}"
 
 
+def _held(report: EngineReport) -> str:
+    """Where all layers keep all pages, they are good for so many tokens, whosever they are."""
+    if any(report.windows):
+        return ""
+    return f"{_count(report.num_pages * report.page_size, 'token')}, or "
+
+
 def budget_lines(report: EngineReport) -> list[str]:
     kv_bytes = report.num_pages * report.page_bytes
-    num_tokens = report.num_pages * report.page_size
-    full_length = num_tokens // report.max_model_len
+    full_length = report.num_pages // pages_of(
+        report.max_model_len, report.page_size, report.windows, report.max_num_batched_tokens
+    )
     lines = [
         f"device {report.device}, {report.dtype}",
         f"weights {report.weights_bytes:,} bytes",
         f"KV pages {kv_bytes:,} bytes: {_count(report.num_pages, 'page')} of {_count(report.page_size, 'token')} "
-        f"= {_count(num_tokens, 'token')}, or {_count(full_length, 'request')} of the full {report.max_model_len:,} tokens",
+        f"= {_held(report)}{_count(full_length, 'request')} of the full {report.max_model_len:,} tokens",
     ]
     if report.memory is not None:
         lines.append(_device_memory(report.memory, kv_bytes))

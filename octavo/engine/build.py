@@ -36,6 +36,8 @@ def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine
         report.num_host_pages,
         config.cache.enable_prefix_caching,
         report.num_warm_pages,
+        report.windows,
+        report.max_num_batched_tokens,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)

@@ -69,7 +69,6 @@ class EngineLoop:
         if waiting:
             reasons[scheduler.head_waits_for or "order"] += 1
             reasons["order"] += waiting - 1
-        host_pages = sum(map(len, scheduler.cache.host_tables.values()))
         return EngineState(
             num_running=len(scheduler.running),
             num_waiting=waiting,
@@ -78,7 +77,7 @@ class EngineLoop:
             num_cached_pages=len(pool.cached),
             num_free_pages=len(pool.blank),
             num_filled_slots=scheduler.slot_use()[0],
-            num_host_pages_used=host_pages,
+            num_host_pages_used=scheduler.cache.num_host_used,
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ class Letter:
     """Where things are in a letter of int32 numbers, for steps of at most `max_rows` rows."""
 
     max_rows: int
+    max_changes: int  # entries of page tables that may change before a step
 
     @property
     def lens(self) -> int:
@@ -37,22 +38,23 @@ class Letter:
 
     @property
     def cells(self) -> int:
-        """Of the flattened page table: those that change before the step …"""
+        """Of the flattened page tables: those that change before the step …"""
         return 2 * self.max_rows + 4
 
     @property
     def pages(self) -> int:
         """… and what they become."""
-        return 4 * self.max_rows + 4
+        return self.cells + self.max_changes
 
     @property
     def size(self) -> int:
-        return 6 * self.max_rows + 4
+        return self.pages + self.max_changes
 
 
 @triton.jit
 def _receive(
-    letters, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    letters, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a letter is a few kilobytes, and reading it takes one trip to the host's memory and back."""
     which = tl.load(slot)
@@ -67,7 +69,7 @@ def _receive(
         at = first + tl.arange(0, BLOCK)
         is_change = at < num_changes
         cell = tl.load(letter + 2 * max_rows + 4 + at, mask=is_change, other=0)
-        page = tl.load(letter + 4 * max_rows + 4 + at, mask=is_change, other=0)
+        page = tl.load(letter + 2 * max_rows + 4 + max_changes + at, mask=is_change, other=0)
         tl.store(page_table + cell, page, mask=is_change)
     tl.store(slot, (which + 1) % SLOTS)
 
@@ -113,11 +115,11 @@ def receive(
     rows: torch.Tensor,  # [B] int32, filled, as all below
     lens: torch.Tensor,  # [B] int32
     prefix_len: torch.Tensor,  # [1] int32
-    pages: torch.Tensor,  # [rows, P] int32: the changes of the page table are made
-    max_rows: int,
+    pages: torch.Tensor,  # [rows, P] int32, or several of these behind each other: the changes are made
+    layout: Letter,
 ) -> None:
     _receive[(1,)](
-        letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], max_rows,
+        letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], layout.max_rows, layout.max_changes,
         SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 

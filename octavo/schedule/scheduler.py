@@ -31,6 +31,7 @@ class Scheduler:
         self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
+        assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
         self.cache = cache
         self.max_rows, self.max_step_tokens, self.swap_min_tokens = max_rows, max_step_tokens, swap_min_tokens
         self.waiting = WaitingQueue(policy)
@@ -68,7 +69,7 @@ class Scheduler:
         return bool(choices)
 
     def plan(self) -> StepPlan:
-        draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [])
+        draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [], [])
         issued = _Issued([], [], [])
         self.admitted = []
         budget = self._plan_running(draft, issued)
@@ -133,9 +134,10 @@ class Scheduler:
         page_size = self.cache.page_size
         filled: dict[int, int] = {}
         for request in self.running:
-            for i, page in enumerate(self.cache.tables.get(request.sequence, ())):
-                held = min(max(request.computed - i * page_size, 0), page_size)
-                filled[page] = max(filled.get(page, 0), held)
+            for table in self.cache.tables.get(request.sequence, ()):
+                for i, page in enumerate(table.pages, table.first):
+                    held = min(max(request.computed - i * page_size, 0), page_size)
+                    filled[page] = max(filled.get(page, 0), held)
         return sum(filled.values()), len(filled) * page_size
 
     # ── planning ──
@@ -179,8 +181,9 @@ class Scheduler:
         if len(self._free_rows) < 1 + len(request.followers):
             return "rows"
         assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
-        # Room for half of the running requests to grow by a page: entering only to be thrown out again costs twice.
-        spare = len(self.running) // 2
+        # Room for half of the running requests to grow by a page (in each group): entering only to be thrown out again
+        # costs twice.
+        spare = len(self.running) // 2 * len(self.cache.windows)
         if request.is_swapped:
             transfer = self.cache.swap_in(request.sequence, len(request.tokens), spare)
             if transfer is None:
@@ -200,7 +203,7 @@ class Scheduler:
         self.waiting.remove(request)
         self.admitted.append(request)
         self._seat(request)
-        request.capacity = len(pages) * self.cache.page_size
+        request.capacity = self.cache.capacity(request.sequence)
         draft.enters.append(self._entering(request, pages))
         for follower in request.followers:
             self._seat(follower)
@@ -230,17 +233,20 @@ class Scheduler:
     def _grow(self, request: Request, count: int, draft: StepPlan) -> bool:
         """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
         start, end = request.computed, request.computed + count
-        while (growth := self.cache.extend(request.sequence, start, end)) is None:
+        while (growths := self.cache.extend(request.sequence, start, end)) is None:
             victim = self.running[-1]
             self._preempt(victim, draft)
             if victim is request:
                 return False
-        if growth.copied is not None:
-            draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
-        for slot, page in zip(growth.slots, growth.pages, strict=True):
-            draft.page_rows.append(request.row)
-            draft.page_slots.append(slot)
-            draft.page_ids.append(page)
+        for group, growth in enumerate(growths):
+            if growth.copied is not None:
+                draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
+            for slot, page in zip(growth.slots, growth.pages, strict=True):
+                draft.page_rows.append(request.row)
+                draft.page_slots.append(slot)
+                draft.page_ids.append(page)
+            if len(growths) > 1:
+                draft.page_groups.extend([group] * len(growth.slots))
         request.capacity = self.cache.capacity(request.sequence)
         return True
 
@@ -259,7 +265,7 @@ class Scheduler:
         self.cache.publish(request.sequence, request.tokens, computed)
         request.num_published = computed // self.cache.page_size * self.cache.page_size
 
-    def _entering(self, request: Request, pages: list[int]) -> Entering:
+    def _entering(self, request: Request, pages: list[list[int]]) -> Entering:
         return Entering(
             request.row,
             list(request.tokens),

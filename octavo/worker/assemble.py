@@ -66,6 +66,13 @@ def shared_len(
     return num_pages * page_size if num_pages * page_size >= _MIN_SHARED_TOKENS else 0
 
 
+def shared_in(tables: Rows, rows: Ints, lens: Ints) -> int:
+    """The same over every group that keeps all pages; those with a window read no prefix for long."""
+    if len(rows) < _MIN_SHARING_ROWS:
+        return 0
+    return min([shared_len(table, rows, lens, tables.page_size) for table in tables.whole_tables], default=0)
+
+
 @dataclass(slots=True)
 class _Layout:
     """The plan's B rows in the batch's order, one-token rows first, and their T tokens."""
@@ -100,9 +107,13 @@ def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
     """The plan must advance at least one row, and `rows` must have been updated with it."""
     layout, page_size = _Layout.of(columns), rows.page_size
     positions, lens, num_decodes = layout.positions, layout.lens, layout.num_decodes
-    pages = rows.page_table[layout.token_rows, positions // page_size].astype(np.int64)
+    one_group, entries = rows.num_groups == 1, positions // page_size
+    if one_group:
+        pages = rows.page_table[layout.token_rows, entries].astype(np.int64)
+    else:  # [G, T], each group's in one piece
+        pages = rows.page_tables[:, layout.token_rows, entries].astype(np.int64, order="C")
     sample_rows, sample_lens = columns.rows[columns.samples], columns.lens[columns.samples]
-    shared = shared_len(rows.page_table, layout.rows[:num_decodes], lens[:num_decodes], page_size)
+    shared = shared_in(rows, layout.rows[:num_decodes], lens[:num_decodes])
     cells, positions_there, slots, query_start, lens_there, rows_there, sample_at, sample_cells, prefix_len = (
         staging.send(
             [
@@ -119,13 +130,14 @@ def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
         )
     )
     max_seq_len = int(lens.max())
+    num_pages = -(-max_seq_len // page_size)
     batch = Batch(
         input_ids=rows.tokens.view(-1).index_select(0, cells).long(),
         positions=positions_there,
-        slots=slots,
+        slots=slots if one_group else slots[0],
         query_start=query_start,
         seq_lens=lens_there,
-        page_table=rows.device_page_table[:, : -(-max_seq_len // page_size)].index_select(0, rows_there),
+        page_table=rows.device_page_table[:, :num_pages].index_select(0, rows_there),
         sample_at=sample_at,
         max_query_len=int(layout.counts.max()),
         max_seq_len=max_seq_len,
@@ -134,4 +146,6 @@ def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
         seq_lens_host=lens.tolist(),
         prefix_len=prefix_len if shared else None,
     )
+    if not one_group:
+        batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
     return Assembled(batch, sample_rows, sample_lens, sample_cells)

@@ -50,7 +50,8 @@ class Graphs:
         def room(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
-        self._letter = step.Letter(max_rows)
+        # In a step each row may get a page in each group, and one more where it copies the page it shares.
+        self._letter = step.Letter(max_rows, 2 * max_rows * rows.num_groups)
         self._letters = device.pinned((step.NUM_SLOTS, self._letter.size), torch.int32)
         self._letters_here = self._letters.numpy()
         self._answers = device.pinned((step.NUM_SLOTS, max_rows), torch.int32)
@@ -58,16 +59,17 @@ class Graphs:
         self._slot = room(1, dtype=torch.int32)  # of the letter that the next step reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
         self._prefix_len = room(1, dtype=torch.int32)
-        self._input_ids, self._positions, self._slots = room(max_rows), room(max_rows), room(max_rows)
+        self._input_ids, self._positions = room(max_rows), room(max_rows)
+        self._slots = room(rows.num_groups * max_rows)  # of a step of B rows: the first G · B
         self._seq_lens = room(max_rows, dtype=torch.int32)
         self._query_start = torch.arange(max_rows + 1, dtype=torch.int32, device=device.torch_device)
         self._every = torch.arange(max_rows, device=device.torch_device)
-        self._page_table = room(max_rows, rows.max_pages, dtype=torch.int32)
+        self._page_tables = room(rows.num_groups, max_rows, rows.max_pages, dtype=torch.int32)
         self._logits: torch.Tensor | None = None  # [B, V], made when a step first samples outside its graph
         self._tokens = room(max_rows)
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
-        return num_rows <= self._letter.max_rows and len(changes.cells) <= 2 * self._letter.max_rows
+        return num_rows <= self._letter.max_rows and len(changes.cells) <= self._letter.max_changes
 
     def run(
         self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool
@@ -138,13 +140,14 @@ class Graphs:
 
     def _batch(self, key: _Key) -> Batch:
         size = key.num_rows
-        return Batch(
+        slots = self._slots[: self._rows.num_groups * size].view(-1, size)
+        batch = Batch(
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
-            slots=self._slots[:size],
+            slots=slots[0],
             query_start=self._query_start[: size + 1],
             seq_lens=self._seq_lens[:size],
-            page_table=self._page_table[:size],
+            page_table=self._page_tables[0, :size],
             sample_at=self._every[:size],
             max_query_len=1,
             max_seq_len=self._rows.width - 1,  # whatever the rows of a later step hold
@@ -153,23 +156,26 @@ class Graphs:
             seq_lens_host=[],
             prefix_len=self._prefix_len if key.is_shared else None,
         )
+        return batch if self._rows.num_groups == 1 else batch.in_groups(slots, self._page_tables[:, :size])
 
     def _step(self, key: _Key, batch: Batch) -> None:
         size, tables = key.num_rows, self._rows
-        rows, lens, pages = self._batch_rows[:size], self._lens[:size], tables.device_page_table
-        self._kernels.receive(self._letters, self._slot, rows, lens, self._prefix_len, pages, self._letter.max_rows)
-        self._kernels.gather_inputs(
-            rows,
-            lens,
-            tables.tokens,
-            pages,
-            tables.page_size,
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            slots=batch.slots,
-            seq_lens=batch.seq_lens,
-            page_table=batch.page_table,
-        )
+        rows, lens = self._batch_rows[:size], self._lens[:size]
+        all_pages = tables.device_page_tables
+        self._kernels.receive(self._letters, self._slot, rows, lens, self._prefix_len, all_pages, self._letter)
+        for pages, part in zip(all_pages, batch.groups or (batch,), strict=True):
+            self._kernels.gather_inputs(
+                rows,
+                lens,
+                tables.tokens,
+                pages,
+                tables.page_size,
+                input_ids=part.input_ids,
+                positions=part.positions,
+                slots=part.slots,
+                seq_lens=part.seq_lens,
+                page_table=part.page_table,
+            )
         logits = self._model.logits(self._model.forward(batch))
         if key.is_greedy:
             self._scatter(size, self._argmax(logits, self._tokens[:size]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from octavo.cache.span import longest, pages_of
 from octavo.config import AUTO, CacheConfig
 from octavo.errors import ConfigError
 from octavo.messages import DeviceMemory, EngineReport, LoadReport
@@ -41,11 +42,11 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
     num_host_pages = _host_pages(config, reports, page_bytes)
     num_pages, note = _pages(config, reports, num_host_pages)
     notes = [*first.notes, note]
-    fits = num_pages * config.page_size
     max_model_len = first.max_model_len
+    fits = longest(num_pages, max_model_len, config.page_size, first.windows, first.max_num_batched_tokens)
     if fits < max_model_len:
         if not first.max_model_len_is_auto:
-            needed = -(-max_model_len // config.page_size) * page_bytes
+            needed = _pages_of(max_model_len, config, first) * page_bytes
             raise _TooLittle(
                 f"--max-model-len {max_model_len} needs {in_words(needed)} of KV pages and the store holds "
                 f"{in_words(num_pages * page_bytes)} ({fits} tokens)"
@@ -73,7 +74,13 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         memory=_together([report.memory for report in reports if report.memory is not None]),
         kv_dtype=first.kv_dtype,
         num_warm_pages=num_warm_pages,
+        windows=first.windows,
     )
+
+
+def _pages_of(num_tokens: int, config: CacheConfig, report: LoadReport) -> int:
+    """The most that one request of so many tokens ever holds."""
+    return pages_of(num_tokens, config.page_size, report.windows, report.max_num_batched_tokens)
 
 
 def _warm_pages(config: CacheConfig, reports: list[LoadReport]) -> int | None:
@@ -117,7 +124,7 @@ def _pages(config: CacheConfig, reports: list[LoadReport], num_host_pages: int) 
     most, share = _cpu_share(most, page_bytes) if is_cpu(first) else min(shares)
     if most < 1:
         raise _TooLittle(_no_page(config, reports, num_host_pages))
-    useful = first.max_num_seqs * -(-first.max_model_len // config.page_size)
+    useful = first.max_num_seqs * _pages_of(first.max_model_len, config, first)
     if useful <= most:
         most, share = useful, f"all that {first.max_num_seqs} rows of {first.max_model_len} tokens can use"
     return most, f"the KV store takes {in_words(most * page_bytes)}: {share}"
@@ -241,7 +248,7 @@ def _is_enough(way: _Way) -> bool:
 
 
 def _candidates(config: CacheConfig, reports: list[LoadReport], context: int) -> Iterator[_Way]:
-    first, num_pages = reports[0], -(-context // config.page_size)
+    first, num_pages = reports[0], _pages_of(context, config, reports[0])
     yield from _other_sizes(config, reports, context, num_pages)
     yield from _smaller_steps(config, reports, context, num_pages)
     if is_cpu(first) and config.swap_space:

@@ -93,12 +93,16 @@ class WholeSteps:
         return [(name, took / num_runs) for name, took in zip(self._tape.names(), seconds, strict=True)]
 
 
-def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int) -> WholeSteps | str:
-    """Or why the model's steps cannot be recorded: then they run operation by operation."""
+def record(
+    model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1
+) -> WholeSteps | str:
+    """Or why the model's steps cannot be recorded: then they run operation by operation. `num_groups`: of layers that
+    have page tables of their own."""
     tape = Tape(max_tokens, max_rows)
-    batch = _stand_in(tape)
+    batch = _stand_in(tape, num_groups)
+    inputs = {name: getattr(batch, name) for name in _INPUTS}
     try:
-        with native.recording(tape, {name: getattr(batch, name) for name in _INPUTS}):
+        with native.recording(tape, inputs, num_groups):
             sampled = native.gather(model.forward(batch), batch.sample_at)
             logits = model.logits(sampled)
     except NotRecordable as error:
@@ -107,17 +111,19 @@ def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int) 
     return WholeSteps(native, tape, logits)
 
 
-def _stand_in(tape: Tape) -> Batch:
+def _stand_in(tape: Tape, num_groups: int) -> Batch:
     """A batch of the largest size, of which nobody reads a number."""
-    longs = [torch.zeros(tape.max_tokens, dtype=torch.int64) for _ in range(3)]
+    longs = [torch.zeros(tape.max_tokens, dtype=torch.int64) for _ in range(2)]
+    slots = torch.zeros(num_groups, tape.max_tokens, dtype=torch.int64)
     ints = [torch.zeros(size, dtype=torch.int32) for size in (tape.max_samples + 1, tape.max_samples)]
-    return Batch(
+    page_tables = torch.zeros(num_groups, tape.max_samples, 1, dtype=torch.int32)
+    batch = Batch(
         input_ids=longs[0],
         positions=longs[1],
-        slots=longs[2],
+        slots=slots[0],
         query_start=ints[0],
         seq_lens=ints[1],
-        page_table=torch.zeros(tape.max_samples, 1, dtype=torch.int32),
+        page_table=page_tables[0],
         sample_at=torch.zeros(tape.max_samples, dtype=torch.int64),
         max_query_len=1,
         max_seq_len=1,
@@ -125,3 +131,4 @@ def _stand_in(tape: Tape) -> Batch:
         query_lens_host=[],
         seq_lens_host=[],
     )
+    return batch if num_groups == 1 else batch.in_groups(slots, page_tables)

@@ -13,7 +13,7 @@ from octavo.worker.staging import Staging
 
 
 class PageChanges(NamedTuple):
-    """Entries of the flattened page table that change, and what they become."""
+    """Entries of the flattened page tables that change, and what they become."""
 
     cells: Ints
     pages: Ints
@@ -27,18 +27,31 @@ class Rows:
     are kept on both sides: the host looks at them when it assembles a step, a GPU when it repeats one."""
 
     def __init__(
-        self, max_rows: int, max_model_len: int, page_size: int, vocab_size: int, device: Device, staging: Staging
+        self,
+        max_rows: int,
+        max_model_len: int,
+        page_size: int,
+        vocab_size: int,
+        device: Device,
+        staging: Staging,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        """`windows`: of each group of layers, which has page tables of its own; 0: it keeps all pages."""
         self.page_size = page_size
+        self.num_groups = len(windows)
         # One column more than a sequence is long: a step planned ahead of a finish may sample one token too many.
         self.width = max_model_len + 1
         place = device.torch_device
         self.tokens = torch.zeros(max_rows, self.width, dtype=torch.int32, device=place)
         self.max_pages = -(-self.width // page_size)
-        self.page_table = np.zeros((max_rows, self.max_pages), dtype=np.int32)  # entries without a page are 0
-        self.device_page_table = torch.from_numpy(self.page_table)
+        shape = (self.num_groups, max_rows, self.max_pages)
+        self.page_tables = np.zeros(shape, dtype=np.int32)  # entries without a page are 0
+        self.device_page_tables = torch.from_numpy(self.page_tables)
         if device.is_cuda:
-            self.device_page_table = self.device_page_table.to(place)
+            self.device_page_tables = self.device_page_tables.to(place)
+        self.page_table, self.device_page_table = self.page_tables[0], self.device_page_tables[0]
+        # Those in which a sequence's pages are all there, from its first token on.
+        self.whole_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
         self.sampling = SamplingState(max_rows, vocab_size)
         self._staging = staging
         self._is_cuda = device.is_cuda
@@ -46,22 +59,24 @@ class Rows:
     def update(self, plan: StepPlan) -> None:
         """Apply what the plan says of the rows themselves: who entered, which pages were added. Who left is not read again."""
         for entering in plan.enters:
-            row, pages = entering.row, entering.pages
-            self.page_table[row] = 0
-            self.page_table[row, : len(pages)] = pages
+            row = entering.row
+            for table, pages in zip(self.page_tables, entering.pages, strict=True):
+                table[row] = 0
+                table[row, : len(pages)] = pages
             self.sampling.enter(row, entering.params, entering.seed, entering.prompt_len, entering.stop_ids)
         if plan.page_rows:
-            self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids
+            if self.num_groups == 1:
+                self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids
+            else:
+                self.page_tables[plan.page_groups, plan.page_rows, plan.page_slots] = plan.page_ids
         self._tell_device(plan)
 
     def note_pages(self, plan: StepPlan) -> PageChanges:
         """For a plan in which nobody enters: the same here as update(), but the device is told by whoever asks."""
         assert not plan.enters
-        rows, slots, pages = (
-            np.array(column, dtype=np.int64) for column in (plan.page_rows, plan.page_slots, plan.page_ids)
-        )
-        self.page_table[rows, slots] = pages
-        return PageChanges(rows * self.max_pages + slots, pages)
+        cells, pages = self._added_pages(plan)
+        self.page_tables.reshape(-1)[cells] = pages
+        return PageChanges(cells, pages)
 
     def _tell_device(self, plan: StepPlan) -> None:
         columns = []
@@ -76,15 +91,27 @@ class Rows:
         if plan.enters:
             self.tokens.view(-1).index_copy_(0, sent[0], sent[1])
         if has_pages:
-            self.device_page_table.view(-1).index_copy_(0, sent[-2], sent[-1])
+            self.device_page_tables.view(-1).index_copy_(0, sent[-2], sent[-1])
 
     def _changed_pages(self, plan: StepPlan) -> "list[np.ndarray[tuple[int], np.dtype[np.generic]]]":
         """What an entering row holds beyond its pages is not read, so it is not cleared there."""
-        entered = _cells([(e.row, e.pages) for e in plan.enters], self.max_pages)
-        rows, slots = np.array(plan.page_rows, dtype=np.int64), np.array(plan.page_slots, dtype=np.int64)
-        cells = np.concatenate((entered[0], rows * self.max_pages + slots))
+        num_rows = self.page_tables.shape[1]
+        tables = [
+            (group * num_rows + entering.row, pages)
+            for entering in plan.enters
+            for group, pages in enumerate(entering.pages)
+        ]
+        entered, added = _cells(tables, self.max_pages), self._added_pages(plan)
         # An entering row may get more pages in the same plan; the same cell never comes twice.
-        return [cells, np.concatenate((entered[1], np.array(plan.page_ids, dtype=np.int32)))]
+        return [np.concatenate((entered[0], added[0])), np.concatenate((entered[1], added[1].astype(np.int32)))]
+
+    def _added_pages(self, plan: StepPlan) -> tuple[Ints, Ints]:
+        """Where in the flattened page tables rows get new pages, and which."""
+        groups, rows, slots, pages = (
+            np.array(column, dtype=np.int64)
+            for column in (plan.page_groups or 0, plan.page_rows, plan.page_slots, plan.page_ids)
+        )
+        return (groups * self.page_tables.shape[1] + rows) * self.max_pages + slots, pages
 
     def cells(self, rows: Ints, positions: Ints) -> Ints:
         """Where those places are in the flattened token table."""

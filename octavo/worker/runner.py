@@ -28,11 +28,11 @@ from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.sampler import sample
-from octavo.spec import ModelSpec
+from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
-from octavo.worker.assemble import Columns, assemble, shared_len
+from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
 from octavo.worker.measure import DEMANDING, measure, trial_columns
@@ -42,6 +42,7 @@ from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
 from octavo.worker.step import Step
+from octavo.worker.stores import Stores
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
@@ -61,7 +62,9 @@ class Runner:
     spec: ModelSpec
     limits: Limits
     model: DecoderModel
+    layout: PageLayout
     attention: AttentionBackend
+    stores: Stores
     rows: Rows
     pages: Pages
     staging: Staging
@@ -126,10 +129,14 @@ class Runner:
             dtype = torch.float32
             torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
         self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, self._page_type(checkpoint, dtype))
+        self.layout = self.spec.page_layout(self.limits.max_model_len)
         self.attention, why = choose(
-            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native
+            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout
         )
-        self._notes.append(why)
+        zeros = self.device.zeros if self._native is None else self._native.zeros
+        page_size, ranks = config.cache.page_size, self.group.size
+        self.stores = Stores(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
+        self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
         self._kernels = _kernels(self.device, dtype)
@@ -163,7 +170,7 @@ class Runner:
         limits, cache = self.limits, self.config.cache
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
             self._seat(limits.max_model_len)
-            self.attention.bind(self._stores(1), limits.max_num_seqs)
+            self.stores.allocate(1, limits.max_num_seqs)
             self._rehearse()
             return measure(
                 self.device,
@@ -171,7 +178,7 @@ class Runner:
                 self._most_tokens(),
                 limits.max_num_seqs,
                 num_graphs=len(ladder(limits.max_num_seqs)) if self.graphs is not None else 0,
-                staging_bytes=2 * max(STAGING_BYTES, self._page_bytes()) if cache.swap_space else 0,
+                staging_bytes=2 * max(STAGING_BYTES, self.stores.page_bytes) if cache.swap_space else 0,
                 is_alone=self.group.size == 1,
             )
 
@@ -211,13 +218,12 @@ class Runner:
 
     def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
         """Take the memory that the executor settled on; from now on steps can run. → what there is to say of them."""
-        limits, page_size = self.limits, self.config.cache.page_size
+        limits = self.limits
         with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
-            layers = self._stores(num_pages)
-            self.pages = Pages(layers, self.attention.page_dim, self.device, num_host_pages)
-            self.attention.bind(layers, limits.max_num_seqs)
+            stores = self.stores.allocate(num_pages, limits.max_num_seqs)
+            self.pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
-                self._seat(min(limits.max_model_len, num_pages * page_size))
+                self._seat(self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens))
                 return self._record()
         return []
 
@@ -226,32 +232,19 @@ class Runner:
         if self._native is None or self.config.model.enforce_eager or self.group.size > 1:
             return []
         steps: WholeSteps | str = f"attention is by {self.attention.name}"
-        if isinstance(self.attention, NativeCpuAttention):
-            steps = record(self.model, self._native, self._most_tokens(), self.limits.max_num_seqs)
+        if self.attention.name == NativeCpuAttention.name:
+            num_rows, num_groups = self.limits.max_num_seqs, len(self.layout.windows)
+            steps = record(self.model, self._native, self._most_tokens(), num_rows, num_groups)
         if isinstance(steps, str):
             return [f"steps run operation by operation: {steps}"]
         self.steps = steps
         return []
 
-    def _stores(self, num_pages: int) -> list[torch.Tensor]:
-        # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
-        shape = self._store_shape(num_pages)
-        zeros = self.device.zeros if self._native is None else self._native.zeros
-        return [zeros(shape, self.kv_dtype) for _ in range(self.spec.num_layers)]
-
-    def _page_bytes(self) -> int:
-        return math.prod(self._store_shape(1)) * self.kv_dtype.itemsize * self.spec.num_layers
-
     def _seat(self, max_model_len: int) -> None:
-        limits = self.limits
+        limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
         self.staging = Staging(self.device)
         self.rows = Rows(
-            limits.max_num_seqs,
-            max_model_len,
-            self.config.cache.page_size,
-            self.spec.vocab_size,
-            self.device,
-            self.staging,
+            limits.max_num_seqs, max_model_len, page_size, vocab_size, self.device, self.staging, self.layout.windows
         )
         can_capture = self.device.is_cuda and self.attention.can_capture
         # Ranks talk to each other in the middle of a step; that is not captured yet.
@@ -297,7 +290,7 @@ class Runner:
     def _repeat(self, number: int, graphs: Graphs, columns: Columns, changes: PageChanges) -> Step:
         """A step in which every row adds one token: a graph's replay."""
         rows, lens = columns.rows, columns.lens
-        shared = shared_len(self.rows.page_table, rows, lens, self.rows.page_size)
+        shared = shared_in(self.rows, rows, lens)
         logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))
         if logits is not None:
             graphs.store(sample(logits, self.rows.tokens, self.rows.sampling, rows, lens))
@@ -365,7 +358,7 @@ class Runner:
         return fp8_saving(self.model)
 
     def report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
-        limits, page_bytes = self.limits, self._page_bytes()
+        limits, page_bytes = self.limits, self.stores.page_bytes
         place = self.device.torch_device
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
@@ -388,10 +381,8 @@ class Runner:
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             kv_dtype=next((name for name, kind in _KV_DTYPES.items() if kind == self.kv_dtype), str(dtype)[6:]),
+            windows=self.layout.windows,
         )
-
-    def _store_shape(self, num_pages: int) -> tuple[int, ...]:
-        return self.attention.kv_shape(self.spec, num_pages, self.config.cache.page_size, self.group.size)
 
 
 def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:

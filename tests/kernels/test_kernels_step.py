@@ -7,6 +7,7 @@ from octavo.kernels.step import NUM_SLOTS, Letter, gather_inputs, receive, scatt
 from tests.interpreter import mend
 
 MAX_ROWS, WIDTH, PAGES, PAGE_SIZE = 6, 70, 9, 8
+LETTER = Letter(MAX_ROWS, 17)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def tables(device):
 
 
 def write(letter: torch.Tensor, rows, lens, prefix_len, changes) -> None:
-    layout = Letter(MAX_ROWS)
+    layout = LETTER
     assert letter.shape == (layout.size,)
     letter[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
     letter[layout.lens : layout.lens + len(lens)] = torch.tensor(lens, dtype=torch.int32)
@@ -33,17 +34,17 @@ def write(letter: torch.Tensor, rows, lens, prefix_len, changes) -> None:
 
 
 def test_letters_are_read_in_turn_and_change_the_page_table(device, tables):
-    _, pages = tables
+    pages = torch.stack((tables[1], tables[1] + 500))  # of two groups of layers, behind each other
     pin = device.type == "cuda"
-    letters = torch.full((NUM_SLOTS, Letter(MAX_ROWS).size), -7, dtype=torch.int32, pin_memory=pin)
+    letters = torch.full((NUM_SLOTS, LETTER.size), -7, dtype=torch.int32, pin_memory=pin)
     slot = torch.zeros(1, dtype=torch.int32, device=device)
     rows, lens = (torch.full((4,), -1, dtype=torch.int32, device=device) for _ in range(2))
     prefix_len = torch.full((1,), -1, dtype=torch.int32, device=device)
     expected = pages.cpu().clone()
     for step in range(NUM_SLOTS + 2):
-        changes = [(step, 900 + step), (20 + step, 700 + step)][: step % 3]
+        changes = [(step, 900 + step), (MAX_ROWS * PAGES + step, 700 + step)][: step % 3]
         write(letters[step % NUM_SLOTS], [3, 1, 0, 5], [9, step, 0, 17], 16 * step, changes)
-        receive(letters, slot, rows, lens, prefix_len, pages, MAX_ROWS)
+        receive(letters, slot, rows, lens, prefix_len, pages, LETTER)
         for cell, page in changes:
             expected.view(-1)[cell] = page
         assert rows.tolist() == [3, 1, 0, 5] and lens.tolist() == [9, step, 0, 17]

@@ -1,33 +1,63 @@
-"""A device made of dictionaries. Its KV cells remember their token and position, so a wrong page table, a stale
-prefix hit, a lost copy or a reused row changes what it samples, and the run no longer matches the reference."""
+"""A device made of dictionaries. Its KV cells remember their position and what their layer was given there, so a wrong
+page table, a stale prefix hit, a lost copy, a reused row or a page freed too early changes what it samples, and the run no
+longer matches the reference. It has one layer for each group of page tables, each seeing as far back as its window."""
 
 from octavo.messages import StepPlan, StepResult
 
 VOCABULARY = 7
 
 
-def next_token(tokens: list[int], seed: int) -> int:
-    return hash((1, seed, *tokens)) % VOCABULARY
+def attended(given: int, seen: list[int]) -> int:
+    """What a layer makes of a position: of what it was given there, and of what it sees."""
+    return hash((given, *seen))
 
 
-def reference(prompt: list[int], seed: int, max_tokens: int, stop_ids: list[int], min_tokens: int) -> list[int]:
-    sequence = list(prompt)
-    while len(sequence) < len(prompt) + max_tokens:
-        sequence.append(next_token(sequence, seed))
-        if sequence[-1] in stop_ids and len(sequence) - len(prompt) >= min_tokens:
-            break
-    return sequence[len(prompt) :]
+def chosen(state: int, seed: int) -> int:
+    return hash((seed, state)) % VOCABULARY
+
+
+def vector_of(start: int, state: int) -> bytes:
+    """Of a prompt whose last step began at `start`."""
+    return start.to_bytes(8) + state.to_bytes(8, signed=True)
+
+
+class Sequence:
+    """Tokens and what each layer was given for them, all at hand."""
+
+    def __init__(self, windows: tuple[int, ...]) -> None:
+        self._windows = windows
+        self._given: list[list[int]] = [[] for _ in windows]  # by layer and position
+
+    def state_after(self, token: int) -> int:
+        state = token
+        for given, window in zip(self._given, self._windows, strict=True):
+            given.append(state)
+            state = attended(state, given[-window:] if window else given)
+        return state
+
+
+def reference(
+    prompt: list[int], seed: int, max_tokens: int, stop_ids: list[int], min_tokens: int, windows: tuple[int, ...] = (0,)
+) -> list[int]:
+    sequence = Sequence(windows)
+    state = [sequence.state_after(token) for token in prompt][-1]
+    tokens = [chosen(state, seed)]
+    while len(tokens) < max_tokens and not (tokens[-1] in stop_ids and len(tokens) >= min_tokens):
+        tokens.append(chosen(sequence.state_after(tokens[-1]), seed))
+    return tokens
 
 
 class OracleDevice:
-    def __init__(self, page_size: int, max_rows: int) -> None:
-        self.page_size, self.max_rows = page_size, max_rows
-        self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) → (position, token)
+    def __init__(self, page_size: int, max_rows: int, windows: tuple[int, ...] = (0,)) -> None:
+        self.page_size, self.max_rows, self.windows = page_size, max_rows, windows
+        self.cells: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) → (position, what the layer was given)
         self.host: dict[int, dict[int, tuple[int, int]]] = {}
         self.tokens: dict[int, dict[int, int]] = {}  # row → position → token
         self.seeds: dict[int, int] = {}
-        self.pooled: set[int] = set()  # rows whose occupant wants a vector: here, the tokens it was computed from
-        self.tables: dict[int, list[int]] = {}
+        self.pooled: set[int] = (
+            set()
+        )  # rows whose occupant wants a vector: here, its state behind where its last step began
+        self.tables: dict[int, list[list[int]]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
         for row in plan.leaves:
@@ -36,38 +66,52 @@ class OracleDevice:
             self._move(move.kind, move.source, move.target)
         for enter in plan.enters:
             assert 0 <= enter.row < self.max_rows and enter.row not in self.tables, "row is occupied"
+            assert len(enter.pages) == len(self.windows), "a page table for each group"
             self.tokens[enter.row] = dict(enumerate(enter.token_ids))
-            self.tables[enter.row], self.seeds[enter.row] = list(enter.pages), enter.seed
+            self.tables[enter.row], self.seeds[enter.row] = [list(pages) for pages in enter.pages], enter.seed
             self.pooled = self.pooled - {enter.row} | ({enter.row} if enter.pooling is not None else set())
-        for row, slot, page in zip(plan.page_rows, plan.page_slots, plan.page_ids, strict=True):
-            table = self.tables[row]
+        groups = plan.page_groups or [0] * len(plan.page_rows)
+        for group, row, slot, page in zip(groups, plan.page_rows, plan.page_slots, plan.page_ids, strict=True):
+            table = self.tables[row][group]
             assert slot <= len(table), "hole in the page table"
             table[slot : slot + 1] = [page]
         assert len(set(plan.rows)) == len(plan.rows), "row used twice"
-        written: dict[tuple[int, int], int] = {}
-        for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
-            assert count > 0, "empty chunk"
-            for position in range(start, start + count):
-                cell = self._cell(row, position)
-                assert cell not in written, "two rows write one cell"
-                written[cell] = row
-                self.cells[cell] = (position, self.tokens[row][position])
+        spans = [(row, range(at, at + n)) for row, at, n in zip(plan.rows, plan.starts, plan.counts, strict=True)]
+        assert all(len(span) for _, span in spans), "empty chunk"
+        states = {(row, position): self.tokens[row][position] for row, span in spans for position in span}
+        for layer in range(len(self.windows)):
+            self._write(layer, states)
+            for row, position in states:
+                states[row, position] = self._attend(layer, row, position, states[row, position])
         sampled, vectors = [], []
-        for row, start, count, samples in zip(plan.rows, plan.starts, plan.counts, plan.samples, strict=True):
-            sequence = []
-            for position in range(start + count):
-                at, token = self.cells[self._cell(row, position)]
-                assert at == position, "read a cell of another position"
-                sequence.append(token)
+        for (row, span), samples in zip(spans, plan.samples, strict=True):
             if samples and row in self.pooled:
-                vectors.append(bytes([start, *sequence]))
+                vectors.append(vector_of(span[0], states[row, span[-1]]))
             elif samples:
-                sampled.append(next_token(sequence, self.seeds[row]))
-                self.tokens[row][start + count] = sampled[-1]
+                sampled.append(chosen(states[row, span[-1]], self.seeds[row]))
+                self.tokens[row][span[-1] + 1] = sampled[-1]
         return StepResult(plan.step, sampled, vectors)
 
-    def _cell(self, row: int, position: int) -> tuple[int, int]:
-        return self.tables[row][position // self.page_size], position % self.page_size
+    def _write(self, layer: int, states: dict[tuple[int, int], int]) -> None:
+        """All of a step's positions, before any is attended: rows may share what one of them writes."""
+        written = set()
+        for (row, position), state in states.items():
+            cell = self._cell(layer, row, position)
+            assert cell not in written, "two rows write one cell"
+            written.add(cell)
+            self.cells[cell] = (position, state)
+
+    def _attend(self, layer: int, row: int, position: int, state: int) -> int:
+        window = self.windows[layer]
+        seen = []
+        for other in range(max(0, position - window + 1) if window else 0, position + 1):
+            at, given = self.cells[self._cell(layer, row, other)]
+            assert at == other, "read a cell of another position"
+            seen.append(given)
+        return attended(state, seen)
+
+    def _cell(self, layer: int, row: int, position: int) -> tuple[int, int]:
+        return self.tables[row][layer][position // self.page_size], position % self.page_size
 
     def _move(self, kind: str, source: int, target: int) -> None:
         if kind == "in":

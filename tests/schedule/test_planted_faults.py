@@ -10,10 +10,12 @@ import pytest
 
 import octavo.cache.kv_cache
 import octavo.cache.pool
+import octavo.cache.span
 import octavo.schedule.scheduler
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
+SPAN = octavo.cache.span
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -28,8 +30,13 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "no copy on write": (
         CACHE,
-        "shared = first < len(table) and self._is_shared(table[first])",
-        "shared = False",
+        "first < len(table.pages) and self._is_shared(table.pages[first])",
+        "False",
+    ),
+    "no copy on write where there are groups": (
+        CACHE,
+        "first < table.end and self._is_shared(table.pages[first - table.first])",
+        "False",
     ),
     "the whole prompt may be found in the cache": (
         CACHE,
@@ -40,10 +47,10 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "matched pages that are idle count as free": (CACHE, "self.pool.num_free - idle", "self.pool.num_free"),
     "swap brings pages back in the wrong order": (
         CACHE,
-        "return Transfer(table[: len(host)], host, list(table))",
-        "return Transfer(table[: len(host)], host[::-1], list(table))",
+        "return Transfer(device_pages, host_pages, [table",
+        "return Transfer(device_pages, host_pages[::-1], [table",
     ),
-    "host pages are not returned": (CACHE, "self.host_free += host\n", "\n"),
+    "host pages are not returned": (CACHE, "self.host_free += host_pages\n", "\n"),
     "an evicted page can still be found": (POOL, "del self.index[key]", "pass"),
     "a page is given back twice as free": (
         POOL,
@@ -74,6 +81,28 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "what must be computed whole is cut": (SCHEDULER, "request.length if request.is_whole else 1", "1"),
     "what must be computed whole begins in the cache": (SCHEDULER, "reuse=not request.is_whole", "reuse=True"),
+    "a window lets go of a page that is still seen": (
+        SPAN,
+        "max(0, position - window + 1) // page_size if window",
+        "max(0, position - window + 1 + page_size) // page_size if window",
+    ),
+    "a window's pages are let go a step ahead": (
+        CACHE,
+        "self._behind(group, table, start)",
+        "self._behind(group, table, end)",
+    ),
+    "a prefix is found whatever the windows lack": (CACHE, "and keys[at] + tag not in index for", "and False for"),
+    "the last window of a prefix counts as all of it": (
+        CACHE,
+        "            if not window:\n",
+        "            if False:\n",
+    ),
+    "pages of one group serve another": (CACHE, 'bytes([group]) if group else b""', 'b""'),
+    "what a window lets go of is not counted": (
+        CACHE,
+        "+ sum(self.pool.refs[page] == 1 for pages in behind for page in pages)",
+        "+ sum(map(len, behind))",
+    ),
     "min_tokens is ignored": (SCHEDULER, " and len(request.tokens) >= request.min_len", ""),
 }
 
@@ -82,7 +111,7 @@ def plant(fault: str) -> Callable[[int], Workload]:
     """A workload factory over copies of the modules, one of them with the fault in it."""
     faulty, right, wrong = FAULTS[fault]
     copies = {}
-    for module in (POOL, CACHE, SCHEDULER):
+    for module in (POOL, SPAN, CACHE, SCHEDULER):
         source = Path(module.__file__).read_text()
         if module is faulty:
             assert source.count(right) == 1, f"the line to spoil is gone or no longer unique: {right!r}"
@@ -90,7 +119,9 @@ def plant(fault: str) -> Callable[[int], Workload]:
         copies[module] = types.ModuleType(module.__name__)
         exec(compile(source, module.__file__, "exec"), copies[module].__dict__)
     copies[CACHE].PagePool = copies[POOL].PagePool
-    return lambda seed: Workload(seed, copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
+    copies[CACHE].first_seen = copies[SPAN].first_seen
+    # Every second one with windows.
+    return lambda seed: Workload(seed, copies[SCHEDULER].Scheduler, copies[CACHE].KVCache, seed % 2 == 1)
 
 
 def cases_until_caught(fault: str, limit: int) -> int | None:

@@ -70,7 +70,7 @@ def test_requests_of_one_step_share_the_pages_of_an_equal_prefix():
     plan = scheduler.plan()
     assert plan.counts == [17, 1]
     first, second = plan.enters
-    assert first.pages[:4] == second.pages[:4] and first.pages[4] != second.pages[4]
+    assert first.pages[0][:4] == second.pages[0][:4] and first.pages[0][4] != second.pages[0][4]
 
 
 def test_choices_share_the_prompt_and_copy_the_page_they_write_to():
@@ -169,7 +169,7 @@ def test_a_model_that_keeps_nothing_needs_no_pages():
         scheduler.add(embedding(name, list(range(8))))
     plan = scheduler.plan()
     assert (plan.counts, scheduler.head_waits_for) == ([8, 8], "rows")
-    assert all(entering.pages == [] for entering in plan.enters)
+    assert all(entering.pages == [[]] for entering in plan.enters)
     assert scheduler.plan().is_empty  # they are sated: nothing more is computed of them
     scheduler.commit(plan, StepResult(plan.step, [], [b"a", b"b"]))
     plan = scheduler.plan()

@@ -3,26 +3,29 @@
 from collections import Counter
 from dataclasses import asdict
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.workload import Workload
 
 
-def test_two_thousand_seeded_workloads():
+@pytest.mark.parametrize("has_windows", [False, True], ids=["one group", "windows"])
+def test_two_thousand_seeded_workloads(has_windows):
     total: Counter[str] = Counter()
     for seed in range(2000):
         try:
-            total.update(asdict(Workload(seed).run()))
+            total.update(asdict(Workload(seed, has_windows=has_windows).run()))
         except BaseException:
             print(f"workload seed {seed}")
             raise
     # The campaign is worth something only if it reached what it is about.
-    for what in ("preemptions", "swaps", "copies", "forks", "hits", "aborts", "vectors"):
+    reached = ("preemptions", "swaps", "copies", "forks", "hits", "aborts", "vectors")
+    for what in (*reached, "passed", "short_hits") if has_windows else reached:
         assert total[what] > 200, (what, total)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(min_value=2**32, max_value=2**64))
-def test_any_workload(seed):
-    Workload(seed).run()
+@given(st.integers(min_value=2**32, max_value=2**64), st.booleans())
+def test_any_workload(seed, has_windows):
+    Workload(seed, has_windows=has_windows).run()

@@ -5,10 +5,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from octavo.cache import KVCache
+from octavo.cache.span import most_held, pages_of
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.schedule import Scheduler
 from octavo.schedule.request import choice_seed
-from tests.schedule.oracle import OracleDevice, reference
+from tests.schedule.oracle import OracleDevice, Sequence, reference, vector_of
 
 
 @dataclass
@@ -20,6 +21,8 @@ class Tally:
     hits: int = 0
     aborts: int = 0
     vectors: int = 0
+    passed: int = 0  # pages that a window has passed
+    short_hits: int = 0  # prefixes found of which a window had let the beginning go
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Workload:
     seed: int
     scheduler_type: type[Scheduler] = Scheduler
     cache_type: type[KVCache] = KVCache
+    has_windows: bool = False
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -38,11 +42,19 @@ class Workload:
         self.budget = r.choice([1, 2, 3, 8, 32])
         self.rows = r.choice([1, 2, 3, 5, 9])
         longest = r.choice([6, 12, 20])
-        self.num_pages = -(-2 * longest // self.page_size) + r.choice([0, 1, 3, 20])
+        self.windows = (0,)
+        if self.has_windows:
+            narrow = r.choice([1, 2, 3, 5, 8])
+            self.windows = r.choice([(narrow,), (0, narrow), (0, 0, narrow), (narrow, 0, narrow), (narrow, 2 * narrow)])
+        # What the longest request needs: with less, it could never end.
+        least = pages_of(2 * longest, self.page_size, self.windows, self.budget)
+        self.num_pages = least + r.choice([0, 1, 3, 20]) * len(self.windows)
         host_pages = self.num_host_pages = r.choice([0, 0, 3, 30])
-        self.cache = self.cache_type(self.num_pages, self.page_size, host_pages, r.random() < 0.8)
+        self.cache = self.cache_type(
+            self.num_pages, self.page_size, host_pages, r.random() < 0.8, None, self.windows, self.budget
+        )
         self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, r.choice([0, 4]))
-        self.device = OracleDevice(self.page_size, self.rows)
+        self.device = OracleDevice(self.page_size, self.rows, self.windows)
         stems = [[r.randrange(3) for _ in range(longest)] for _ in range(2)]
         self.arrivals: list[tuple[int, GenerateRequest]] = []
         for i in range(r.randrange(1, 12)):
@@ -95,10 +107,13 @@ class Workload:
                     self.tally.aborts += 1
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
+            preemptions = scheduler.num_preemptions
             plan = scheduler.plan()
             assert sum(plan.counts) <= self.budget, "over budget"
             self._count(plan)
-            assert not plan.is_empty or flight or scheduler.is_idle, "work is there and nothing advances"
+            # A choice that must copy a page and is alone with too few of them leaves, to enter as a request of its own.
+            has_left = scheduler.num_preemptions > preemptions
+            assert not plan.is_empty or flight or scheduler.is_idle or has_left, "work is there and nothing advances"
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             while len(flight) > self.depth or (flight and plan.is_empty):
@@ -120,8 +135,9 @@ class Workload:
                 self._check_vector(source, vectors.get((request_id, index)), (request_id, index) in aborted)
                 continue
             seed = choice_seed(source.params.seed, index)
+            params = source.params
             want = reference(
-                source.prompt_ids, seed, source.params.max_tokens, source.stop_ids, source.params.min_tokens
+                source.prompt_ids, seed, params.max_tokens, source.stop_ids, params.min_tokens, self.windows
             )
             if (request_id, index) in aborted:
                 assert tokens == want[: len(tokens)], f"aborted output of {request_id}/{index}"
@@ -138,14 +154,17 @@ class Workload:
         if is_aborted:
             return
         assert vector is not None, f"no vector of {source.id}"
-        start, *tokens = vector
-        assert tokens == source.prompt_ids, f"vector of {source.id}"
+        sequence = Sequence(self.windows)
+        *_, state = [sequence.state_after(token) for token in source.prompt_ids]
+        start = int.from_bytes(vector[:8])
+        assert vector == vector_of(start, state), f"vector of {source.id}"
         assert start == 0 or not source.is_whole, "computed in pieces"
         self.tally.vectors += 1
 
     def check_invariants(self) -> None:
         scheduler, pool = self.scheduler, self.cache.pool
-        owners = Counter(page for table in self.cache.tables.values() for page in table)
+        tables = [table for tables in self.cache.tables.values() for table in tables]
+        owners = Counter(page for table in tables for page in table.pages)
         for page in range(self.num_pages):
             assert pool.refs[page] == owners[page], "reference count drift"
             states = (pool.refs[page] > 0) + (page in pool.blank) + (page in pool.cached)
@@ -161,11 +180,16 @@ class Workload:
         assert not running or not waiting or max(running) < min(waiting), "overtaking"
         rows = [request.row for request in scheduler.running] + scheduler._free_rows
         assert sorted(rows) == list(range(self.rows)), "row drift"
-        host = self.cache.host_free + [page for table in self.cache.host_tables.values() for page in table]
+        host_tables = [table for tables in self.cache.host_tables.values() for table in tables]
+        host = self.cache.host_free + [page for table in host_tables for page in table.pages]
         assert len(host) == len(set(host)), "host page owned twice"
         filled, allocated = scheduler.slot_use()
-        pages = {page for table in self.cache.tables.values() for page in table}
-        assert allocated == len(pages) * self.page_size and 0 <= filled <= allocated
+        assert allocated == len(owners) * self.page_size and 0 <= filled <= allocated
+        for tables in self.cache.tables.values():
+            for table, window in zip(tables, self.windows, strict=True):
+                assert table.first == 0 or window, "a group without a window keeps everything"
+                most = most_held(window, self.budget, self.page_size)
+                assert not window or len(table.pages) <= most <= -(-(window + self.budget) // self.page_size) + 1
 
     def _check_all_returned(self) -> None:
         pool = self.cache.pool
@@ -178,4 +202,9 @@ class Workload:
     def _count(self, plan) -> None:
         self.tally.swaps += sum(move.kind == "out" for move in plan.moves)
         self.tally.copies += sum(move.kind == "copy" for move in plan.moves)
+        entering = [pages for enter in plan.enters if enter.row in plan.rows for pages in enter.pages]
+        self.tally.short_hits += sum(pages[:1] == [0] and pages.count(0) > 1 for pages in entering)
+        self.tally.passed += sum(
+            table.first for tables in self.cache.tables.values() for table in tables if table.first
+        )
         self.tally.forks += sum(enter.row not in plan.rows for enter in plan.enters)

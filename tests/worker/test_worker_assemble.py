@@ -25,7 +25,7 @@ def random_rows(rng: random.Random, page_size: int) -> tuple[Rows, list[list[int
     free = rng.sample(range(1, 5 * MAX_ROWS * num_pages), MAX_ROWS * num_pages)
     tokens = [[rng.randrange(VOCAB) for _ in range(MAX_LEN)] for _ in range(MAX_ROWS)]
     pages = [[free.pop() for _ in range(num_pages)] for _ in range(MAX_ROWS)]
-    enters = [Entering(row, tokens[row], 1, PARAMS, 0, [], pages[row]) for row in range(MAX_ROWS)]
+    enters = [Entering(row, tokens[row], 1, PARAMS, 0, [], [pages[row]]) for row in range(MAX_ROWS)]
     rows.update(StepPlan(0, [], enters, [], [], [], [], [], [], [], []))
     return rows, tokens, pages
 
@@ -78,11 +78,47 @@ def test_written_tokens_are_read_back_and_pages_of_the_last_occupant_are_gone() 
     rows.tokens.view(-1).index_copy_(0, cells, torch.tensor([901, 902], dtype=torch.int32))
     assert [rows.tokens[3, 7], rows.tokens[3, 8], rows.tokens[0, MAX_LEN]] == [901, tokens[3][8], 902]
 
-    entering = Entering(3, [4, 5], 2, PARAMS, 0, [], [11])
+    entering = Entering(3, [4, 5], 2, PARAMS, 0, [], [[11]])
     rows.update(StepPlan(1, [3], [entering], [], [], [], [], [], [3, 0], [1, 0], [12, 13]))
     assert rows.page_table[3].tolist() == [11, 12, 0, 0]
     assert rows.page_table[0].tolist() == [13, *pages[0][1:]]
     assert rows.tokens[3, :2].tolist() == [4, 5]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_groups_have_page_tables_of_their_own(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = Rows(MAX_ROWS, MAX_LEN, 4, VOCAB, CPU, Staging(CPU), (0, 8, 8))
+    tables = [[[rng.randrange(1, 999) for _ in range(10)] for _ in range(MAX_ROWS)] for _ in range(3)]
+    for table in tables[1:]:  # windows have passed these
+        table[2][:4] = [0] * 4
+    enters = [Entering(row, [5] * 40, 1, PARAMS, 0, [], [table[row] for table in tables]) for row in range(MAX_ROWS)]
+    changes = sorted({(rng.randrange(3), rng.randrange(MAX_ROWS), rng.randrange(5, 12)) for _ in range(9)})
+    ids = [rng.randrange(1, 999) for _ in changes]
+    groups, changed, slots = (list(column) for column in zip(*changes, strict=True))
+    for (group, row, slot), page in zip(changes, ids, strict=True):
+        tables[group][row] += [0] * (slot + 1 - len(tables[group][row]))
+        tables[group][row][slot] = page
+    if rng.random() < 0.5:
+        rows.update(StepPlan(0, [], enters, [], [], [], [], [], changed, slots, ids, groups))
+    else:  # as a step of a graph is told: where the pages go in the flattened tables
+        rows.update(StepPlan(0, [], enters, [], [], [], [], [], [], [], []))
+        cells, pages = rows.note_pages(StepPlan(0, [], [], [], [], [], [], [], changed, slots, ids, groups))
+        assert rows.page_tables.reshape(-1)[cells].tolist() == pages.tolist() == ids
+    plan_rows = rng.sample(range(MAX_ROWS), 4)
+    plan = StepPlan(1, [], [], [], plan_rows, [32, 35, 30, 21], [1, 1, 3, 9], [True] * 4, [], [], [])
+    batch = assemble(Columns.of(plan), rows, Staging(CPU)).batch
+    assert len(batch.groups) == 3
+    for part, table in zip(batch.groups, tables, strict=True):
+        assert part.page_table.tolist() == [table[row][:9] for row in plan_rows]
+        row_of = np.repeat(plan_rows, [1, 1, 3, 9])
+        assert part.slots.tolist() == [
+            table[row][position // 4] * 4 + position % 4
+            for row, position in zip(row_of, batch.positions.tolist(), strict=True)
+        ]
+        assert part.positions is batch.positions
+    assert batch.slots.data_ptr() == batch.groups[0].slots.data_ptr()
 
 
 def test_shared_pages_are_found_where_they_pay() -> None:

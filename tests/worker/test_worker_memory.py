@@ -326,3 +326,25 @@ def test_cores_follow_the_quota_of_either_version(tmp_path: Path) -> None:
     assert _quota(tmp_path, 8) == 8
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     assert _quota(tmp_path, 8) == 2
+
+
+# ── layers with windows ──
+
+
+def test_windows_are_counted_in_what_fits_and_what_is_useful() -> None:
+    """Of two groups of layers one keeps 256 pages a request of 4096 tokens, the other ceil((1023 + 512 - 1) / 16) + 1."""
+    windowed = changed(windows=(0, 1024), max_num_seqs=4)
+    report = settle(CacheConfig(), [windowed])
+    assert (report.num_pages, report.windows) == (4 * (256 + 97), (0, 1024))
+    assert any(
+        "KV pages" in line and " pages of 16 tokens = 4 requests of the full" in line for line in budget_lines(report)
+    )
+    cut = settle(CacheConfig(kv_cache_memory_bytes=200 * MiB), [windowed])
+    assert cut.max_model_len == (200 - 97) * 16
+    asked = changed(windowed, max_model_len_is_auto=False)
+    with pytest.raises(ConfigError, match=r"needs 353 MiB of KV pages.*use --kv-cache-memory-bytes 353M"):
+        settle(CacheConfig(kv_cache_memory_bytes=200 * MiB), [asked])
+    assert settle(CacheConfig(kv_cache_memory_bytes=353 * MiB), [asked]).max_model_len == 4096
+    # With a window on every layer the context is no matter of memory once a window and a step fit.
+    every = settle(CacheConfig(kv_cache_memory_bytes=97 * MiB), [changed(windows=(1024,))])
+    assert every.max_model_len == 4096

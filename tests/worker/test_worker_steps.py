@@ -111,7 +111,7 @@ def test_copied_pages_serve_a_fork(driver: Driver, expected: list[list[int]]) ->
     shared = (len(PROMPTS[0]) - 1) // PAGE_SIZE
     copied = child.pages[shared]
     child.pages[:shared] = parent.pages[:shared]
-    driver._entering[-1].pages[:] = child.pages
+    driver._entering[-1].pages[0][:] = child.pages
     driver.move("copy", parent.pages[shared], copied)
     child.computed = len(PROMPTS[0]) - 1
     assert driver.generate([parent, child], NUM_TOKENS) == [expected[0], expected[0]]

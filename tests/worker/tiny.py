@@ -179,7 +179,7 @@ class Driver:
                 sequence.params,
                 sequence.seed,
                 [3, 5],
-                list(sequence.pages),
+                [list(sequence.pages)],
             )
         )
 

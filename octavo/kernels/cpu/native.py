@@ -49,12 +49,14 @@ class Native:
         self._inputs: Mapping[
             str, Tensor
         ] = {}  # of the step that is recorded: what stands for the inputs of those to come
+        self._num_groups = 1
         self._scratches: dict[str, Tensor] = {}
 
     @contextmanager
-    def recording(self, tape: Tape, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-        """What is asked for inside is noted on the tape. `inputs` stand for those of the steps to come, by Step's names."""
-        self._tape, self._inputs = tape, inputs
+    def recording(self, tape: Tape, inputs: Mapping[str, Tensor], num_groups: int = 1) -> Iterator[None]:
+        """What is asked for inside is noted on the tape. `inputs` stand for those of the steps to come, by Step's names.
+        `num_groups`: so many times slots and page tables lie behind each other, those of `inputs` first."""
+        self._tape, self._inputs, self._num_groups = tape, inputs, num_groups
         try:
             yield
         finally:
@@ -172,13 +174,13 @@ class Native:
 
     def attend(self, layer: Heads, heads: Tensor, rotation: Tensor | None, step: Step) -> Tensor:
         """heads [T, H + 2 Hkv, D], q changed: turn, write keys and values to the pages, attend → [T, H * D]."""
-        if self._tape is not None and step.slots != self._inputs["slots"].data_ptr():
-            raise NotRecordable("a layer attends over another batch than the step's")
+        group = self._group_of(step)
         turn = self._turn(layer, heads, rotation)
+        turn.group = group
         reads: list[Field] = [(turn.turn, "heads")] + ([(turn.turn, "rotation")] if rotation is not None else [])
         self._do(turn, reads, [(turn.turn, "heads")], step, layer)
         y = self._room(Count.PER_TOKEN, len(heads), layer.num_heads * layer.head_size)
-        op = Op(Code.ATTEND, Count.PER_TOKEN)
+        op = Op(Code.ATTEND, Count.PER_TOKEN, group)
         call = op.attention
         call.queries, call.query_stride = _address(heads), heads.stride(0)
         call.output, call.output_stride = _address(y), y.stride(0)
@@ -187,6 +189,17 @@ class Native:
         call.sinks = _address(layer.sinks)
         self._do(op, [(call, "queries")], [(call, "output")], step, layer)
         return y
+
+    def _group_of(self, step: Step) -> int:
+        """Whose slots and page tables the step to be recorded has: told by their address."""
+        if self._tape is None:
+            return 0
+        slots = self._inputs["slots"]
+        group: int
+        group, rest = divmod(step.slots - slots.data_ptr(), slots.nbytes)
+        if rest or not 0 <= group < self._num_groups:
+            raise NotRecordable("a layer attends over another batch than the step's")
+        return group
 
     # ── how they are made ───────────────────────────────────────────────────────────────────────────
 

@@ -106,7 +106,7 @@ class _Body(ctypes.Union):
 
 class Op(ctypes.Structure):
     _anonymous_ = ("body",)
-    _fields_ = (("code", c_int32), ("count", c_int32), ("body", _Body))
+    _fields_ = (("code", c_int32), ("count", c_int32), ("group", c_int32), ("body", _Body))
 
 
 def run(threads: Threads, ops: "ctypes.Array[Op]", step: Step, seconds: "ctypes.Array[c_double] | None" = None) -> None:

@@ -110,17 +110,17 @@ void gather(Threads* threads, const OctavoMove& op, const OctavoStep& step) {
   });
 }
 
-int attend(Threads* threads, OctavoAttention call, const OctavoStep& step) {
+int attend(Threads* threads, OctavoAttention call, int32_t group, const OctavoStep& step) {
   call.query_start = step.query_start;
   call.seq_lens = step.seq_lens;
-  call.page_table = step.page_table;
+  call.page_table = step.page_table + group * step.num_rows * step.table_stride;
   call.table_stride = step.table_stride;
   call.num_rows = static_cast<int32_t>(step.num_rows);
   return octavo_attention(threads, &call);
 }
 
-int turn(Threads* threads, OctavoTurn call, const OctavoStep& step) {
-  call.slots = step.slots;
+int turn(Threads* threads, OctavoTurn call, int32_t group, const OctavoStep& step) {
+  call.slots = step.slots + group * step.num_tokens;
   call.num_tokens = static_cast<int32_t>(step.num_tokens);
   return octavo_turn(threads, &call);
 }
@@ -144,8 +144,8 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_GATE:
       octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
       return 0;
-    case OCTAVO_TURN: return turn(threads, op->turn, step);
-    case OCTAVO_ATTEND: return attend(threads, op->attention, step);
+    case OCTAVO_TURN: return turn(threads, op->turn, op->group, step);
+    case OCTAVO_ATTEND: return attend(threads, op->attention, op->group, step);
     case OCTAVO_GATHER: gather(threads, move, step); return 0;
     case OCTAVO_NORM:
       normalise(threads, move.norm, move.x, move.x_stride, count, move.size, move.y, move.y_stride, move.adds);

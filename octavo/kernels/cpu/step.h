@@ -102,6 +102,7 @@ typedef struct {
 
 typedef struct {
   int32_t code, count;
+  int32_t group;  // whose slots and page table a layer has: a step's lie group after group, [G, T] and [G, B, table_stride]
   union {
     OctavoEmbed embed;
     OctavoRotate rotate;

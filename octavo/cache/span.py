@@ -1,0 +1,35 @@
+"""How many pages a sequence holds in each group, by its length and by how far back the group's layers see.
+Knows nothing of which pages those are, or of who else holds them."""
+
+from collections.abc import Sequence
+
+
+def first_seen(position: int, window: int, page_size: int) -> int:
+    """The first entry of a page table that a token at `position`, or any after it, sees. `window` 0: all of them."""
+    return max(0, position - window + 1) // page_size if window else 0
+
+
+def most_held(window: int, step_tokens: int, page_size: int) -> int:
+    """Pages that hold all that a step of `step_tokens` sees and writes under a window, wherever it begins in a page."""
+    num_positions = window - 1 + step_tokens
+    return (num_positions + page_size - 2) // page_size + 1
+
+
+def pages_of(num_tokens: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
+    """The most that one sequence of so many tokens ever holds, over all groups."""
+    whole = -(-num_tokens // page_size)
+    return sum(min(whole, most_held(window, step_tokens, page_size)) if window else whole for window in windows)
+
+
+def longest(num_pages: int, limit: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
+    """The most tokens, up to `limit`, that one sequence can have in so many pages: whole pages, or the limit."""
+    if pages_of(limit, page_size, windows, step_tokens) <= num_pages:
+        return limit
+    low, high = 0, -(-limit // page_size)  # in pages: `low` fit, `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if pages_of(middle * page_size, page_size, windows, step_tokens) <= num_pages:
+            low = middle
+        else:
+            high = middle
+    return low * page_size

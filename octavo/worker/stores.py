@@ -1,0 +1,60 @@
+"""The memory behind the pages: one store for each place in a page, which layers of different groups share.
+Knows nothing of which page belongs to whom; an attention backend says what a page of one layer looks like."""
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.cache.span import longest
+from octavo.spec import ModelSpec, PageLayout
+
+
+class Stores:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layout: PageLayout,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        page_size: int,
+        num_ranks: int,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor],
+    ) -> None:
+        self._spec, self._layout, self._attention, self._dtype = spec, layout, attention, dtype
+        self._page_size, self._num_ranks, self._zeros = page_size, num_ranks, zeros
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page of one group, on this rank."""
+        return math.prod(self._shape(1)) * self._dtype.itemsize * self._layout.num_places
+
+    def allocate(self, num_pages: int, max_rows: int) -> list[torch.Tensor]:
+        """The stores, which the attention backend is given, each layer its own."""
+        # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
+        shape = self._shape(num_pages)
+        stores = [self._zeros(shape, self._dtype) for _ in range(self._layout.num_places)]
+        self._attention.bind([stores[place] for place in self._layout.place_of], max_rows)
+        return stores
+
+    def longest(self, num_pages: int, max_model_len: int, step_tokens: int) -> int:
+        """The most tokens that a sequence can have in so many pages."""
+        return longest(num_pages, max_model_len, self._page_size, self._layout.windows, step_tokens)
+
+    def in_words(self) -> str:
+        """How layers are grouped, for people; "": there is nothing to say."""
+        windows, layout = self._layout.windows, self._layout
+        if not any(windows):
+            return layout.why
+        narrow = ", ".join(str(window) for window in sorted(set(windows)) if window)
+        of_layers = [layout.windows[group] for group in layout.group_of]
+        num_windowed = sum(1 for window in of_layers if window)
+        tables = "1 page table" if len(windows) == 1 else f"{len(windows)} page tables"
+        return (
+            f"{num_windowed} of {len(of_layers)} layers keep only the KV pages of their window ({narrow} tokens): "
+            f"{tables} a request, pages of {layout.num_places} layers"
+        )
+
+    def _shape(self, num_pages: int) -> tuple[int, ...]:
+        return self._attention.kv_shape(self._spec, num_pages, self._page_size, self._num_ranks)
