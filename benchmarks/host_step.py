@@ -1,7 +1,7 @@
 """Host time of one step in steady decode, without a model: plan, assemble, commit and hand-off of the real rooms.
 Knows nothing of models: the executor here assembles every batch as a worker does and makes up the sampled tokens.
 
-Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep]"""
+Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]"""
 
 import argparse
 import gc
@@ -34,7 +34,9 @@ class NoModel:
         self._report = report
         device = pick("cpu")
         self._staging = Staging(device)
-        self._rows = Rows(report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, device, self._staging)
+        self._rows = Rows(
+            report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, device, self._staging, report.windows
+        )
         self._results: deque[StepResult] = deque()
         self.seconds = 0.0  # spent assembling in the step just done
 
@@ -55,9 +57,11 @@ class NoModel:
         pass
 
 
-def build(num_rows: int, num_steps: int, overlap: bool, clock: Callable[[], float]) -> tuple[EngineLoop, NoModel]:
+def build(
+    num_rows: int, num_steps: int, overlap: bool, clock: Callable[[], float], windows: tuple[int, ...]
+) -> tuple[EngineLoop, NoModel]:
     max_model_len = PROMPT_LEN + num_steps + 16
-    num_pages = num_rows * (max_model_len // PAGE_SIZE + 2)
+    num_pages = num_rows * (max_model_len // PAGE_SIZE + 2) * len(windows)
     # All prompts in one step: every row then decodes in step with the others.
     report = EngineReport(
         device="none",
@@ -71,9 +75,11 @@ def build(num_rows: int, num_steps: int, overlap: bool, clock: Callable[[], floa
         num_host_pages=0,
         weights_bytes=0,
         page_bytes=1,
+        windows=windows,
     )
     executor = NoModel(report, overlap, clock)
-    scheduler = Scheduler(KVCache(num_pages, PAGE_SIZE), num_rows, report.max_num_batched_tokens)
+    cache = KVCache(num_pages, PAGE_SIZE, windows=windows, max_step_tokens=report.max_num_batched_tokens)
+    scheduler = Scheduler(cache, num_rows, report.max_num_batched_tokens)
     return EngineLoop(scheduler, executor, EngineMetrics("none", report)), executor
 
 
@@ -89,7 +95,8 @@ def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, 
 
 def measure(arguments: argparse.Namespace, num_waiting: int, clock: Callable[[], float]) -> None:
     num_rows, num_steps = arguments.rows, arguments.steps
-    loop, executor = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock)
+    windows = tuple(arguments.windows)
+    loop, executor = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock, windows)
     fill(loop, num_rows, num_waiting, num_steps + WARMUP + 8, arguments.lockstep)
     # As the engine process does it before its first step.
     gc.collect()
@@ -125,6 +132,9 @@ def main() -> None:
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: leave out what others on a busy machine take"
     )
     parser.add_argument("--lockstep", action="store_true", help="all rows fill their pages at the same step")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[0], help="of each group of layers; 0: it keeps everything"
+    )
     arguments = parser.parse_args()
     clock = time.thread_time if arguments.clock == "cpu" else time.perf_counter
     machine = facts()["machine"]
