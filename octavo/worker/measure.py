@@ -1,7 +1,8 @@
 """What a rank's GPU holds and what its steps take, found out by running steps of the largest size before there are pages.
 Knows nothing of what the bytes are used for afterwards: memory.py counts them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -81,6 +82,20 @@ def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
     except torch.OutOfMemoryError:
         return None
     return max(0, peak - device.memory_use().reserved)
+
+
+@contextmanager
+def memory_errors(dtype: str, available: int) -> Iterator[None]:
+    """An allocation that fails while starting is a person's matter, not a traceback's."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"memory ran out while starting ({in_words(available)} was available): use a smaller model, "
+            f"--dtype bfloat16 where it is {dtype}, or a smaller --kv-cache-memory-bytes"
+        ) from error
 
 
 def trial_columns(num_tokens: int, num_rows: int) -> Columns:

@@ -4,8 +4,6 @@ Knows nothing of requests, of other ranks' processes, or of why the plan is what
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -35,8 +33,8 @@ from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
-from octavo.worker.measure import DEMANDING, measure, trial_columns
-from octavo.worker.memory import decoded_weights, in_words, weights_too_large
+from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
+from octavo.worker.memory import decoded_weights, weights_too_large
 from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.rows import PageChanges, Rows
@@ -83,7 +81,7 @@ class Runner:
         checkpoint = self.open()
         context = self.choose_kernels(checkpoint)
         available = self.device.memory_available()
-        with torch.inference_mode(), _memory_errors(self.limits.dtype, available):
+        with torch.inference_mode(), memory_errors(self.limits.dtype, available):
             self.build(checkpoint, context)
             self._fill(checkpoint, available)
         if self._native is not None:
@@ -168,7 +166,7 @@ class Runner:
     def _measure(self) -> DeviceMemory:
         """What steps of the largest size take, run over a store of one page."""
         limits, cache = self.limits, self.config.cache
-        with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
+        with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             self._seat(limits.max_model_len)
             self.stores.allocate(1, limits.max_num_seqs)
             self._rehearse()
@@ -219,7 +217,7 @@ class Runner:
     def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
         """Take the memory that the executor settled on; from now on steps can run. → what there is to say of them."""
         limits = self.limits
-        with torch.inference_mode(), _memory_errors(limits.dtype, self.device.memory_available()):
+        with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             stores = self.stores.allocate(num_pages, limits.max_num_seqs)
             self.pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
@@ -390,17 +388,3 @@ def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:
     if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("octavo.kernels.gpu")
-
-
-@contextmanager
-def _memory_errors(dtype: str, available: int) -> Iterator[None]:
-    """An allocation that fails while starting is a person's matter, not a traceback's."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in str(error):
-            raise
-        raise ConfigError(
-            f"memory ran out while starting ({in_words(available)} was available): use a smaller model, "
-            f"--dtype bfloat16 where it is {dtype}, or a smaller --kv-cache-memory-bytes"
-        ) from error
