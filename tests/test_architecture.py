@@ -41,7 +41,8 @@ GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what everybody stan
 TORCH_ROOMS = {name for name, level in LEVELS.items() if 2 <= level <= 5}
 NEVER_TORCH = {name for name, level in LEVELS.items() if level in (0, 1, 6, 7)}
 # Files of torch rooms that engine, server and cli may import without loading torch. Using them is another matter: source
-# never loads it; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or gives tensors.
+# never loads it; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised
+# folder, or gives tensors.
 LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}

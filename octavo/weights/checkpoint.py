@@ -1,5 +1,6 @@
 """A resolved model → its configuration and a stream of its tensors, whatever the format.
-Knows nothing of layers or ranks; opening a folder does not load torch, opening a GGUF file loads its family file."""
+Knows nothing of layers or ranks; opening a folder does not load torch but where its weights are quantised, opening a GGUF file
+loads its family file."""
 
 from __future__ import annotations
 
@@ -79,15 +80,15 @@ def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
     config, config_path = folder.read_config(path), path / folder.CONFIG
     if allow_missing_weights:
         return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else "unknown"
-        if method == "mxfp4":
-            from octavo.weights.mxfp4 import Mxfp4Files
+    weights: Weights
+    if settings := config.get("quantization_config"):
+        from octavo.weights.quantised import QuantisedFiles
 
-            packed = Mxfp4Files(path)
-            return Checkpoint(config, config_path, packed.stored_dtype, packed.num_bytes, packed)
-        raise ConfigError(
-            f"{path} is quantised ({method}), which cannot be read yet: pass the model's unquantised checkpoint, or a GGUF file"
+        files = SafetensorsFiles(path, is_quantised=True)
+        with naming(path):
+            weights = QuantisedFiles(files, settings)
+        return Checkpoint(
+            config, config_path, _configured_dtype(config, weights.stored_dtype), weights.num_bytes, weights
         )
     weights = SafetensorsFiles(path)
     return Checkpoint(config, config_path, weights.stored_dtype, weights.num_bytes, weights)
@@ -117,6 +118,6 @@ def _open_gguf(path: Path) -> Checkpoint:
     return Checkpoint(config, path, weights.stored_dtype, weights.num_bytes, weights)
 
 
-def _configured_dtype(config: dict[str, Any]) -> str:
-    name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    return name if name in ("float32", "float16", "bfloat16") else "float32"
+def _configured_dtype(config: dict[str, Any], otherwise: str = "float32") -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in ("float32", "float16", "bfloat16") else otherwise

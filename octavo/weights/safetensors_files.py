@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.device import Device
-    from octavo.weights.ring import Region
 
 # stored type → (bytes in an element, torch's name, the arithmetic type that holds it; "" for what is no weight)
 _TYPES = {
@@ -29,93 +28,125 @@ _TYPES = {
     "I64": (8, "int64", ""), "I32": (4, "int32", ""), "I16": (2, "int16", ""), "I8": (1, "int8", ""),
     "U8": (1, "uint8", ""), "BOOL": (1, "bool", ""),
 }  # fmt: skip
+# … and those that mean nothing without what else a quantised checkpoint holds
+QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
+_KNOWN_TYPES = _TYPES | QUANTISED_TYPES
+_SMALL = 1 << 20  # bytes of a tensor that is read when files are opened, at most
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """What a header says of one tensor."""
 
-    type: str  # of _TYPES
+    type: str  # of _KNOWN_TYPES
     shape: tuple[int, ...]
     path: Path
+    offset: int  # of its first byte in the file
 
     @property
     def arithmetic(self) -> str:
         """The arithmetic type that holds it; "": it is no weight by itself."""
-        return _TYPES[self.type][2]
+        return _KNOWN_TYPES[self.type][2]
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _TYPES[self.type][0]
+        return math.prod(self.shape) * _KNOWN_TYPES[self.type][0]
 
 
 class SafetensorsFiles:
-    """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken."""
+    """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken.
+    `is_quantised`: types are allowed, too, that must not be taken for weights as they are."""
 
     has_packed, packing = False, ""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_quantised: bool = False) -> None:
         files = find_weights(folder)
         self._plan: list[tuple[Path, tuple[str, ...]]] = []
         self.entries: dict[str, Entry] = {}
         for path in files.paths:
-            with _opened(path, "numpy") as file:
-                names = _wanted(file, path, files)
-                for name in names:
-                    if name in self.entries:
-                        first = self.entries[name].path
-                        raise ConfigError(f"{name} is both in {first} and in {path}: keep one of the files")
-                    self.entries[name] = _entry(file, path, name)
+            there = _entries(path)
+            names = _wanted(tuple(there), path, files)
+            for name in names:
+                if name in self.entries:
+                    first = self.entries[name].path
+                    raise ConfigError(f"{name} is both in {first} and in {path}: keep one of the files")
+                _require_known(name, there[name], _KNOWN_TYPES if is_quantised else _TYPES)
+                self.entries[name] = there[name]
             self._plan.append((path, names))
         self.num_bytes = sum(entry.num_bytes for entry in self.entries.values())
         bytes_of: Counter[str] = Counter()
         for entry in self.entries.values():
             bytes_of[entry.arithmetic] += entry.num_bytes
         del bytes_of[""]
-        if not bytes_of:
+        if not bytes_of and not is_quantised:
             raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
-        self.stored_dtype = bytes_of.most_common(1)[0][0]
+        self.stored_dtype = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
 
     def held_bytes(self, itemsize: int) -> int:
         return sum(math.prod(entry.shape) * itemsize for entry in self.entries.values() if entry.arithmetic)
+
+    def small(self, name: str) -> bytes:
+        """The bytes of a small tensor, for one who has to know them before weights are read."""
+        entry = self.entries[name]
+        if entry.num_bytes > _SMALL:
+            raise ConfigError(f"{entry.path}: tensor {name} has {entry.num_bytes} bytes where few are expected")
+        with open(entry.path, "rb") as file:
+            file.seek(entry.offset)
+            return file.read(entry.num_bytes)
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep.
         `keep_packed` changes nothing: none of these files holds packed weights."""
+        return _converted(self.stored(device), dtype)
+
+    def stored(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the types they are stored in."""
         from octavo.device import device_of
 
         if str(device) == "meta":
-            return self._outlines(dtype)
-
+            return self._outlines()
         place = device_of(device)
-        return self.read_ahead(place, dtype) if place.is_cuda else self._mapped(dtype)
+        return self._read_ahead(place) if place.is_cuda else self._mapped()
 
-    def _mapped(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, names in self._plan:
             with _opened(path, "pt") as file:
                 for name in names:
-                    tensor: torch.Tensor = file.get_tensor(name)
-                    yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                    yield name, file.get_tensor(name)
 
-    def _outlines(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def _outlines(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
         for name, entry in self.entries.items():
-            stored: torch.dtype = getattr(torch, _TYPES[entry.type][1])
-            kind = dtype if stored.is_floating_point else stored
-            yield name, torch.empty(entry.shape, dtype=kind, device="meta")
+            yield name, torch.empty(entry.shape, dtype=_torch_type(entry), device="meta")
 
     def read_ahead(
         self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The same through a ring of pinned buffers, on to any device. `chunk_bytes`: of one buffer; 0: as it is best."""
+        return _converted(self._read_ahead(device, chunk_bytes), dtype)
+
+    def _read_ahead(self, device: Device, chunk_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         from octavo.weights import ring
 
-        regions = [region for path, names in self._plan for region in _regions(path, names)]
-        for name, tensor in ring.read_ahead(regions, device, chunk_bytes or ring.CHUNK_BYTES):
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        # As they lie in their files: neighbours are read at once.
+        ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
+        regions = [ring.Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
+        return ring.read_ahead(regions, device, chunk_bytes or ring.CHUNK_BYTES)
+
+
+def _torch_type(entry: Entry) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, _KNOWN_TYPES[entry.type][1])
+    return found
+
+
+def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _opened(path: Path, framework: str) -> Any:
@@ -127,25 +158,35 @@ def _opened(path: Path, framework: str) -> Any:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _regions(path: Path, names: tuple[str, ...]) -> list[Region]:
-    """Where each tensor lies, in the file's order: a length, a JSON header, then the bytes. It was checked when opened."""
-    import torch
+def _entries(path: Path) -> dict[str, Entry]:
+    """A length, a JSON header, then the tensors' bytes."""
+    with _opened(path, "numpy"):  # refuses whatever is out of place, sizes and offsets included
+        pass
+    try:
+        with open(path, "rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_len), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
+    return {
+        name: Entry(found["dtype"], tuple(found["shape"]), path, 8 + header_len + found["data_offsets"][0])
+        for name, found in header.items()
+        if name != "__metadata__"
+    }
 
-    from octavo.weights.ring import Region
 
-    with open(path, "rb") as file:
-        header_len = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_len))
-    regions = []
-    for name in names:
-        entry = header[name]
-        dtype: torch.dtype = getattr(torch, _TYPES[entry["dtype"]][1])
-        regions.append(Region(name, path, 8 + header_len + entry["data_offsets"][0], dtype, tuple(entry["shape"])))
-    return sorted(regions, key=lambda region: region.offset)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries of one name each reader could take another."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"it names {name} twice")
+    return found
 
 
-def _wanted(file: Any, path: Path, files: WeightFiles) -> tuple[str, ...]:
-    there = tuple(file.keys())
+def _wanted(there: tuple[str, ...], path: Path, files: WeightFiles) -> tuple[str, ...]:
     if files.names is None:
         return there
     wanted = files.names[path]
@@ -155,12 +196,9 @@ def _wanted(file: Any, path: Path, files: WeightFiles) -> tuple[str, ...]:
     return wanted
 
 
-def _entry(file: Any, path: Path, name: str) -> Entry:
-    found = file.get_slice(name)
-    stored = found.get_dtype()
-    if stored not in _TYPES:
+def _require_known(name: str, entry: Entry, types: Collection[str]) -> None:
+    if entry.type not in types:
         raise ConfigError(
-            f"{path}: tensor {name} is stored as {stored}, which cannot be read; "
+            f"{entry.path}: tensor {name} is stored as {entry.type}, which cannot be read; "
             "pass a checkpoint in F32, F16 or BF16, or a GGUF file"
         )
-    return Entry(stored, tuple(found.get_shape()), path)

@@ -179,7 +179,9 @@ def test_types_that_need_scales_are_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(4).to(torch.float8_e4m3fn)}, folder / "model.safetensors")
     assert "F8_E4M3" in refusal(folder)
     model_folder(folder, quantization_config={"quant_method": "gptq"})
-    assert "gptq" in refusal(folder)
+    assert "gptq, 4 bits does not account for" in refusal(folder)
+    model_folder(folder, quantization_config={"quant_method": "quip"})
+    assert "quantised by 'quip'" in refusal(folder) and "awq" in refusal(folder)
 
 
 def test_files_without_a_weight_are_refused(tmp_path: Path) -> None:

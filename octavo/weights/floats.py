@@ -1,0 +1,39 @@
+"""Weights in 8-bit floats, with a scale for all of them, for each row or for each block.
+Knows nothing of names or methods."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TYPES = ("F8_E4M3", "F8_E5M2")  # as safetensors call them
+
+
+def block_of(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, of the shapes of both; None: they do not fit each other.
+    `block`: what the checkpoint says of it, where it says something."""
+    if len(weight) < 2 or 0 in weight:
+        return None
+    num_rows, width = weight[-2:]
+    if all(extent == 1 for extent in scale):
+        return num_rows, width
+    if scale in ((*weight[:-1], 1), weight[:-1]):
+        return 1, width
+    if block is None or len(scale) != len(weight) or scale[:-2] != weight[:-2]:
+        return None
+    fits = scale[-2:] == (-(-num_rows // block[0]), -(-width // block[1]))
+    return block if fits else None
+
+
+def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """[..., N, K] → float32: each number times its block's scale. Blocks at the edges may be cut."""
+    num_rows, width = weight.shape[-2:]
+    out = weight.float()
+    scale = scale.float()
+    if scale.numel() == 1:
+        return out.mul_(scale.view(()))
+    if block == (1, width):
+        return out.mul_(scale.view(*weight.shape[:-1], 1))
+    rows = torch.arange(num_rows, device=weight.device) // block[0]
+    columns = scale.repeat_interleave(block[1], dim=-1)[..., :width]
+    return out.mul_(columns.index_select(-2, rows))
