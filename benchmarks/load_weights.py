@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from octavo.device import pick
 from octavo.weights.ring import read_ahead
-from octavo.weights.safetensors_files import SafetensorsFiles, _regions
+from octavo.weights.safetensors_files import SafetensorsFiles
 
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096,), (4096,)]
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -43,13 +43,13 @@ def main(gigabytes: float, parent: str | None) -> None:
     with tempfile.TemporaryDirectory(dir=parent) as name:
         paths = write(Path(name), int(gigabytes * 1e9))
         files = SafetensorsFiles(Path(name))
-        regions = [region for path, names in files._plan for region in _regions(path, names)]
+        regions = files.regions()
         print(
             f"{device.describe(torch.get_num_threads())}: {files.num_bytes / 1e9:.1f} GB in {len(paths)} files, read before: from memory"
         )
 
         def mapped() -> Tensors:
-            return ((name, tensor.to(device.torch_device)) for name, tensor in files._mapped(torch.bfloat16))
+            return ((name, tensor.to(device.torch_device)) for name, tensor in files.stored("cpu"))
 
         wanted = {name: _bits(tensor).sum().item() for name, tensor in mapped()}
         got = {name: _bits(tensor).sum().item() for name, tensor in read_ahead(regions, device)}

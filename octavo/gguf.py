@@ -12,6 +12,7 @@ from octavo.errors import ConfigError
 
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
+_MOST_DIMS = 4  # ggml's own limit
 
 # type id → (name, elements in a block, bytes in a block)
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -67,15 +68,32 @@ class GGUFFile:
         version, num_tensors, num_keys = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version not in (2, 3):
             raise ConfigError(f"{self.path} is GGUF version {version}; versions 2 and 3 can be read")
-        self.metadata: dict[str, Any] = {self._string(): self._value(self._scalar("<I")) for _ in range(num_keys)}
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string()
+            if key in self.metadata:
+                raise ConfigError(f"{self.path} is corrupt: it names {key[:80]!r} twice; fetch it again")
+            self.metadata[key] = self._value(self._scalar("<I"))
         entries = [self._entry() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
             raise ConfigError(f"{self.path} is corrupt: general.alignment is {alignment}; fetch it again")
         base = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, TensorEntry] = {
-            name: self._placed(name, shape, kind, base + offset) for name, shape, kind, offset in entries
-        }
+        self.tensors: dict[str, TensorEntry] = {}
+        for name, shape, kind, offset in entries:
+            if name in self.tensors:
+                raise ConfigError(f"{self.path} is corrupt: it names the tensor {name[:80]!r} twice; fetch it again")
+            self.tensors[name] = self._placed(name, shape, kind, base + offset)
+        self._require_apart()
+
+    def _require_apart(self) -> None:
+        before: TensorEntry | None = None
+        for entry in sorted(self.tensors.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
+            if before is not None and entry.offset < before.offset + before.num_bytes:
+                raise ConfigError(
+                    f"{self.path} is corrupt: the tensors {before.name[:80]!r} and {entry.name[:80]!r} overlap; fetch it again"
+                )
+            before = entry
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorEntry:
         if kind not in TYPES:
@@ -94,8 +112,12 @@ class GGUFFile:
         return TensorEntry(name, shape, type_name, offset, end - offset)
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        dims = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        name, num_dims = self._string(), self._scalar("<I")
+        if num_dims > _MOST_DIMS:
+            raise ConfigError(
+                f"{self.path} is corrupt: the tensor {name[:80]!r} has {num_dims} dimensions; fetch it again"
+            )
+        dims = [self._scalar("<Q") for _ in range(num_dims)]
         return name, tuple(reversed(dims)), self._scalar("<I"), self._scalar("<Q")
 
     def _value(self, kind: int) -> Any:

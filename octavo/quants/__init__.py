@@ -31,6 +31,13 @@ PACKED_TYPES = tuple(_DECODERS)
 """Every packed type that can be read."""
 
 
+# Where a quant's float16 numbers lie; MXFP4 has an exponent in its first byte instead.
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "MXFP4": (),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Quants:
     """A weight [N, K] whose rows are quants, one after the other. They may lie in a mapped file: copy what you keep."""
@@ -71,6 +78,14 @@ class Quants:
         if first % weights or count % weights:
             return None
         return Quants(self.type, self.rows.narrow(1, first // weights * num_bytes, count // weights * num_bytes))
+
+    def is_finite(self) -> bool:
+        """Whether every weight is a number: only scales can be none."""
+        quants = self.stored.reshape(-1, QUANT[self.type][1])
+        if self.type == "MXFP4":
+            return not bool((quants[:, 0] == 255).any())
+        # All bits of the exponent, which are in a float16's second byte.
+        return not any(bool((quants[:, at + 1] & 0x7C == 0x7C).any()) for at in _HALVES[self.type])
 
     def dequantise(self) -> Tensor:
         """→ [N, K] float32."""

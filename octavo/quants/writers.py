@@ -29,7 +29,7 @@ def q8_0(scales: Tensor, numbers: Tensor) -> Quants:
 
 
 def q6_k(outer: Tensor, scales: Tensor, codes: Tensor) -> Quants:
-    """outer [N, K / 256] float16, scales [N, K / 16] int8, codes [N, K] uint8 below 64 → weights of outer · scale · (code − 32)."""
+    """outer [N, K / 256] float16, scales [N, K / 16] int8, codes [N, K] uint8 below 64 → outer · scale · (code − 32)."""
     parts = codes.view(len(codes), -1, 2, 4, 32)  # two halves of four parts
     low = (parts[:, :, :, :2] & 15 | (parts[:, :, :, 2:] & 15) << 4).flatten(2)  # 128 bytes
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes.device).view(4, 1)

@@ -51,9 +51,11 @@ class Checkpoint:
     ) -> Iterator[tuple[str, Weight]]:
         """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
         `keep_packed`: matrices that are packed in the file come as Quants, where the family can take them so.
-        On the device "meta" they have names and shapes, and nothing is read."""
+        On the device "meta" they have names and shapes, and nothing is read. One with a NaN or an infinity is refused."""
+        from octavo.weights.finite import finite
+
         assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
-        return self.weights.tensors(device, dtype, keep_packed)
+        return finite(self.weights.tensors(device, dtype, keep_packed))
 
 
 @contextmanager

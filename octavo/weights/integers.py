@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.quants import Weight
 from octavo.quants.writers import q4_0, q5_0, q8_0
 
-_AT_ONCE = 1 << 24  # weights decoded together: bounds the temporaries
+_AT_ONCE = 1 << 22  # weights decoded together: bounds the temporaries
 _GROUP = 32  # weights that share a scale in the kernels' types
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from octavo.device import Device
+    from octavo.weights.ring import Region
 
 # stored type → (bytes in an element, torch's name, the arithmetic type that holds it; "" for what is no weight)
 _TYPES = {
@@ -128,13 +129,17 @@ class SafetensorsFiles:
         """The same through a ring of pinned buffers, on to any device. `chunk_bytes`: of one buffer; 0: as it is best."""
         return _converted(self._read_ahead(device, chunk_bytes), dtype)
 
+    def regions(self) -> list[Region]:
+        """Where each tensor lies, as they lie in their files: neighbours are read at once."""
+        from octavo.weights.ring import Region
+
+        ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
+        return [Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
+
     def _read_ahead(self, device: Device, chunk_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
         from octavo.weights import ring
 
-        # As they lie in their files: neighbours are read at once.
-        ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
-        regions = [ring.Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
-        return ring.read_ahead(regions, device, chunk_bytes or ring.CHUNK_BYTES)
+        return ring.read_ahead(self.regions(), device, chunk_bytes or ring.CHUNK_BYTES)
 
 
 def _torch_type(entry: Entry) -> torch.dtype:

@@ -1,5 +1,6 @@
 """Real GGUF files, as far as the folder named by OCTAVO_TEST_MODELS holds them: their vocabularies cut a text as llama.cpp does,
-their templates render, and the models go on as they must wherever the second choice is far behind."""
+their templates render, the models go on as they must wherever the second choice is far behind, and in float32 they answer as
+transformers or llama.cpp do."""
 
 import os
 from dataclasses import dataclass
@@ -70,10 +71,14 @@ FILES = [
 
 
 def path_of(file: File) -> Path:
+    return path_to(file.name)
+
+
+def path_to(name: str) -> Path:
     folder = os.environ.get("OCTAVO_TEST_MODELS")
-    if not folder or not (Path(folder) / file.name).is_file():
-        pytest.skip(f"set OCTAVO_TEST_MODELS to a folder that holds {file.name}")
-    return Path(folder) / file.name
+    if not folder or not (Path(folder) / name).is_file():
+        pytest.skip(f"set OCTAVO_TEST_MODELS to a folder that holds {name}")
+    return Path(folder) / name
 
 
 each_file = pytest.mark.parametrize("file", FILES, ids=[file.name for file in FILES])

@@ -32,7 +32,7 @@ def words(numbers: list[list[int]], bits: int, order: list[int] | None = None) -
 
 
 def cut(weight: Tensor, group_of: Tensor, bits: int, is_centred: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """codes [N, K], zeros [N, G], scales [N, G] in float16; the same zero in the middle for all, or each group's own from 1 up."""
+    """codes [N, K], zeros [N, G], scales [N, G] in float16; one zero in the middle for all, or each group's own, from 1."""
     most = (1 << bits) - 1
     num_groups = int(group_of.max()) + 1
     scales, zeros = torch.zeros(len(weight), num_groups), torch.zeros(len(weight), num_groups)

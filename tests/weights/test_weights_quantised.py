@@ -3,6 +3,8 @@ Golden: by_their_tools.safetensors holds weights of 32 × 64 that autoawq 0.2.9,
 bitsandbytes 0.50.2 packed, with the first eight rows of what these tools decode them to."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +179,33 @@ def test_the_engine_gives_the_reference_tokens(
     if is_native and type:
         with LLM(str(tmp_path), kv_cache_memory_bytes=2**20) as llm:
             assert any("bits" in note and note.startswith("weights:") for note in llm.report.notes)
+
+
+def test_loading_keeps_few_weights_at_a_time(tmp_path: Path) -> None:
+    """32 weights of 16 MiB decoded, in four files of 16 MiB: reading them all takes a file, a weight and its temporaries."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": GPTQ}))
+    for shard in range(4):
+        tensors: dict[str, torch.Tensor] = {}
+        for index in range(8):
+            tensors |= {
+                f"m{shard}.{index}.qweight": torch.full((256, 2048), index * 0x11111111, dtype=torch.int32),
+                f"m{shard}.{index}.qzeros": torch.zeros(64, 256, dtype=torch.int32),
+                f"m{shard}.{index}.scales": torch.ones(64, 2048, dtype=torch.float16),
+            }
+        save_file(tensors, tmp_path / f"model-{shard + 1:05}-of-00004.safetensors")
+    program = (
+        "import resource, sys, torch; from pathlib import Path\n"
+        "from octavo.weights.checkpoint import open_checkpoint\n"
+        "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
+        "before = peak()\n"
+        "for name, tensor in checkpoint.tensors('cpu', torch.float32):\n"
+        "    assert tensor[-1, -1] == int(name.split('.')[1]) - 1\n"
+        "print(peak() - before)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True)
+    grown = int(ran.stdout)  # MiB
+    assert grown < 160, grown  # everything together would be 512
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────────

@@ -1,9 +1,9 @@
 """Quantised safetensors: one file per method, named as config.json's quant_method: the folder is the registry.
 Knows nothing of any method but its file name, nor of how a weight is multiplied.
 
-A method's file has plan(settings, entries, small) -> Plan: from quantization_config and the headers of all tensors, which of them
-belong together, and how they make the weight that an unquantised checkpoint would hold in their place. small(name) gives the bytes
-of a tensor that holds no numbers of the weight."""
+A method's file has plan(settings, entries, small) -> Plan: from quantization_config and the headers of all tensors, which
+of them belong together, and how they make the weight that an unquantised checkpoint would hold in their place. small(name)
+gives the bytes of a tensor that holds no numbers of the weight."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""bitsandbytes: 4-bit codes that are looked up in a table of 16 (nf4 or fp4) with a scale for each block, and int8 with one for each row.
+"""bitsandbytes: 4-bit codes into a table of 16 (nf4 or fp4) with a scale for each block, and int8 with one for each row.
 Knows nothing of its outliers: they are a matter of activations, which are not rounded here.
 
 Beside weight, two codes in a byte, the high half first: weight.absmax, the blocks' scales, themselves codes into
-weight.nested_quant_map where there is one; weight.quant_map, the table; and weight.quant_state…, JSON with sizes and shape. Of int8,
-beside weight: SCB, the largest of each row."""
+weight.nested_quant_map where there is one; weight.quant_map, the table; and weight.quant_state…, JSON with sizes and shape.
+Of int8, beside weight: SCB, the largest of each row."""
 
 import json
 import math

@@ -1,9 +1,9 @@
 """The compressed-tensors format: 8-bit floats, and integers of 8 bits or packed into words.
 Knows nothing of activations: what they were to be scaled by is left out, they are not rounded.
 
-weight_packed [N, K · bits / 32] int32 or weight [N, K] int8 or float8; weight_scale for all, each row, each group [N, G] or each
-block; weight_zero_point [N · bits / 32, G] int32, packed along N, or as large as the scales, int8. Packed numbers are stored without
-a sign, so that the middle is 0."""
+weight_packed [N, K · bits / 32] int32 or weight [N, K] int8 or float8; weight_scale for all, each row, each group [N, G] or
+each block; weight_zero_point [N · bits / 32, G] int32, packed along N, or as large as the scales, int8. Packed numbers are
+stored without a sign, so that the middle is 0."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial

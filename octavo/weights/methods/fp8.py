@@ -1,4 +1,4 @@
-"""8-bit floats as models are published in them: weight and weight_scale (for all, or for each row) or weight_scale_inv (for each block).
+"""8-bit floats as models are published in them: a weight and its weight_scale or weight_scale_inv, for all, rows or blocks.
 Knows nothing of activations: what they were to be scaled by is left out, they are not rounded."""
 
 from collections.abc import Mapping

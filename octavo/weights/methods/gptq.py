@@ -1,9 +1,9 @@
-"""GPTQ: 2, 4 or 8 bits, groups with a scale and a zero; groups may be of columns that do not stand side by side (act-order).
+"""GPTQ: 2, 4 or 8 bits, groups with a scale and a zero; a group's inputs need not stand side by side (act-order).
 Knows nothing of its layouts for single kernels: they are refused.
 
-qweight [K · bits / 32, N] int32 holds neighbouring inputs in a word, qzeros [G, N · bits / 32] neighbouring outputs; scales [G, N];
-g_idx [K] is the group of each input. The weight is scale · (code − zero), turned to [N, K]. The first version of the format
-stores zeros less one."""
+qweight [K · bits / 32, N] int32 holds neighbouring inputs in a word, qzeros [G, N · bits / 32] neighbouring outputs;
+scales [G, N]; g_idx [K] is the group of each input. The weight is scale · (code − zero), turned to [N, K]. The first version
+of the format stores zeros less one."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +24,8 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
     bits, format = whole_number(settings, "bits", default=4), settings.get("checkpoint_format") or "gptq"
     if bits not in _BITS or format not in _FORMATS:
         raise ConfigError(
-            f"GPTQ with {bits} bits in the format {str(format)[:40]!r} cannot be read; 2, 4 and 8 bits in {' and '.join(_FORMATS)} can"
+            f"GPTQ with {bits} bits in the format {str(format)[:40]!r} cannot be read; "
+            f"2, 4 and 8 bits in {' and '.join(_FORMATS)} can"
         )
     modules = [name.removesuffix(".qweight") for name in entries if name.endswith(".qweight")]
     recipes = [_recipe(entries, module, settings, format == "gptq") for module in modules]
