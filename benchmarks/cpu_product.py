@@ -54,7 +54,7 @@ def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) ->
     quants = torch.randint(0, 256, (num_columns, depth // weights, num_bytes), dtype=torch.uint8)
     halves = quants.view(torch.float16)  # [N, quants, half of the bytes]
     halves[..., -1 if kind == Kind.CODES6_NESTED else 0] = 0.01
-    if kind not in (Kind.CODES8, Kind.CODES4, Kind.CODES5, Kind.CODES6_NESTED):
+    if kind not in (Kind.CODES8, Kind.CODES4, Kind.CODES5, Kind.CODES6_NESTED, Kind.CODES8_NESTED):
         halves[..., 1] = 0.1  # of the minimum
     return library.pack(threads, quants.flatten(1), kind)
 

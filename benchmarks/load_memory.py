@@ -55,11 +55,16 @@ def write(folder: Path, kind: str, num_layers: int) -> int:
     settings = {"quantization_config": SETTINGS[kind]} if SETTINGS[kind] else {}
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers} | settings))
     for layer in range(num_layers):
-        tensors = {f"model.layers.{layer}.{name}_layernorm.weight": torch.ones(HIDDEN) for name in ("input", "post_attention")}
+        tensors = {
+            f"model.layers.{layer}.{name}_layernorm.weight": torch.ones(HIDDEN) for name in ("input", "post_attention")
+        }
         for name, shape in SHAPES.items():
             tensors |= parts(kind, f"model.layers.{layer}.{name}", shape)
         save_file(tensors, folder / f"model-{layer + 1:05}-of-{num_layers + 1:05}.safetensors")
-    others = {"model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).bfloat16(), "model.norm.weight": torch.ones(HIDDEN)}
+    others = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).bfloat16(),
+        "model.norm.weight": torch.ones(HIDDEN),
+    }
     save_file(others, folder / f"model-{num_layers + 1:05}-of-{num_layers + 1:05}.safetensors")
     return max(path.stat().st_size for path in folder.glob("*.safetensors"))
 

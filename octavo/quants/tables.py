@@ -43,14 +43,20 @@ def _iq4_nl(quants: Tensor, out: Tensor) -> None:
 
 
 def _iq4_xs(quants: Tensor, out: Tensor) -> None:
-    """Eight parts of 32 weights, each with a scale of 6 bits: the low four in bytes 4-7, the top two in bytes 2 and 3."""
+    scale, numbers = iq4_xs_parts(quants)
+    torch.mul(numbers.float(), (scale.float() * half(quants, 0)).unsqueeze(2), out=out.view(-1, 8, 32))
+
+
+def iq4_xs_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
+    """int8: the scales [N, 8] that multiply a quant's own, and what stands in the table [N, 8, 32].
+
+    Scales have 6 bits: the low four are in bytes 4-7, the top two in bytes 2 and 3."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=quants.device)
     top = (quants[:, 2:4, None] >> shifts & 3).view(-1, 8)
     low, high = nibbles(quants, 4, 4)
     scale = (torch.stack((low, high), dim=2).view(-1, 8) | (top << 4)).view(torch.int8) - 32
     first, second = (part.view(-1, 8, 16) for part in nibbles(quants, 8, 128))
-    weights = levels(IQ4_LEVELS, torch.cat((first, second), dim=2)).float()
-    torch.mul(weights, (scale.float() * half(quants, 0)).unsqueeze(2), out=out.view(-1, 8, 32))
+    return scale, levels(IQ4_LEVELS, torch.cat((first, second), dim=2))
 
 
 def _mxfp4(quants: Tensor, out: Tensor) -> None:
@@ -66,25 +72,32 @@ def half_power(exponents: Tensor) -> Tensor:
 
 
 def _iq2_xxs(quants: Tensor, out: Tensor) -> None:
-    """Eight parts of 32 weights: four bytes name four points; of 32 bits more, the top four are the scale, the others four
+    scale, numbers = iq2_xxs_parts(quants)
+    # Halves of it: every product is exact, in whichever order.
+    torch.mul(numbers.float(), (scale.float() * half(quants, 0)).mul_(0.125).unsqueeze(2), out=out.view(-1, 8, 32))
+
+
+def iq2_xxs_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
+    """int8: the scales [N, 8] that multiply an eighth of a quant's own, and the coordinates [N, 8, 32].
+
+    Of each 32 weights four bytes name four points; of 32 bits more, the top four are the scale, less a half, the others four
     times the signs of seven of a point's coordinates. The eighth makes the number of minus signs even."""
     parts = quants[:, 2:].reshape(-1, 8, 8)  # [N, part, byte]
     grid, signs = (table.to(quants.device) for table in _iq2_xxs_tables())
     bits = parts[:, :, 4:].contiguous().view(torch.int32)  # [N, 8, 1]
-    scale = ((bits >> 28 & 15).float() + 0.5).mul_(half(quants, 0).unsqueeze(2)).mul_(0.25)
+    scale = ((bits[:, :, 0] >> 28 & 15) * 2 + 1).to(torch.int8)
     sevens = bits >> torch.arange(0, 28, 7, dtype=torch.int32, device=quants.device) & 127  # [N, 8, 4]
-    points = grid[parts[:, :, :4].int()].mul_(scale.unsqueeze(3))  # [N, 8, 4, 8]
-    torch.mul(points, signs[sevens], out=out.view(-1, 8, 4, 8))
+    return scale, (grid[parts[:, :, :4].int()] * signs[sevens]).view(-1, 8, 32)
 
 
 @functools.cache
 def _iq2_xxs_tables() -> tuple[Tensor, Tensor]:
-    """float32: the points [256, 8], and the signs [128, 8] that seven bits stand for."""
+    """int8: the points [256, 8], and the signs [128, 8] that seven bits stand for."""
     points = torch.tensor([int(word, 16) for word in _IQ2_XXS_POINTS.split()], dtype=torch.int32)
-    grid = torch.tensor(_IQ2_LEVELS, dtype=torch.float32)[points[:, None] >> torch.arange(0, 16, 2) & 3]
+    grid = torch.tensor(_IQ2_LEVELS, dtype=torch.int8)[points[:, None] >> torch.arange(0, 16, 2) & 3]
     sevens = torch.arange(128)[:, None] >> torch.arange(7) & 1  # [128, 7]
     minus = torch.cat((sevens, sevens.sum(dim=1, keepdim=True) % 2), dim=1)
-    return grid, 1.0 - 2.0 * minus
+    return grid, (1 - 2 * minus).to(torch.int8)
 
 
 DECODERS: dict[str, Decoder] = {"IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "IQ2_XXS": _iq2_xxs, "MXFP4": _mxfp4}

@@ -37,6 +37,12 @@ def q6_k(outer: Tensor, scales: Tensor, codes: Tensor) -> Quants:
     return _rows("Q6_K", low, top, scales.view(torch.uint8).view(len(codes), -1, 16), _bytes_of(outer))
 
 
+def q8_nested(outer: Tensor, scales: Tensor, numbers: Tensor) -> Quants:
+    """outer [N, K / 256] float16, scales [N, K / 32] int8, numbers [N, K] int8 → outer · scale · number."""
+    small, whole = (part.view(torch.uint8).view(*outer.shape, -1) for part in (scales, numbers))
+    return _rows("Q8_NESTED", _bytes_of(outer), small, whole)
+
+
 def _bytes_of(scales: Tensor) -> Tensor:
     """[N, G] float16 → [N, G, 2] uint8."""
     assert scales.dtype == torch.float16

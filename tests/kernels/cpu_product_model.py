@@ -9,6 +9,7 @@ import torch
 QUANTS = {  # weights, bytes, and where the float16 numbers are: the scale first
     "Q8_0": (32, 34, [0]), "Q4_0": (32, 18, [0]), "Q4_1": (32, 20, [0, 2]), "Q5_0": (32, 22, [0]), "Q5_1": (32, 24, [0, 2]),
     "Q4_K": (256, 144, [0, 2]), "Q5_K": (256, 176, [0, 2]), "Q6_K": (256, 210, [208]),
+    "Q8_NESTED": (256, 266, [0]),
 }  # fmt: skip
 
 
@@ -66,6 +67,10 @@ def _decode_nested(quant: np.ndarray, type: str, outer: np.ndarray, outer_minimu
     def nibbles(start: int, at: int, is_high: bool) -> np.ndarray:
         return quant[..., start + at : start + at + 32].astype(np.int64) >> (4 if is_high else 0) & 15
 
+    if type == "Q8_NESTED":
+        numbers = quant[..., 10:].view(np.int8).astype(np.int64)
+        scale = quant[..., 2:10].view(np.int8).astype(np.float32) * outer[..., None]
+        return Codes(numbers.reshape(num_rows, groups, 32), scale.reshape(num_rows, groups, 1), None)
     if type == "Q6_K":
         made = []
         for half in range(2):

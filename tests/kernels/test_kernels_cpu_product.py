@@ -91,6 +91,7 @@ def test_the_model_decodes_as_the_loader_does(kind):
         (Kind.CODES4_NESTED, 4.625),
         (Kind.CODES5_NESTED, 5.625),
         (Kind.CODES6_NESTED, 6.5625),
+        (Kind.CODES8_NESTED, 8.3125),
         (Kind.BFLOAT16, 16),
     ],
 )

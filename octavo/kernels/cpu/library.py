@@ -33,6 +33,7 @@ class Kind(IntEnum):
     CODES4_NESTED = 7  # Q4_K
     CODES5_NESTED = 8  # Q5_K
     CODES6_NESTED = 9  # Q6_K
+    CODES8_NESTED = 10  # Q8_NESTED, Octavo's own
 
     @property
     def is_quantised(self) -> bool:
@@ -49,6 +50,7 @@ GGUF_KINDS = {
     "Q4_K": Kind.CODES4_NESTED,
     "Q5_K": Kind.CODES5_NESTED,
     "Q6_K": Kind.CODES6_NESTED,
+    "Q8_NESTED": Kind.CODES8_NESTED,
 }
 _PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
 _FINISHES = {  # by (gated, activation), as OctavoFinish
@@ -69,6 +71,7 @@ QUANTS = {  # weights and bytes of one quant
     Kind.CODES4_NESTED: (256, 144),
     Kind.CODES5_NESTED: (256, 176),
     Kind.CODES6_NESTED: (256, 210),
+    Kind.CODES8_NESTED: (256, 266),
 }
 _ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # what pack_quantised makes
 

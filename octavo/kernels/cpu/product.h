@@ -37,6 +37,7 @@ enum OctavoKind {
   OCTAVO_CODES4_NESTED = 7,   // 4 bits and a minimum: Q4_K
   OCTAVO_CODES5_NESTED = 8,   // 5 bits and a minimum: Q5_K
   OCTAVO_CODES6_NESTED = 9,   // 6 bits, centre 32: Q6_K
+  OCTAVO_CODES8_NESTED = 10,  // 8 bits, centre 128: what types with a table decode to, but for the scales
 };
 
 enum OctavoFinish {
@@ -158,6 +159,7 @@ static inline constexpr Form form_of(int kind) {  // of a packed kind
     case OCTAVO_CODES5_MINIMUM: return {5, true, false, 1};
     case OCTAVO_CODES4_NESTED: return {4, true, true, 1};
     case OCTAVO_CODES5_NESTED: return {5, true, true, 1};
+    case OCTAVO_CODES8_NESTED: return {8, false, true, 1};
     default: return {6, false, true, 2};
   }
 }

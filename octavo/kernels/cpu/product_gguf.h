@@ -41,6 +41,7 @@ static inline int64_t quant_bytes(int kind) {
     case OCTAVO_CODES5_MINIMUM: return 24;
     case OCTAVO_CODES4_NESTED: return 144;
     case OCTAVO_CODES5_NESTED: return 176;
+    case OCTAVO_CODES8_NESTED: return 266;
     default: return 210;
   }
 }
@@ -112,11 +113,21 @@ static inline Group read_q6_k(const uint8_t* quant, int which) {
   return group;
 }
 
+// Octavo's own: the outer scale, eight scales of a byte, 256 numbers of a byte with a sign.
+static inline Group read_q8_nested(const uint8_t* quant, int which) {
+  Group group = {};
+  group.scale = load_half(quant);
+  memcpy(group.inner_scale, quant + 2 + which, 1);
+  for (int i = 0; i < 8; ++i) group.parts[i] = load_word(quant + 10 + 32 * which + 4 * i) ^ 0x80808080u;
+  return group;
+}
+
 static inline Group read_quant(int kind, const uint8_t* row, int64_t group) {
   const int64_t groups = quant_weights(kind) / kGroup;
   const uint8_t* quant = row + group / groups * quant_bytes(kind);
   const int which = static_cast<int>(group % groups);
   if (kind == OCTAVO_CODES6_NESTED) return read_q6_k(quant, which);
+  if (kind == OCTAVO_CODES8_NESTED) return read_q8_nested(quant, which);
   return form_of(kind).is_nested ? read_q45_k(kind, quant, which) : read_small_quant(kind, quant);
 }
 

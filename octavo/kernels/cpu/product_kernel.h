@@ -215,6 +215,7 @@ void product_share(const OctavoProduct* product, const OctavoProduct* next, int6
     case OCTAVO_CODES5_MINIMUM: return run(PackedTile<OCTAVO_CODES5_MINIMUM>());
     case OCTAVO_CODES4_NESTED: return run(PackedTile<OCTAVO_CODES4_NESTED>());
     case OCTAVO_CODES5_NESTED: return run(PackedTile<OCTAVO_CODES5_NESTED>());
+    case OCTAVO_CODES8_NESTED: return run(PackedTile<OCTAVO_CODES8_NESTED>());
     default: return run(PackedTile<OCTAVO_CODES6_NESTED>());
   }
 }

@@ -47,6 +47,7 @@ void with_constant(int kind, Body body) {
     case OCTAVO_CODES5_MINIMUM: return body(Constant<OCTAVO_CODES5_MINIMUM>());
     case OCTAVO_CODES4_NESTED: return body(Constant<OCTAVO_CODES4_NESTED>());
     case OCTAVO_CODES5_NESTED: return body(Constant<OCTAVO_CODES5_NESTED>());
+    case OCTAVO_CODES8_NESTED: return body(Constant<OCTAVO_CODES8_NESTED>());
     default: return body(Constant<OCTAVO_CODES6_NESTED>());
   }
 }
