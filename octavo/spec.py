@@ -3,6 +3,10 @@ Knows nothing of any family, file format or device."""
 
 from dataclasses import dataclass
 
+from octavo.errors import ConfigError
+
+_MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -21,6 +25,13 @@ class ModelSpec:
     ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all
     has_softcap: bool = False  # some layer bounds its scores
     has_sinks: bool = False  # some layer's heads have a share of the softmax that goes to no token
+
+    def __post_init__(self) -> None:
+        # A damaged or hostile configuration would have layers built until memory ends.
+        if self.num_layers > _MOST_LAYERS:
+            raise ConfigError(
+                f"the model has {self.num_layers} layers: more than {_MOST_LAYERS} are taken for a mistake"
+            )
 
     @property
     def has_window(self) -> bool:

@@ -78,6 +78,9 @@ def load_gguf_family(architecture: str) -> ModuleType:
 # ── numbers of a config.json or of a GGUF file's metadata; null is as good as missing ───────────────
 
 
+_TOO_LARGE = 2**31  # for any size or count of a model: beyond, arithmetic with it overflows
+
+
 def positive(table: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """A size or a count. Without a default it must be there."""
     value = table.get(key, default)
@@ -85,6 +88,8 @@ def positive(table: Mapping[str, Any], key: str, default: int | None = None) -> 
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise _refusal(key, value, "a whole number above 0")
+    if value >= _TOO_LARGE:
+        raise _refusal(key, value, "a whole number of a size that a model can have")
     return value
 
 

@@ -83,7 +83,7 @@ def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
     if allow_missing_weights:
         return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
     weights: Weights
-    if settings := config.get("quantization_config"):
+    if (settings := folder.quantisation(path, config)) is not None:
         from octavo.weights.quantised import QuantisedFiles
 
         files = SafetensorsFiles(path, is_quantised=True)

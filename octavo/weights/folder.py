@@ -40,6 +40,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config | {"model_type": family}
 
 
+def quantisation(folder: Path, config: dict[str, Any]) -> Any:
+    """What config.json says of it, or a file beside it, where older tools wrote that; None: nothing."""
+    if config.get("quantization_config"):
+        return config["quantization_config"]
+    for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).is_file():
+            return {"quant_method": method} | _read_json(folder / name)
+    return None
+
+
 def find_weights(folder: Path) -> WeightFiles:
     """The safetensors files to read. Raises ConfigError where there are none, or where one is missing."""
     if (folder / INDEX).is_file():
@@ -110,7 +120,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:  # malformed JSON or UTF-8
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8, or nested without end
         raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is corrupt: it holds no JSON object; fetch it again")

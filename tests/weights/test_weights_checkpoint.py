@@ -194,7 +194,7 @@ def test_a_broken_configuration_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     save_file(FIRST, folder / "model.safetensors")
-    for text in (b"", b"{", b"[1]", b"\xff\xfe", b'{"hidden_size": 4}', b'{"model_type": 3}'):
+    for text in (b"", b"{", b"[1]", b"\xff\xfe", b'{"hidden_size": 4}', b'{"model_type": 3}', b"[" * 100_000):
         (folder / "config.json").write_bytes(text)
         assert "config.json" in refusal(folder)
 

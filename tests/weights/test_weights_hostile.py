@@ -13,13 +13,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from octavo.config import Config, replace
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
 from octavo.quants import PACKED_TYPES, Quants
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.gguf_tensors import GGUFTensors
+from octavo.weights.source import local
+from octavo.worker.runner import Runner
 from tests.models import checkpoints
 from tests.models.walk import build_from, tensors
+from tests.native import native
 from tests.scalar_quants import QUANTS, as_tensor, random_quants
 from tests.weights.gguf_writer import Packed, gguf_bytes, write_gguf
 from tests.weights.test_weights_gguf_tensors import stand_in_family
@@ -262,3 +266,28 @@ def test_a_gguf_file_with_a_scale_that_is_no_number_is_refused(tmp_path: Path) -
     for keep_packed in (True, False):
         with pytest.raises(ConfigError, match=r"tensor model\.layers\.0\.mlp\.up_proj\.weight holds a NaN"):
             list(open_checkpoint(path).tensors("cpu", torch.float32, keep_packed))
+
+
+# ── sizes that no model has ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("hidden_size", 2**62, "hidden_size is 4611686018427387904"),
+        ("vocab_size", 10**30, "vocab_size is 1000000000000000000000000000000"),
+        ("num_hidden_layers", 10**9, "1000000000 layers"),
+        ("intermediate_size", 2**31 - 1, "the weights take"),
+        ("vocab_size", 2**31 - 1, "the weights take"),
+    ],
+)
+def test_absurd_configurations_are_refused_before_anything_is_taken(
+    tmp_path: Path, key: str, value: int, told: str
+) -> None:
+    native()
+    reference = checkpoints.llama()
+    (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict() | {key: value}, default=str))
+    save_file(dict(tensors(reference)), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        Runner(replace(Config(), device="cpu", cpu_threads=1), local(tmp_path)).load()
+    assert told in caught.value.message and "\n" not in caught.value.message

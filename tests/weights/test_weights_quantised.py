@@ -133,6 +133,25 @@ def test_what_kernels_can_hold_exactly_stays_packed(kind: str, tmp_path: Path) -
         assert checkpoint.weights.held_bytes(4) == taken
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "settings"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM", "zero_point": True}),
+    ],
+)
+def test_settings_in_a_file_of_their_own(kind: str, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """As older tools wrote them, config.json knowing nothing of it."""
+    want = write(tmp_path, KINDS[kind][0], KINDS[kind][1]).state_dict()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_text(json.dumps(settings))
+    got = read(open_checkpoint(tmp_path))
+    assert got.keys() == want.keys()
+    torch.testing.assert_close(got[f"{MODULE}.weight"], want[f"{MODULE}.weight"], rtol=1e-6, atol=1e-7)
+
+
 # ── what their own tools wrote ──────────────────────────────────────────────────────────────────────
 
 TOOLS = {

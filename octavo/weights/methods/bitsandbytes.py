@@ -89,7 +89,7 @@ def _make_four_bits(
 def _state(data: bytes, module: str) -> dict[str, Any]:
     try:
         state = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the quant_state of {module} is no JSON: fetch the checkpoint again") from error
     if not isinstance(state, dict):
         raise ConfigError(f"the quant_state of {module} is no table: fetch the checkpoint again")
