@@ -3,7 +3,6 @@ Knows nothing of names or methods."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 TYPES = ("F8_E4M3", "F8_E5M2")  # as safetensors call them
@@ -21,6 +20,7 @@ def block_of(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, 
         return 1, width
     if block is None or len(scale) != len(weight) or scale[:-2] != weight[:-2]:
         return None
+    block = (min(block[0], num_rows), min(block[1], width))  # a size beyond would have room made for it
     fits = scale[-2:] == (-(-num_rows // block[0]), -(-width // block[1]))
     return block if fits else None
 
@@ -34,6 +34,7 @@ def scaled(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
         return out.mul_(scale.view(()))
     if block == (1, width):
         return out.mul_(scale.view(*weight.shape[:-1], 1))
-    rows = torch.arange(num_rows, device=weight.device) // block[0]
-    columns = scale.repeat_interleave(block[1], dim=-1)[..., :width]
-    return out.mul_(columns.index_select(-2, rows))
+    columns = scale.repeat_interleave(block[1], dim=-1)[..., :width]  # [..., blocks, K]
+    for index, first in enumerate(range(0, num_rows, block[0])):
+        out[..., first : first + block[0], :].mul_(columns[..., index : index + 1, :])
+    return out

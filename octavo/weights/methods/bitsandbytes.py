@@ -23,6 +23,7 @@ _PARTS = {
     "weight": ".weight", "absmax": ".weight.absmax", "table": ".weight.quant_map",
     "nested_absmax": ".weight.nested_absmax", "nested_table": ".weight.nested_quant_map",
 }  # fmt: skip
+_AT_ONCE = 1 << 22  # weights decoded together: bounds the temporaries
 _INT8_PARTS = {"weight": ".weight", "largest": ".SCB"}
 
 
@@ -58,12 +59,14 @@ def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any],
     fits = fits and entries[parts["absmax"]].type == ("U8" if is_nested else "F32")
     shape, block = tuple(_whole_numbers(state, "shape", module)), _whole_numbers(state, "blocksize", module)[0]
     num_weights, num_blocks = math.prod(shape), math.prod(entries[parts["absmax"]].shape)
+    block = min(block, num_weights + num_weights % 2)  # a size beyond would have room made for it
     fits = (
         fits and entries[parts["weight"]].num_bytes == -(-num_weights // 2) and num_blocks == -(-num_weights // block)
     )
     make = partial(_make_four_bits, shape=shape, block=block)
     if is_nested:
         nested, offset = _whole_numbers(state, "nested_blocksize", module)[0], state.get("nested_offset")
+        nested = min(nested, num_blocks)
         fits = fits and isinstance(offset, float | int)
         fits = fits and math.prod(entries[parts["nested_absmax"]].shape) == -(-num_blocks // nested)
         make = partial(make, nested=nested, offset=offset)
@@ -80,10 +83,15 @@ def _make_four_bits(
     if nested:  # the blocks' scales are codes with scales of their own
         scales = parts["nested_absmax"].view(-1).float().repeat_interleave(nested)[: len(absmax)]
         absmax = parts["nested_table"].float()[absmax.int()].mul_(scales).add_(offset)
-    num_weights = math.prod(shape)
-    codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:num_weights]
-    weights = parts["table"].float()[codes.int()]
-    return weights.mul_(absmax.repeat_interleave(block)[:num_weights]).view(shape)
+    num_weights, table = math.prod(shape), parts["table"].float()
+    out = torch.empty(num_weights, dtype=torch.float32, device=packed.device)
+    step = 2 * block * max(1, _AT_ONCE // (2 * block))  # whole blocks, and whole bytes
+    for start in range(0, num_weights, step):
+        bytes_now, scales = packed[start // 2 : (start + step) // 2], absmax[start // block : (start + step) // block]
+        now = out[start : start + step]
+        codes = torch.stack((bytes_now >> 4, bytes_now & 15), dim=1).view(-1)[: len(now)]
+        torch.mul(table[codes.int()], scales.repeat_interleave(block)[: len(now)], out=now)
+    return out.view(shape)
 
 
 def _state(data: bytes, module: str) -> dict[str, Any]:
