@@ -40,7 +40,7 @@ class ModelConfig:
     )
     quantization: str = knob(
         AUTO,
-        "how products hold weights. auto: as the checkpoint does, so a GGUF file's stay packed on a CPU with native kernels (not "
+        "how products hold weights. auto: as the checkpoint does, so those of GGUF, AWQ or GPTQ stay packed on a CPU with native kernels (not "
         "with an explicit --dtype); none: in --dtype, never packed; fp8 (GPU): in 8 bits, with inputs rounded too, embedding and "
         "head as they are; int8, int4 (CPU): rounded to 8 bits in groups of 32, or to 4 bits with a minimum for each group",
         choices=(AUTO, "none", "fp8", "int8", "int4"),
