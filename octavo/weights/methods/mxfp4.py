@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 4096  # bounds what is held of them in between
 
 def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
     names = [name.removesuffix(_BLOCKS) for name in entries if name.endswith(_BLOCKS)]
-    return Plan("mxfp4", [_recipe(entries, name) for name in names])
+    return Plan("MXFP4", [_recipe(entries, name) for name in names])
 
 
 def _recipe(entries: Mapping[str, Entry], name: str) -> Recipe:
