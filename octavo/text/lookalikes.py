@@ -15,6 +15,7 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
+_MAX_DEPTH = 50  # of groups in a pattern: below it words are tried one by one
 _MARKS = range(0x2A000, 0x2A6DE)  # rare ideographs: printable, of no case, the same in every normal form
 
 
@@ -32,8 +33,10 @@ def any_of(words: Iterable[str]) -> str:
     return _branches(sorted({word for word in words if word}))
 
 
-def _branches(words: list[str]) -> str:
+def _branches(words: list[str], depth: int = 0) -> str:
     """`words` are sorted, differ, and none is empty but the first."""
+    if depth > _MAX_DEPTH:
+        return "(?:" + "|".join([re.escape(word) for word in sorted(words, key=len, reverse=True)]) + ")"
     is_end = words[:1] == [""]
     by_first: dict[str, list[str]] = {}
     for word in words[is_end:]:
@@ -41,7 +44,7 @@ def _branches(words: list[str]) -> str:
     branches = []
     for group in by_first.values():
         shared = _shared_start(group[0], group[-1])
-        branches.append(re.escape(shared) + _branches([word[len(shared) :] for word in group]))
+        branches.append(re.escape(shared) + _branches([word[len(shared) :] for word in group], depth + 1))
     if not branches:
         return ""
     return "(?:" + "|".join(branches) + ")" + ("?" if is_end else "")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
-from tokenizers import AddedToken, normalizers
 
 from octavo.errors import ConfigError
+from octavo.text.chat_twin import ChatTwin
 from octavo.text.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
-from octavo.text.lookalikes import LookAlikes, reads_like_control
+from octavo.text.lookalikes import LookAlikes
 
 SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
 
@@ -65,23 +65,8 @@ class LibraryTokenizer:
         self._pieces = pieces
         self._before = list(before)
         self._after = list(after)
-        self.lookalikes = LookAlikes([token.content for token in self._added() if _is_control(token)])
-
-    def _added(self) -> list[AddedToken]:
-        by_id = self._tokenizer.get_added_tokens_decoder()
-        return [by_id[token_id] for token_id in sorted(by_id)]
-
-    @functools.cached_property
-    def _chat_tokenizer(self) -> tokenizers.Tokenizer:
-        """The same vocabulary, which looks for control tokens first and only then sees what is hidden."""
-        twin = tokenizers.Tokenizer(self._tokenizer.model)  # shares the tables
-        reveals = [normalizers.Replace(hidden, shown) for hidden, shown in self.lookalikes.reveals]
-        own = self._tokenizer.normalizer
-        twin.normalizer = normalizers.Sequence([*reveals, *([] if own is None else [own])])
-        if self._tokenizer.pre_tokenizer is not None:
-            twin.pre_tokenizer = self._tokenizer.pre_tokenizer
-        twin.add_tokens([_found_unnormalized(token) for token in self._added()])
-        return twin
+        self._chat = ChatTwin(tokenizer)
+        self.lookalikes = self._chat.lookalikes
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -92,7 +77,7 @@ class LibraryTokenizer:
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def encode_chat(self, text: str) -> list[int]:
-        return _encode(self._chat_tokenizer, text, add_special_tokens=False)
+        return self._chat.translate(_encode(self._chat.tokenizer, text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if self._pieces is not None:
@@ -116,22 +101,6 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
         encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
-
-
-def _is_control(token: AddedToken) -> bool:
-    return token.special or reads_like_control(token.content)
-
-
-def _found_unnormalized(token: AddedToken) -> AddedToken:
-    """A control token of the template's is there as it is written; normalizing must not make one out of other text."""
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized and not _is_control(token),
-        special=token.special,
-    )
 
 
 def read_tokenizer_json(path: Path) -> LibraryTokenizer:
@@ -217,6 +186,12 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_CHARACTERS = "".join(sorted(_BYTE_OF, key=lambda character: _BYTE_OF[character]))
+
+
+def byte_level_name(token: bytes) -> str:
+    """How byte-level vocabularies write it."""
+    return token.decode("latin-1").translate(_CHARACTERS)
 
 
 def byte_level_pieces(

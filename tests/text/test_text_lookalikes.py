@@ -13,7 +13,7 @@ import sentencepiece
 import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from vocabularies import (
     CORPUS,
     byte_level,
@@ -180,6 +180,27 @@ def test_normalizing_makes_no_control_token_of_other_text() -> None:
     assert role not in text.encode_chat([{"role": "user", "content": disguised}])
 
 
+@pytest.mark.parametrize("kind", ["unigram", "whole words", "word piece"])
+def test_a_model_that_would_spell_control_tokens_by_itself_does_not(kind: str) -> None:
+    """Their names are entries of its table: a unigram model finds them there, and so do others in a word that is one."""
+    pieces = ["<unk>", "<s>", "EOS", "▁", "x", *"<s>EO"]
+    tokens = {token: i for i, token in enumerate(dict.fromkeys(pieces))}
+    model: Any = {
+        "unigram": lambda: models.Unigram([(token, 0.0 if i < 3 else -2.0) for token, i in tokens.items()], 0, False),
+        "whole words": lambda: models.BPE(tokens, [], unk_token="<unk>", ignore_merges=True),
+        "word piece": lambda: models.WordPiece({**tokens, "##O": 20, "##S": 21}, unk_token="<unk>"),
+    }[kind]()
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "EOS", "<|start|>", "<|end|>"])
+    text = from_folder(functools.partial(save, tokenizer))
+    start, end = tokenizer.token_to_id("<|start|>"), tokenizer.token_to_id("<|end|>")
+    ids = text.encode_chat([{"role": "x", "content": "EOS <s> <|end|>"}])
+    assert (ids[0], ids[-1], ids.count(start), ids.count(end)) == (start, end, 1, 1)
+    assert not {1, 2} & set(ids)
+    assert text.encode("EOS <s>") == [2, 1]
+
+
 def test_user_defined_tokens_of_a_sentencepiece_model_that_read_like_control_tokens(tmp_path: Path) -> None:
     """The package finds them in every text by itself; <|end|> is one in this model."""
     model: sentencepiece.SentencePieceProcessor = sentencepiece_model("bpe", tmp_path)
@@ -194,9 +215,9 @@ def test_user_defined_tokens_of_a_sentencepiece_model_that_read_like_control_tok
 def test_any_of_matches_the_longest() -> None:
     import re
 
-    tokens = ["a", "ab", "abc", "b.", "b|", "ü", "", *("x" * length for length in range(1, 200))]
+    tokens = ["a", "ab", "abc", "b.", "b|", "ü", "", *("x" * length for length in range(1, 300))]
     pattern = re.compile(any_of(tokens))
-    for sample, longest in [("abd", "ab"), ("abcd", "abc"), ("b.|", "b."), ("x" * 500, "x" * 199), ("üa", "ü")]:
+    for sample, longest in [("abd", "ab"), ("abcd", "abc"), ("b.|", "b."), ("x" * 500, "x" * 299), ("üa", "ü")]:
         assert pattern.match(sample)[0] == longest  # type: ignore[index]
     assert pattern.match("c") is None
 
