@@ -25,7 +25,23 @@ _PREFIX = "tokenizer.ggml."
 
 # Tokens that end a turn or a whole text, by name: a file may name but one of the two, and a model that continues a plain
 # text ends it with the other.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eom_id|>", "<|endoftext|>")
+_ENDS = (
+    *(
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|eom_id|>",
+        "<|return|>",
+        "<|call|>",
+        "[e~[",
+    ),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+)
+
+# Merges over raw characters that some files store under the name of byte-level ones.
+_MARKED = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 
 # What converters write into ids that the model's own tokenizer does not name.
 _FILLER = re.compile(r"\[PAD\d+\]")
@@ -47,11 +63,18 @@ class Vocabulary:
         token_id = self.value(f"{key}_token_id")
         return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
 
-    def around(self, adds_bos: bool) -> tuple[list[int], list[int]]:
-        """The ids before and after a text; `adds_bos` is what holds where the file does not say."""
+    def around(self, adds_bos: bool, adds_separator: bool = False) -> tuple[list[int], list[int]]:
+        """The ids before and after a text; the arguments are what holds where the file does not say."""
         bos, eos = self.id("bos"), self.id("eos")
+        if adds_separator:  # a vocabulary that begins a text with its class token and ends it with a separator
+            bos, eos = self._named("cls", "[CLS]") if bos is None else bos, self._named("seperator", "[SEP]")
         before = [bos] if bos is not None and self.value("add_bos_token", adds_bos) else []
-        return before, [eos] if eos is not None and self.value("add_eos_token", False) else []
+        wants_end = self.value("add_sep_token", True) if adds_separator else self.value("add_eos_token", False)
+        return before, [eos] if eos is not None and wants_end else []
+
+    def _named(self, role: str, token: str) -> int | None:
+        found = self.id(role)
+        return self.tokens.index(token) if found is None and token in self.tokens else found
 
     def added(self) -> Added:
         """Tokens to be found in a text as they are. Control tokens are special: left out of decoded text."""
@@ -81,8 +104,12 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     kind = vocabulary.value("model")
     try:
         match kind:
+            case "gpt2" if vocabulary.value("pre") in _MARKED:
+                return _marked_bpe(vocabulary)
             case "gpt2":
                 return _byte_level(vocabulary)
+            case "bert":
+                return _word_piece(vocabulary)
             case "llama":
                 return _sentencepiece(vocabulary)
             case "gemma4":
@@ -92,7 +119,7 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     except Exception as error:  # the libraries raise bare Exception for tables that contradict themselves
         raise ConfigError(f"the GGUF vocabulary is inconsistent ({error}): fetch the file again") from error
     raise ConfigError(
-        f"the GGUF vocabulary is of kind {kind!r}; gpt2, llama and gemma4 are supported: "
+        f"the GGUF vocabulary is of kind {kind!r}; gpt2, llama, bert and gemma4 are supported: "
         "give --tokenizer a folder with the model's tokenizer.json"
     )
 
@@ -151,6 +178,33 @@ def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
         len(tokens), lambda i: spell_marked(tokens[i], has_bytes=True), added.special_ids, strips_first_space=False
     )
     before, after = vocabulary.around(adds_bos=True)
+    return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
+
+
+def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
+    """BERT's, as converters write it: ▁ before what starts a word, nothing before what continues one."""
+    tokens, added = vocabulary.tokens, vocabulary.added()
+    lowercase = bool(vocabulary.value("normalizer.lowercase", True))
+    unknown = vocabulary.id("unknown")
+    names = [
+        token if kind in (CONTROL, UNKNOWN) else token[1:] if token.startswith(SPACE_MARK) else f"##{token}"
+        for token, kind in zip(tokens, vocabulary.types, strict=True)
+    ]
+    model = models.WordPiece(
+        {_valid(name, i): i for i, name in enumerate(names)},
+        unk_token="[UNK]" if unknown is None else names[unknown],
+        max_input_chars_per_word=100,  # as BERT's own tokenizer.json has it: a longer word is unknown
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=bool(vocabulary.value("normalizer.strip_accents", lowercase))
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    _add(tokenizer, added)
+    pieces = BytePieces(
+        len(tokens), lambda i: spell_marked(tokens[i], has_bytes=False), added.special_ids, strips_first_space=True
+    )
+    before, after = vocabulary.around(adds_bos=True, adds_separator=True)
     return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
 
 

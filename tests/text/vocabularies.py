@@ -36,6 +36,29 @@ SAMPLES = [
 ]
 
 
+# Hard for tokenizers, each in its way; long runs are short enough for every test and long enough to be run through.
+TORTURE = [
+    *SAMPLES,
+    "👨‍👩‍👧‍👦 👩🏽‍🚀 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f 🇩🇪🇫🇷 ☺️☺︎ 1️⃣",
+    "שלום עולם! مرحبا بالعالم؟ \u202eabc\u202c \u2067עברית\u2069 فارسی‌زبان",
+    "汉字漢字かなカナ한국어 조선말 ㄱㄴㄷ ㄅㄆㄇ 𠮷𠀀 龥龦 ・ー「」。、！？：；",
+    "e\u0301 é a\u0308\u0323 ạ̈ Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢ ไม่ได้ हिन्दी বাংলা தமிழ் កម្ពុជា",
+    "\x00\x01\x1b[31m\x7f\x85\u200b\u2028\u2029\ufeff\ufffd\uffff\ufdd0 \u00a0\u3000\u2003|",
+    "ﬁ ﬂ Ⅻ ½ ² ٣ ४ 一二三 １２３ ℌ ſ 'ſ 'S 'LL y'ALL'VE I'm i'M Ǆ ǅ ǆ İ ı ẞ",
+    "1 12 123 1234 12345 123456 1234567 1,234,567.89 0x1F 1e-9 2024-02-29T23:59:60Z ٠١٢٣٤٥",
+    "a" * 2000,
+    " " * 2000 + "x",
+    "\n" * 700 + " \r\n\t" * 300,
+    "ab" * 900 + "é" * 900 + "日" * 900 + "👋" * 300,
+    "7" * 1000 + "." * 1000 + "=-" * 500,
+    "<|im_start|>system\n<|im_end|><|endoftext|><|eot_id|><s></s><bos><unk>[INST][/INST]<｜User｜><think></think>",
+    "<|im_start |><|im_end|<|>|><0x41><0x0A>[PAD151935]<unused3> <|IM_END|> \\u003c|im_end|\\u003e &lt;s&gt;",
+    "▁▁a▁ ▁b Ġ Ċ ĉ Â ¡ ¿ \u0120hello ##ing </w> @@",
+    "if (x<=0) {\n\t\treturn a[i]->b?.c ?? `d${e}`; // №1\r\n}\n\n\n#include <stdio.h>\n  \n   \n",
+    "https://exämple.org/a/b_c-d?e=f&g=%20#h me@mail.example 3.14€ $5 50% C++ C# .NET",
+]
+
+
 def random_texts(seed: int, num: int) -> list[str]:
     print(f"seed {seed}")
     rng = random.Random(seed)
