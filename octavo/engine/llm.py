@@ -81,6 +81,7 @@ class LLM:
                 chat_template=model.chat_template,
                 default_sampling=self._source.default_sampling,
             )
+            self._text.require_fit(self.report.vocab_size)
         return self._text
 
     def generate(

@@ -144,7 +144,8 @@ async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:
         chat_template=model.chat_template,
         default_sampling=order.default_sampling,
     )
-    text, _ = await asyncio.gather(loading, client.ready())
+    text, report = await asyncio.gather(loading, client.ready())
+    text.require_fit(report.vocab_size)
     return text
 
 

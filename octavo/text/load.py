@@ -25,6 +25,13 @@ log = logging.getLogger("octavo.text")
 
 _SETTINGS = "tokenizer_config.json"
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_TEKKEN_FILE, _QWEN_FILE = "tekken.json", "qwen.tiktoken"
+# Vocabularies that come without settings: the names of their roles, and further tokens that end a text.
+_ROLES_OF = {
+    _TEKKEN_FILE: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+    _QWEN_FILE: {"eos_token": "<|endoftext|>"},
+}
+_ENDS_OF = {_QWEN_FILE: ("<|im_end|>",)}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -52,7 +59,7 @@ def load_text(
     elif words_path != model_path:  # the ids at which the model stops are its own, whoever spells them
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
-    if words_path.is_file() and words_path.suffix not in (".json", ".model"):
+    if words_path.is_file() and _is_gguf(words_path):
         metadata = GGUFFile(words_path).metadata
         vocabulary = read_vocabulary(metadata)
         words = gguf_tokenizer(vocabulary)
@@ -62,37 +69,70 @@ def load_text(
     else:
         folder = words_path if words_path.is_dir() else words_path.parent
         settings = _read_json(folder / _SETTINGS)
-        words = _folder_tokenizer(words_path, folder, settings)
+        file = _vocabulary_file(words_path, folder)
+        words = _file_tokenizer(file, folder, settings)
         sources = _folder_templates(folder, settings)
-        variables = _folder_variables(folder, settings)
-        eos_id = words.token_id(variables["eos_token"]) if "eos_token" in variables else None
-        stop_ids |= _ids(eos_id)
+        variables = {**_ROLES_OF.get(_kind(file), {}), **_folder_variables(folder, settings)}
+        for token in (variables.get("eos_token"), *_ENDS_OF.get(_kind(file), ())):
+            stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
     return Text(words, template, sorted(stop_ids), sampling)
 
 
-def _folder_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
+def _is_gguf(path: Path) -> bool:
+    if path.suffix == ".gguf":
+        return True
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def _vocabulary_file(path: Path, folder: Path) -> Path:
     if path.is_file():
-        candidates = [path]
-    else:
-        candidates = [folder / name for name in ("tokenizer.json", *_SENTENCEPIECE_FILES)]
-    for candidate in candidates:
-        if candidate.is_file():
-            if candidate.suffix == ".json":
-                return read_tokenizer_json(candidate)
-            return _sentencepiece_tokenizer(candidate, folder, settings)
+        return path
+    names = ("tokenizer.json", *_SENTENCEPIECE_FILES, _TEKKEN_FILE, _QWEN_FILE)
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
     raise ConfigError(
-        f"{folder} has no tokenizer.json and no SentencePiece .model; give --tokenizer a folder that has one"
+        f"{folder} has no tokenizer.json and no SentencePiece .model ({', '.join(names[1:])} would also do); "
+        "give --tokenizer a folder that has one"
     )
 
 
+def _kind(file: Path) -> str:
+    """The usual name of files of its kind."""
+    if file.suffix == ".json":
+        return _TEKKEN_FILE if file.name.startswith("tekken") else "tokenizer.json"
+    return _QWEN_FILE if file.suffix == ".tiktoken" else "tokenizer.model"
+
+
+def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
+    # Imported where they are needed: most models bring a tokenizer.json and need none of the others.
+    match _kind(file):
+        case "tokenizer.json":
+            return read_tokenizer_json(file)
+        case "tokenizer.model":
+            return _sentencepiece_tokenizer(file, folder, settings)
+    from octavo.text import tiktoken_vocab
+
+    return tiktoken_vocab.read_tekken(file) if _kind(file) == _TEKKEN_FILE else tiktoken_vocab.read_qwen_tiktoken(file)
+
+
 def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    # Imported here: most models bring a tokenizer.json and need none of it.
     from octavo.text.sentencepiece_model import Added, SentencePieceTokenizer, control_tokens
+    from octavo.text.tiktoken_vocab import is_tiktoken
 
     model = path.read_bytes()
-    id_of = control_tokens(model)
+    if is_tiktoken(model[:1000]):
+        raise ConfigError(
+            f"{path} is a tiktoken vocabulary, which does not say how it cuts words: give --tokenizer a folder with the "
+            "model's tokenizer.json"
+        )
+    try:
+        id_of = control_tokens(model)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
     special_ids = set(id_of.values())
     for token, token_id, is_special in _added_tokens(folder, settings):
         id_of[token] = token_id

@@ -53,7 +53,8 @@ class SentencePieceTokenizer:
         self._before = list(before)
         self._after = list(after)
         self._names = {token_id: token for token, token_id in added.id_of.items()}
-        self.vocab_size = max(self._processor.vocab_size(), 1 + max(self._names, default=-1))
+        self.num_ordinary: int = self._processor.vocab_size()
+        self.vocab_size = max(self.num_ordinary, 1 + max(self._names, default=-1))
         self._pieces = BytePieces(self.vocab_size, self._spell, added.special_ids, strips_first_space=prefixes)
         self._insists = _found_by_the_package(self._processor)
         self.lookalikes = LookAlikes([*added.control_tokens, *self._insists])
@@ -138,9 +139,12 @@ def _found_by_the_package(processor: SentencePieceProcessor) -> list[str]:
 
 def _load(model: bytes) -> SentencePieceProcessor:
     try:
+        if not model:  # which the package takes for "none yet"
+            raise ValueError("it is empty")
         return SentencePieceProcessor(model_proto=model)
     except Exception as error:  # the package raises RuntimeError and others for whatever it cannot read
-        raise ConfigError(f"the SentencePiece model cannot be read ({error}): fetch it again") from error
+        reason = str(error).partition("\n")[0] or "it is no such model"
+        raise ConfigError(f"the SentencePiece model cannot be read ({reason}): fetch it again") from error
 
 
 def _cutter(tokens: Iterable[str]) -> re.Pattern[str] | None:

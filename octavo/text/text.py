@@ -4,7 +4,7 @@ Knows nothing of files, requests or HTTP; load.py builds it."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import ContextTooLong, InvalidRequest
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text.stream import TextStream
 from octavo.text.template import ChatTemplate
@@ -27,6 +27,15 @@ class Text:
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
         self._tokenizer = tokenizer
         self._template = template
+
+    def require_fit(self, model_vocab_size: int) -> None:
+        """Raises ConfigError where texts have tokens that the model does not know. Some makers add a token or two behind
+        the vocabulary that the model was trained without: those are refused when a request brings them."""
+        if self._tokenizer.num_ordinary > model_vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {self._tokenizer.num_ordinary} tokens and the model knows {model_vocab_size}: they do "
+                "not belong together; give --tokenizer the folder or file of this model's own"
+            )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None

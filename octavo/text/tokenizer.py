@@ -22,7 +22,8 @@ _LONG_TEXT = 4_000  # characters
 
 
 class Tokenizer(Protocol):
-    vocab_size: int
+    vocab_size: int  # added tokens included
+    num_ordinary: int  # without those that were added behind the vocabulary's own
     lookalikes: LookAlikes  # of the vocabulary's control tokens
 
     @property
@@ -61,6 +62,7 @@ class LibraryTokenizer:
         after: Sequence[int] = (),
     ) -> None:
         self.vocab_size = vocab_size
+        self.num_ordinary: int = tokenizer.get_vocab_size(with_added_tokens=False)
         self._tokenizer = tokenizer
         self._pieces = pieces
         self._before = list(before)

@@ -240,7 +240,9 @@ def test_start_up_mistakes_are_one_line_each(tmp_path: Path, folder: Path) -> No
 
     for path, words in [
         (lambda: gguf(pre="unheard-of"), "unheard-of.*gpt-2.*smollm"),
-        (lambda: gguf(model="bert"), "bert"),
+        (lambda: gguf(model="t5"), "'t5'; gpt2, llama, bert and gemma4"),
+        (lambda: gguf(model="rwkv"), "rwkv"),
+        (lambda: gguf(model="bert"), "inconsistent.*UNK"),
         (lambda: gguf(tokens=None), "no vocabulary"),
         (lambda: gguf(token_type=[1, 1]), "token types"),
         (lambda: gguf(merges=None), "no merges"),
@@ -260,10 +262,20 @@ def test_start_up_mistakes_are_one_line_each(tmp_path: Path, folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")]
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}}}'),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}'),
+        ("tokenizer.json", '{"model": {"type": "Unheard", "vocab": {}}}'),
+        ("tokenizer.json", b"\xff\x00"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+    ],
 )
-def test_a_broken_file_is_named(name: str, content: str, folder: Path) -> None:
-    (folder / name).write_text(content)
+def test_a_broken_file_is_named(name: str, content: str | bytes, folder: Path) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match=name) as raised:
         load_text(folder)
     one_line(raised.value)
@@ -302,9 +314,22 @@ def test_a_file_with_the_wrong_things_in_it_is_named(name: str, content: Any, tm
 def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         load_text(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"no model")
-    with pytest.raises(ConfigError, match="SentencePiece") as raised:
-        load_text(tmp_path)
+    sentencepiece_model("bpe", tmp_path)
+    path = tmp_path / "tokenizer.model"
+    whole = path.read_bytes()
+    for content in (b"no model", b"", whole[: len(whole) // 2], whole[:-1], whole[100:]):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="SentencePiece") as raised:
+            load_text(tmp_path)
+        assert one_line(raised.value).startswith(str(path))
+
+
+def test_a_tokenizer_that_is_larger_than_the_model_does_not_belong_to_it(folder: Path) -> None:
+    """The vocabulary's own tokens must all be known to the model; one that was added behind them need not be."""
+    text = load_text(folder)
+    text.require_fit(400)
+    with pytest.raises(ConfigError, match=r"400 tokens and the model knows 399.*--tokenizer") as raised:
+        text.require_fit(399)
     one_line(raised.value)
 
 
