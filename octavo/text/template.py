@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from octavo.errors import ConfigError, InvalidRequest, Unsupported
 from octavo.text.lookalikes import is_mark
+from octavo.text.template_limits import LimitedEnvironment, TemplateLimit, limited
 
+_MAX_SOURCE = 1024 * 1024  # characters; the longest in use have some ten thousand
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
@@ -53,14 +54,29 @@ def _escape(found: re.Match[str]) -> str:
     return found[0] if is_mark(found[0]) else json.dumps(found[0])[1:-1]
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.limit_filters()
     return environment
+
+
+def _compile(environment: LimitedEnvironment, name: str, source: str) -> Template:
+    advice = "give another one with --chat-template FILE"
+    if len(source) > _MAX_SOURCE:
+        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is no template; {advice}")
+    try:
+        with limited():  # constants are computed here
+            return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); {advice}"
+        ) from error
+    except Exception as error:  # nested beyond what Jinja, or Python below it, can read
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"the chat template {name!r} cannot be compiled ({reason}); {advice}") from error
 
 
 class ChatTemplate:
@@ -73,15 +89,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         environment = _environment()
         self._variables = dict(variables)
-        self._templates = {}
-        for name, source in sources.items():
-            try:
-                self._templates[name] = environment.from_string(source)
-            except TemplateSyntaxError as error:
-                raise ConfigError(
-                    f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); "
-                    "give another one with --chat-template FILE"
-                ) from error
+        self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
 
     @property
     def is_there(self) -> bool:
@@ -112,7 +120,10 @@ class ChatTemplate:
             "tools": tools or None,
         }
         try:
-            return template.render(values)
+            with limited():
+                return template.render(values)
+        except TemplateLimit as error:
+            raise InvalidRequest(f"{error.message}: it, or these messages, must change", param="messages") from error
         except Exception as error:
             # The template is foreign code and these messages are its only input: whatever it raises, it raises about them.
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error

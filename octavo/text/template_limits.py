@@ -1,0 +1,302 @@
+"""Limits for foreign Jinja templates: how long one may compute and how much text it may make, whatever it is written to do.
+Knows nothing of chats. Jinja's own sandbox keeps a template from everything outside; this keeps it from never ending.
+
+Every turn of a loop and every macro asks the clock. Everything that makes text or lists (operators, filters, methods,
+slices, output) adds what it made to one sum, before it is made where it could be far larger than what it is made of. No
+single step then takes long, and no sum of them does.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, ValuesView
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
+from jinja2.utils import Namespace
+
+MAX_SECONDS = 2.0  # of one thread's computing; a long chat takes some hundredths
+MAX_MADE = 128 * 1024 * 1024  # characters and list entries, all that one rendering makes
+MAX_NUMBER = 100_000  # widths, indentations, repetitions of filters and methods
+MAX_BITS = 4096  # of whole numbers
+
+
+class TemplateLimit(SecurityError):
+    pass
+
+
+class _Spent:
+    __slots__ = ("deadline", "made")
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.deadline = time.thread_time() + MAX_SECONDS
+
+
+class _Running(threading.local):
+    spent: _Spent | None = None
+
+
+_running = _Running()
+
+
+class limited:
+    """`with limited():` what Jinja does inside is counted."""
+
+    def __enter__(self) -> None:
+        _running.spent = _Spent()
+
+    def __exit__(self, *exc_info: object) -> None:
+        _running.spent = None
+
+
+def makes(size: int) -> None:
+    """Counts text that is being made, and asks the clock."""
+    spent = _running.spent
+    assert spent is not None, "templates are compiled and rendered inside limited()"
+    spent.made += size
+    if spent.made > MAX_MADE:
+        raise TemplateLimit(f"the chat template makes more than {MAX_MADE:,} characters of text, which is refused")
+    if time.thread_time() > spent.deadline:
+        raise TemplateLimit(f"the chat template computes for more than {MAX_SECONDS:g} seconds, which is refused")
+
+
+def counted(value: Any) -> Any:
+    """What a step has made: the length of a text, the entries of a list."""
+    makes(len(value) if isinstance(value, str | list | tuple | dict) else 0)
+    return value
+
+
+def shown(value: Any) -> Any:
+    """Jinja's `finalize`, which sees every value that is about to be written out."""
+    makes(_text_size(value))
+    return value
+
+
+def joined(parts: list[Any]) -> str:
+    """The operator ~."""
+    makes(sum(map(_text_size, parts)))
+    return "".join(map(str, parts))
+
+
+def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+    """value[start:stop:step]"""
+    return counted(value[start:stop:step])
+
+
+_OWN = (makes, joined, sliced)
+
+
+def _text_size(value: Any) -> int:
+    """Characters that a value comes to when it is written out, roughly: what it shares it counts as often as it is met."""
+    if isinstance(value, str):
+        return len(value)
+    size, met, open_values = 0, 0, [value]
+    while open_values:
+        match open_values.pop():
+            case str(text):
+                size += len(text)
+            case list() | tuple() | KeysView() | ValuesView() | ItemsView() as many:
+                open_values.extend(many)
+            case Mapping() as mapping:
+                open_values.extend(mapping)
+                open_values.extend(mapping.values())
+            case Namespace() as namespace:
+                open_values.append(object.__getattribute__(namespace, "_Namespace__attrs"))
+            case _:
+                size += 4
+        met += 1
+        if met % 1000 == 0:
+            makes(1000)
+        if size > MAX_MADE:
+            break
+    return size
+
+
+# Filters that look into a list without writing it out.
+_LOOK_INTO = frozenset(
+    [
+        "attr",
+        "batch",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "first",
+        "groupby",
+        "items",
+        "last",
+        "length",
+        "list",
+        "map",
+        "max",
+        "min",
+        "random",
+        "reject",
+        "rejectattr",
+        "reverse",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "sum",
+        "unique",
+    ]
+)
+
+
+# Filters and methods that make as much as a number says.
+_AS_MANY = frozenset(["batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "zfill"])
+
+
+def _before(name: str, value: Any, given: list[Any]) -> None:
+    """A filter or method `name` of `value` is about to run: refuse what it could multiply without bound."""
+    if name in _AS_MANY:
+        for each in given:
+            if isinstance(each, int) and abs(each) > MAX_NUMBER:
+                raise TemplateLimit(f"the chat template asks {name!r} for {each:,} of something, which is refused")
+    match name:
+        case "replace" if len(given) > 1:
+            text = _written(value)
+            for old, new in (given[:2], given[1::-1]):
+                makes(text.count(_written(old)) * _text_size(new))
+        case "join" if isinstance(value, str) and given:
+            makes(_text_size(given[0]) + _text_size(value) * len(given[0]))
+        case "join":
+            makes(_text_size(value) + _widest(given) * len(value))
+        case "indent":
+            makes(_written(value).count("\n") * _widest(given))
+        case "wordwrap":
+            makes(_text_size(value) * (1 + _widest([each for each in given if isinstance(each, str)])))
+        case "expandtabs":
+            makes(_written(value).count("\t") * _widest(given))
+        case "format":
+            _before_format(_written(value), given)
+        case "sum" if any(not isinstance(each, str | int | float) for each in given):
+            raise TemplateLimit("the chat template sums up something other than numbers, which is refused")
+        case "tojson" if any(isinstance(each, int) and each > 32 for each in given):
+            raise TemplateLimit("the chat template indents JSON by more than 32 characters, which is refused")
+        case "encode" | "translate" | "maketrans" | "format_map":
+            raise TemplateLimit(f"the chat template calls {name!r} on a text, which is refused")
+        case _ if name not in _LOOK_INTO:
+            makes(_text_size(value))
+
+
+def _written(value: Any) -> str:
+    makes(0 if isinstance(value, str) else _text_size(value))
+    return str(value)
+
+
+def _widest(given: list[Any]) -> int:
+    return max([each if isinstance(each, int) else _text_size(each) for each in given], default=8)
+
+
+def _before_format(pattern: str, given: Iterable[Any]) -> None:
+    if re.search(r"\d{5}", pattern) or "*" in pattern:
+        raise TemplateLimit("the chat template formats a text of enormous width, which is refused")
+    places = pattern.count("{") + pattern.count("%")
+    widths = sum(map(int, re.findall(r"\d+", pattern)))
+    makes(len(pattern) + widths + places * max(map(_text_size, given), default=0))
+
+
+def _limited_filter(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+    passes = getattr(apply, "jinja_pass_arg", None)  # such a filter is handed a context or environment first
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        own = list(arguments[1:] if passes is not None else arguments)
+        if name == "join" and own and not isinstance(own[0], str):
+            own[0] = list(own[0])  # what is only met while it is joined could not be counted before
+        if own:
+            _before(name, own[0], [*own[1:], *named.values()])
+        return counted(apply(*arguments[: len(arguments) - len(own)], *own, **named))
+
+    if passes is not None:
+        run.jinja_pass_arg = passes  # type: ignore[attr-defined]
+    return run
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(finalize=shown, **options)
+        del self.globals["lipsum"]
+
+    def limit_filters(self) -> None:
+        """Called once all filters are there."""
+        self.filters.update({name: _limited_filter(name, apply) for name, apply in self.filters.items()})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        match operator, left, right:
+            case "**", int(), int():
+                if right > 0 and left.bit_length() * right > MAX_BITS:
+                    raise TemplateLimit("the chat template computes an enormous number, which is refused")
+            case "*", int(), int():
+                if left.bit_length() + right.bit_length() > MAX_BITS:
+                    raise TemplateLimit("the chat template computes an enormous number, which is refused")
+            case ("*", int(times), many) | ("*", many, int(times)) if isinstance(many, str | list | tuple):
+                makes(len(many) * max(times, 0))
+            case "%", str(), _:
+                _before_format(left, right if isinstance(right, tuple) else [right])
+        return counted(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if __obj in _OWN:
+            return __obj(*args)
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(owner, str):
+            if name == "join" and args:
+                args = (list(args[0]), *args[1:])
+            _before(name, owner, [*args, *kwargs.values()])
+        return counted(SandboxedEnvironment.call(__self, __context, __obj, *args, **kwargs))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        _count_steps(tree)
+        return tree
+
+
+def _count_steps(tree: nodes.Template) -> None:
+    """Have every loop and macro count its turns, and every ~ and slice what it makes."""
+    blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
+        *tree.find_all(nodes.For),
+        *tree.find_all(nodes.Macro),
+        *tree.find_all(nodes.CallBlock),
+    ]
+    for block in blocks:
+        text = sum(len(data.data) for data in block.find_all(nodes.TemplateData))
+        block.body.insert(0, nodes.ExprStmt(_call("makes", [nodes.Const(text)], block.lineno), lineno=block.lineno))
+    _replace(tree)
+
+
+def _replace(node: nodes.Node) -> None:
+    for field, value in node.iter_fields():
+        match value:
+            case nodes.Node():
+                _replace(value)
+                setattr(node, field, _replaced(value))
+            case list():
+                for item in value:
+                    if isinstance(item, nodes.Node):
+                        _replace(item)
+                setattr(node, field, [_replaced(item) for item in value])
+
+
+def _replaced(node: Any) -> Any:
+    match node:
+        case nodes.Concat():
+            return _call("joined", [nodes.List(node.nodes)], node.lineno)
+        case nodes.Getitem(arg=nodes.Slice() as cut):
+            ends = [nodes.Const(None) if end is None else end for end in (cut.start, cut.stop, cut.step)]
+            return _call("sliced", [node.node, *ends], node.lineno)
+        case _:
+            return node
+
+
+def _call(function: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
+    name = nodes.ImportedName(f"{__name__}.{function}")
+    return nodes.Call(name, arguments, [], None, None, lineno=lineno)
