@@ -136,6 +136,14 @@ def test_the_engine_equals_the_reference(
     assert "operation by operation" not in check_engine(make(), tmp_path, monkeypatch, is_native)
 
 
+def test_a_width_that_fills_no_panels_is_computed_operation_by_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate's gelu is torch's then, which no tape can hold, and the start says so."""
+    notes = check_engine(gemma2(intermediate_size=84), tmp_path, monkeypatch, is_native=True)
+    assert "steps run operation by operation: torch computes" in notes
+
+
 @pytest.mark.parametrize("make", [gemma2, gemma3])
 def test_16_bit_logits_are_near(make: Any) -> None:
     reference = make()
