@@ -20,6 +20,7 @@ from octavo.layers.context import BuildContext
 from octavo.layers.native import NativeWeight
 from octavo.layers.sharding import Slot, Slots, padded_share, plain, share, share_columns, share_size
 from octavo.quants import Quants, Weight
+from octavo.quants.exact import held_exactly
 
 _GROUP = 32  # MXFP4 weights that share a scale
 
@@ -49,7 +50,7 @@ class _Packed(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.gate_up, self.down = NativeWeight.of_parts(context, 2), NativeWeight.of_parts(context)
+        self.gate_up, self.down = NativeWeight.of_parts(context, 2, is_one=True), NativeWeight.of_parts(context)
 
 
 def _fill(target: torch.Tensor, scales: torch.Tensor | None, weight: Weight) -> None:
@@ -63,8 +64,13 @@ def _fill(target: torch.Tensor, scales: torch.Tensor | None, weight: Weight) -> 
     target.copy_(quants[:, :, 1:].flatten(1))
 
 
+def narrow(weight: Weight, first: int, count: int) -> Weight:
+    """So many of its rows, as a view."""
+    return weight.narrow_rows(first, count) if isinstance(weight, Quants) else weight[first : first + count]
+
+
 def _whole(weight: NativeWeight) -> PackedWeight:
-    (packed,) = weight.packed  # gate and up come in the same form
+    (packed,) = weight.packed
     return packed
 
 
@@ -196,6 +202,37 @@ class Experts(nn.Module):
     def fill_down_bias(self, tensor: torch.Tensor) -> None:
         if self.down_bias is not None:
             self.down_bias.copy_(tensor)
+
+    def alike(self, stack: Weight) -> Weight:
+        """All experts' rows, as they are to be given to fill_gate_up and fill_down: the kernels want a layer's experts in one
+        form, so where a number of one cannot be held packed, all are decoded."""
+        if self._native is None or not isinstance(stack, Quants):
+            return stack
+        held = held_exactly(stack)
+        return stack.dequantise() if held is None else held
+
+    def _fill_stack(self, stack: Weight, part: int) -> None:
+        """Part 0: gates [experts · inner, hidden]; 1: ups; 2: downs [experts · hidden, inner]."""
+        stack = self.alike(stack)
+        num_rows = self.hidden_size if part == 2 else self.whole_inner
+        for expert in range(self.num_experts):
+            rows = narrow(stack, expert * num_rows, num_rows)
+            if part == 2:
+                self.fill_down(expert, rows)
+            else:
+                self.fill_gate_up(expert, part, rows)
+
+    def stack_slots(self, gate: str, up: str, down: str) -> Slots:
+        """For checkpoints that store all experts' rows as one matrix, one expert's after the other's."""
+        rows, columns = (
+            (self.num_experts * self.whole_inner, self.hidden_size),
+            (self.num_experts * self.hidden_size, self.whole_inner),
+        )
+        return {
+            f"{gate}.weight": Slot(rows, lambda stack: self._fill_stack(stack, 0)),
+            f"{up}.weight": Slot(rows, lambda stack: self._fill_stack(stack, 1)),
+            f"{down}.weight": Slot(columns, lambda stack: self._fill_stack(stack, 2)),
+        }
 
     def slots(self, expert: int, gate: str, up: str, down: str) -> Slots:
         """Of one expert's tensors, for families that store each by itself."""

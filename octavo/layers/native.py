@@ -28,17 +28,21 @@ class NativeWeight:
     """W [columns, depth], filled part by part; packed when the last part is in. Parts may be packed differently: a GGUF
     file chooses for each tensor."""
 
-    def __init__(self, native: Native, num_parts: int, dtype: torch.dtype, quantization: str = "") -> None:
+    def __init__(
+        self, native: Native, num_parts: int, dtype: torch.dtype, quantization: str = "", is_one: bool = False
+    ) -> None:
         self._native = native
+        self._is_one = is_one
         self._dtype = dtype
         self._rounded = ROUNDED.get(quantization)
         self._parts: list[Tensor | Quants | None] = [None] * num_parts
         self._weights: list[PackedWeight] = []
 
     @classmethod
-    def of_parts(cls, context: BuildContext, num_parts: int = 1) -> "NativeWeight":
+    def of_parts(cls, context: BuildContext, num_parts: int = 1, is_one: bool = False) -> "NativeWeight":
+        """`is_one`: for users that need one product for all parts; those that come packed differently are decoded."""
         assert context.native is not None
-        return cls(context.native, num_parts, context.weight_dtype, context.quantization)
+        return cls(context.native, num_parts, context.weight_dtype, context.quantization, is_one)
 
     @classmethod
     def of_vocabulary(cls, context: BuildContext, num_parts: int = 1) -> "NativeWeight":
@@ -64,6 +68,8 @@ class NativeWeight:
                 groups[-1][2].append(rows)
             else:
                 groups.append((kind, is_rounded, [rows]))
+        if self._is_one and len(groups) > 1:
+            return self._pack([part.dequantise() if isinstance(part, Quants) else part for part in parts])
         for kind, is_rounded, tensors in groups:
             rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
             packed = (pack_quantised if is_rounded else pack)(self._native.threads, rows, kind)

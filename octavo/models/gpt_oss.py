@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate
+from octavo.layers.experts import Gate, narrow
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slot, Slots, share
@@ -125,6 +125,7 @@ class Layer(llama.Layer):
     def _store_gate_up(self, tensor: Weight) -> None:
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
+        tensor = experts.alike(tensor)
         for expert in range(experts.num_experts):
             rows = self._rows(tensor, expert, 2 * experts.whole_inner)
             for part in range(2):
@@ -133,14 +134,16 @@ class Layer(llama.Layer):
     def _store_down(self, tensor: Weight) -> None:
         assert isinstance(self.mlp, SparseMLP)
         experts = self.mlp.experts
+        tensor = experts.alike(tensor)
         for expert in range(experts.num_experts):
             experts.fill_down(expert, self._rows(tensor, expert, experts.hidden_size))
 
     def _rows(self, tensor: Weight, expert: int, num_rows: int) -> Weight:
         """One expert's weight [rows, columns], as a product has it."""
-        if isinstance(tensor, Quants):
-            return tensor.narrow_rows(expert * num_rows, num_rows)
-        return tensor[expert * num_rows : (expert + 1) * num_rows] if self.is_packed else tensor[expert].t()
+        if not self.is_packed:
+            assert isinstance(tensor, torch.Tensor)
+            return tensor[expert].t()
+        return narrow(tensor, expert * num_rows, num_rows)
 
 
 def _every_second(rows: Weight, first: int) -> Weight:
