@@ -2,6 +2,8 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import dataclasses
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -13,6 +15,8 @@ from octavo.layers.sharding import Slots
 from octavo.models import llama, positive, qwen3
 from octavo.models.mixtral import read_routing
 from octavo.spec import ModelSpec
+
+_STACKED = "octavo_stacked_experts"  # our own key, for GGUF files: all experts' rows are one matrix
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -50,6 +54,7 @@ def has_experts(config: dict[str, Any], num_layers: int) -> list[bool]:
 class Layer(qwen3.Layer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__(index, _as_qwen3(config), spec, context)
+        self.is_stacked = bool(config.get(_STACKED))
 
     def make_mlp(
         self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
@@ -64,6 +69,9 @@ class Layer(qwen3.Layer):
         if not isinstance(self.mlp, SparseMLP):
             return super().mlp_slots(name)
         slots = self.mlp.router.slots(f"{name}.mlp.gate")
+        if self.is_stacked:
+            parts = (f"{name}.mlp.experts.{part}" for part in ("gate_proj", "up_proj", "down_proj"))
+            return slots | self.mlp.experts.stack_slots(*parts)
         for index in range(self.mlp.routing.num_experts):
             expert = f"{name}.mlp.experts.{index}"
             slots |= self.mlp.experts.slots(index, f"{expert}.gate_proj", f"{expert}.up_proj", f"{expert}.down_proj")
@@ -81,3 +89,43 @@ class Model(llama.Model):
         if any(kinds):
             shares["moe_intermediate_size"] = positive(config, "moe_intermediate_size")
         return shares
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+_GGUF_EXPERTS = {
+    "ffn_gate_inp": "gate",
+    "ffn_gate_exps": "experts.gate_proj",
+    "ffn_up_exps": "experts.up_proj",
+    "ffn_down_exps": "experts.down_proj",
+}
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    # Without what a dense Llama refuses.
+    dense = {key: value for key, value in metadata.items() if not key.startswith("qwen3moe.expert_")}
+    plain = llama.gguf_config(dense, tensors, "qwen3moe")
+    layers = range(positive(plain, "num_hidden_layers"))
+    return plain | {
+        "model_type": "qwen3_moe",
+        "num_experts": positive(metadata, "qwen3moe.expert_count"),
+        "num_experts_per_tok": positive(metadata, "qwen3moe.expert_used_count"),
+        "moe_intermediate_size": positive(metadata, "qwen3moe.expert_feed_forward_length"),
+        # A converter writes no file for models that do otherwise.
+        "norm_topk_prob": True,
+        "mlp_only_layers": [index for index in layers if f"blk.{index}.ffn_gate_inp.weight" not in tensors],
+        _STACKED: True,
+    }
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+    if match is not None and match[2] in _GGUF_EXPERTS:
+        return f"model.layers.{match[1]}.mlp.{_GGUF_EXPERTS[match[2]]}.weight"
+    return qwen3.gguf_name(name)
+
+
+gguf_fix = qwen3.gguf_fix

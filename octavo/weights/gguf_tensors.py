@@ -44,27 +44,32 @@ class GGUFTensors:
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
-        """A tensor, or Quants, may be a view of the file: copy what you keep."""
+        """A tensor, or Quants, may be a view of the file: copy what you keep. None has more than two dimensions."""
         if str(device) == "meta":
             for name, entry in self._plan:
-                yield name, self._fixed(name, torch.empty(entry.shape, dtype=dtype, device="meta"))
+                yield name, self._fixed(name, torch.empty(_matrix(entry.shape), dtype=dtype, device="meta"))
             return
         # A private mapping: nothing is read before it is decoded, and nothing can be written back.
         whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:
             packed = whole[entry.offset : entry.offset + entry.num_bytes].to(device)
             if keep_packed and self._stays_packed(entry):
-                yield name, self._fixed(name, Quants(entry.type, packed.view(entry.shape[0], -1)))
+                yield name, self._fixed(name, Quants(entry.type, packed.view(_matrix(entry.shape)[0], -1)))
             else:
-                yield name, self._fixed(name, dequantise(packed, entry.type).view(entry.shape)).to(dtype)
+                yield name, self._fixed(name, dequantise(packed, entry.type).view(_matrix(entry.shape))).to(dtype)
 
     def _stays_packed(self, entry: TensorEntry) -> bool:
         rows_stay_whole = getattr(self._family, "GGUF_ROWS_STAY_WHOLE", False)
-        return rows_stay_whole and entry.type in PACKED_TYPES and len(entry.shape) == 2
+        return rows_stay_whole and entry.type in PACKED_TYPES and len(entry.shape) >= 2
 
     def _fixed(self, name: str, weight: SameWeight) -> SameWeight:
         fixed: SameWeight = self._family.gguf_fix(name, weight, self._config)
         return fixed
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Stacked matrices, as of many experts, come as one of all their rows."""
+    return shape if len(shape) < 3 else (math.prod(shape[:-1]), shape[-1])
 
 
 def _require_decodable(file: GGUFFile, entry: TensorEntry) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,8 +35,10 @@ from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
 from tests.models.batches import Store
 from tests.models.ranks import run_ranks
+from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
 from tests.models.walk import CPU, build_from, greedy, prompts, reference_greedy, reference_logits, walk
 from tests.native import native
+from tests.weights.gguf_writer import Packed, write_gguf
 from tests.worker.test_worker_native import MAX_ROWS, MAX_TOKENS, last_logits
 
 SIZES = checkpoints.LLAMA
@@ -194,6 +197,22 @@ def test_experts_of_four_bits_equal_the_reference_decoded_and_kept(tmp_path: Pat
     assert set(kinds) == {Kind.CODES5}
 
 
+def test_a_scale_that_no_kernel_holds_makes_a_layer_decode_its_experts(tmp_path: Path) -> None:
+    """One of gpt-oss's many scales is enough; the rest of the layer goes with it, other layers stay packed."""
+    reference = gpt_oss()
+    folder = pack_experts(reference, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.down_proj_scales"][3, 5, 1] = 20  # 2 ** -107: float16 ends at −24
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(folder)
+    packed = checkpoint.tensors("cpu", torch.float32, keep_packed=True)
+    ours, store = build_from(checkpoint.config, packed, "native_cpu")  # type: ignore[arg-type]
+    (logits,) = walk(ours, store, prompts(seed=7, lengths=(9,)), seed=3)
+    assert logits.isfinite().all()
+    kinds = [{kind for m in layer.mlp.experts.members for kind in m.down.bytes_of_kinds} for layer in ours.layers]  # type: ignore[union-attr]
+    assert kinds == [{Kind.FLOAT32}, {Kind.CODES5}]
+
+
 def test_halves_of_a_packed_weight_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     folder = pack_experts(gpt_oss(), tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -204,6 +223,56 @@ def test_halves_of_a_packed_weight_that_do_not_fit_are_refused(tmp_path: Path) -
     save_file(tensors | {name: tensors[name][:, :3].clone()}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"parts of .*down_proj do not fit each other \(blocks U8 .*, scales U8"):
         open_checkpoint(folder)
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_moe_gguf(reference: PreTrainedModel, folder: Path) -> Path:
+    """As llama.cpp's converter writes a Qwen3-MoE, experts stacked; those of 8 bits where a row is whole quants."""
+    weights = dict(weights_of(saved(reference, folder)))
+    dense = {name: tensor for name, tensor in weights.items() if "experts" not in name and "mlp.gate." not in name}
+    tensors = gguf_llama_weights(dense, is_permuted=False)
+    for layer in range(reference.config.num_hidden_layers):
+        place = f"model.layers.{layer}.mlp"
+        if f"{place}.gate.weight" in weights:
+            tensors[f"blk.{layer}.ffn_gate_inp.weight"] = weights[f"{place}.gate.weight"]
+            for part in ("gate", "up", "down"):
+                stack = [weights[f"{place}.experts.{index}.{part}_proj.weight"] for index in range(6)]
+                tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = torch.stack(stack)
+    packed = []
+    for name, tensor in tensors.items():
+        is_rounded = "_exps" in name and tensor.shape[-1] % 32 == 0
+        data = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0) if is_rounded else tensor.numpy()
+        packed.append(Packed(name, tuple(tensor.shape), "Q8_0" if is_rounded else "F32", data.tobytes()))
+    sizes = {"expert_count": 6, "expert_used_count": 3, "attention.key_length": 20, "attention.value_length": 20}
+    sizes |= {"expert_feed_forward_length": reference.config.moe_intermediate_size}
+    sizes |= {"embedding_length": reference.config.hidden_size, "rope.freq_base": 10000.0}
+    metadata = {"general.architecture": "qwen3moe"} | llama_metadata("qwen3moe")
+    return write_gguf(folder / "tiny.gguf", metadata | {f"qwen3moe.{k}": v for k, v in sizes.items()}, packed)
+
+
+def test_a_gguf_file_equals_the_reference(tmp_path: Path) -> None:
+    reference = qwen3_moe(norm_topk_prob=True, mlp_only_layers=[1])
+    checkpoint = open_checkpoint(write_moe_gguf(reference, tmp_path))
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    for backend in ("torch_cpu", "native_cpu"):
+        ours, store = build_from(checkpoint.config, checkpoint.tensors("cpu", torch.float32), backend)  # type: ignore[arg-type]
+        (logits,) = walk(ours, store, [tokens], seed=3)
+        torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+
+
+def test_a_gguf_file_is_kept_packed(tmp_path: Path) -> None:
+    reference = qwen3_moe(norm_topk_prob=True, hidden_size=64, moe_intermediate_size=32)
+    checkpoint = open_checkpoint(write_moe_gguf(reference, tmp_path))
+    packed = checkpoint.tensors("cpu", torch.float32, keep_packed=True)
+    ours, store = build_from(checkpoint.config, packed, "native_cpu")  # type: ignore[arg-type]
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    (logits,) = walk(ours, store, [tokens], seed=3)
+    expected = reference_logits(reference, tokens)
+    assert 0 < (logits - expected).abs().mean() < 0.03 * expected.std()
+    (first, *_) = ours.layers  # type: ignore[misc]
+    assert set(first.mlp.experts.members[0].gate_up.bytes_of_kinds) == {Kind.CODES8}
 
 
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────

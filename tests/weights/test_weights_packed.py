@@ -117,9 +117,12 @@ def test_what_is_not_packed_in_the_file_comes_in_the_asked_type(tmp_path: Path) 
 
 
 def test_only_matrices_stay_packed(tmp_path: Path) -> None:
-    tensors = [packed("blk.0.attn_norm.weight", (HIDDEN,), "Q8_0"), packed("output.weight", (2, 2, HIDDEN), "Q8_0")]
-    for name, weight, tensor in both(opened(tmp_path, "llama", tensors)):
-        assert isinstance(weight, torch.Tensor) and torch.equal(weight, tensor), name
+    """A stack of matrices, as of many experts, is one of all their rows."""
+    tensors = [packed("blk.0.attn_norm.weight", (HIDDEN,), "Q8_0"), packed("output.weight", (2, 3, HIDDEN), "Q8_0")]
+    (_, norm, plain_norm), (_, stack, plain_stack) = both(opened(tmp_path, "llama", tensors))
+    assert isinstance(norm, torch.Tensor) and torch.equal(norm, plain_norm)
+    assert isinstance(stack, Quants) and stack.shape == plain_stack.shape == (6, HIDDEN)
+    assert torch.equal(stack.dequantise(), plain_stack)
 
 
 def test_a_family_whose_other_checkpoints_are_turned_gets_them_packed(tmp_path: Path) -> None:
