@@ -9,10 +9,13 @@ from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from octavo.errors import ConfigError
 from octavo.models import load_family
+from octavo.quants import Quants
+from octavo.weights.checkpoint import open_checkpoint
 from tests.models import checkpoints
 from tests.models.family_checks import check_engine, check_gguf, check_greedy, check_logits, check_ranks
 from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
+from tests.weights.gguf_writer import Packed, write_gguf
 
 SIZES: dict[str, Any] = checkpoints.LLAMA | {"hidden_size": 64, "pad_token_id": 0}  # heads of 16
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [1.5 + 0.7 * i for i in range(8)]
@@ -93,30 +96,64 @@ def test_the_engine_equals_the_reference(is_native: bool, tmp_path: Path, monkey
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("original", "max_len"), [(WIDE, 64), (NARROW, 0)], ids=["short", "long"])
-def test_a_gguf_file_equals_the_reference(original: dict[str, Any], max_len: int, tmp_path: Path) -> None:
-    reference = longrope(PARTIAL, original)
+def gguf_weights(reference: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """By their GGUF names, fused as they are."""
     names = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
     weights, fused = dict(tensors(reference)), {}
     for name in list(weights):
         if (place := name.removesuffix(".weight").split(".", 3)[-1]) in names:
             fused[f"blk.{name.split('.')[2]}.{names[place]}.weight"] = weights.pop(name)
-    found = gguf_llama_weights(weights, is_permuted=False) | fused
+    return gguf_llama_weights(weights, is_permuted=False) | fused
+
+
+def gguf_metadata(**more: Any) -> dict[str, Any]:
+    told = {"embedding_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "attention.sliding_window": 262144} | more
+    metadata = llama_metadata("phi3") | {"general.architecture": "phi3"}
+    return metadata | {f"phi3.{key.replace('__', '.')}": value for key, value in told.items()}
+
+
+@pytest.mark.parametrize(("original", "max_len"), [(WIDE, 64), (NARROW, 0)], ids=["short", "long"])
+def test_a_gguf_file_equals_the_reference(original: dict[str, Any], max_len: int, tmp_path: Path) -> None:
+    reference = longrope(PARTIAL, original)
+    found = gguf_weights(reference)
     found |= {f"rope_factors_{kind}.weight": torch.tensor(PARTIAL[f"{kind}_factor"]) for kind in ("short", "long")}
-    metadata = llama_metadata("phi3") | {
-        "general.architecture": "phi3",
-        "phi3.embedding_length": 64,
-        "phi3.attention.layer_norm_rms_epsilon": 1e-5,
-    }
-    metadata |= {
-        "phi3.rope.dimension_count": 12,
-        "phi3.rope.freq_base": 1000.0,
-        "phi3.attention.sliding_window": 262144,
-    }
-    metadata["phi3.rope.scaling.original_context_length"] = original["original_max_position_embeddings"]
-    metadata["phi3.rope.scaling.attn_factor"] = reference.model.rotary_emb.attention_scaling
+    metadata = gguf_metadata(
+        rope__dimension_count=12,
+        rope__freq_base=1000.0,
+        rope__scaling__original_context_length=original["original_max_position_embeddings"],
+        rope__scaling__attn_factor=reference.model.rotary_emb.attention_scaling,
+    )
     config = check_gguf(reference, found, metadata, tmp_path, max_len)
     assert not load_family("phi3").spec(config).has_window
+
+
+def test_fused_weights_that_stay_packed_are_cut_into_their_parts(tmp_path: Path) -> None:
+    packed = []
+    for name, tensor in gguf_weights(phi3()).items():
+        is_fused = name.endswith(("attn_qkv.weight", "ffn_up.weight"))
+        data = q8_0(tensor) if is_fused else tensor.numpy().tobytes()
+        packed.append(Packed(name, tuple(tensor.shape), "Q8_0" if is_fused else "F32", data))
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", gguf_metadata(), packed))
+    (tokens,) = prompts(seed=3, lengths=(40,))
+    logits = []
+    for keep_packed in (False, True):
+        weights = checkpoint.tensors("cpu", torch.float32, keep_packed)
+        assert any(isinstance(weight, Quants) for _, weight in weights) is keep_packed
+        weights = checkpoint.tensors("cpu", torch.float32, keep_packed)
+        ours, store = build_from(checkpoint.config, weights, "native_cpu")  # type: ignore[arg-type]
+        logits += walk(ours, store, [tokens], seed=3)
+    decoded, kept = logits
+    assert (
+        0 < (kept - decoded).abs().mean() < 0.02 * decoded.std()
+    )  # products with packed ones round activations to 8 bits
+
+
+def q8_0(weight: torch.Tensor) -> bytes:
+    """Quants of 32: a scale of 16 bits, then a byte for each number."""
+    groups = weight.reshape(-1, 32)
+    scales = (groups.abs().amax(dim=1, keepdim=True) / 127).half()
+    codes = (groups / scales.float()).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((scales.view(torch.int8), codes), dim=1).numpy().tobytes()
 
 
 # ── what is read of a configuration, and what is refused ────────────────────────────────────────────
