@@ -11,6 +11,7 @@ from octavo.kernels.chip import starts_early
 from octavo.kernels.few_rows_tile import MAX_ROWS, SCRATCH_NUMBERS, TileChoice, tile_product
 from octavo.kernels.few_rows_vector import VectorChoice, vector_product
 from octavo.kernels.norm import rms_norm
+from octavo.kernels.sizes import captured_size
 
 # Above this, multiply-adds outside the tensor cores take longer than reading W.
 VECTOR_ROWS = 4
@@ -62,6 +63,7 @@ def few_rows_linear(
 def pays(num_rows: int, n: int, k: int, is_gated: bool = False) -> bool:
     """Whether `few_rows_linear` beats torch's product with weight [n, k] and the launches it needs besides, by what
     `benchmarks/kernels/few_rows.py` measured on an H200 for the shapes of 0.6B and 8B models."""
+    num_rows = captured_size(num_rows)
     if num_rows == 1:
         return True
     if n >= _HEAD_ROWS:
@@ -75,6 +77,7 @@ def pays(num_rows: int, n: int, k: int, is_gated: bool = False) -> bool:
 @cache
 def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
     """The kernel and its tiles for weight [n, k], or [2 n, k] where gated: the fastest measured for such a shape."""
+    num_rows = captured_size(num_rows)
     is_tiny = n * k <= _SMALL // 2
     if num_rows == 1 or (num_rows == 2 and n < _HEAD_ROWS) or (num_rows <= VECTOR_ROWS and is_tiny):
         return choose_vector(num_rows, k)

@@ -9,6 +9,7 @@ import torch
 from octavo.kernels.chip import is_hopper
 from octavo.kernels.few_rows import num_processors
 from octavo.kernels.launch import knows_gluon
+from octavo.kernels.sizes import captured_size
 
 BLOCK_K = 64  # numbers of K in a panel: 128 bytes
 SHARED_BYTES = 227 * 1024 - 1024  # less barriers and what the compiler needs
@@ -16,7 +17,7 @@ TRADE_BYTES = 4096  # where threads trade results before they are stored
 MAX_STAGES = 8
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-FEW_ROWS = 8  # below, `few_rows` is faster
+FEW_ROWS = 8  # fewer: `few_rows` is faster
 READING_ROWS = 128  # up to here reading W decides
 MANY_ROWS = 4096  # beyond, cuBLAS has weights that are not small near the chip's limit
 # Outputs times K. cuBLAS and a gate of its own lose most where the product takes but a few µs.
@@ -89,6 +90,7 @@ def choose_tile(num_rows: int, n: int, processors: int) -> Tile:
 def pays(num_rows: int, n: int, k: int, processors: int) -> bool:
     """Whether this beats the product by cuBLAS with a gate of its own, and `few_rows`, for n outputs, by what
     `benchmarks/kernels/gated.py` measured on an H200 for the shapes of 0.6B, 1.7B, 4B and 8B models."""
+    num_rows = captured_size(num_rows)
     if num_rows < FEW_ROWS:
         return False
     if n * k <= SMALL:

@@ -8,20 +8,10 @@ import torch
 
 from octavo.batch import Batch
 from octavo.device import Device
+from octavo.kernels.sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, Rows
-
-
-def ladder(max_rows: int) -> list[int]:
-    """Batch sizes that are captured: steps of an eighth or so, so that little of a batch is padding."""
-    sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32]
-    step = 8
-    while sizes[-1] < max_rows:
-        if sizes[-1] >= 16 * step:
-            step *= 2
-        sizes.append(sizes[-1] + step)
-    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from octavo.batch import Batch
 from octavo.config import Config, Limits
 from octavo.device import Device, pick
 from octavo.errors import ConfigError
+from octavo.kernels.sizes import ladder
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.fp8 import check_fp8
@@ -32,7 +33,7 @@ from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
-from octavo.worker.graphs import Graphs, is_plain_greedy, ladder
+from octavo.worker.graphs import Graphs, is_plain_greedy
 from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
 from octavo.worker.memory import decoded_weights, weights_too_large
 from octavo.worker.native import WholeSteps, find_native, held, record

@@ -121,7 +121,7 @@ def test_the_fastest_tiles_measured_are_chosen():
 def test_it_pays_where_it_was_seen_to():
     """As an H200 said: see the table in benchmarks/gpu.md."""
     for (n, k), wins, losses in (
-        ((3072, 1024), (8, 32, 64, 192, 1024, 8192), (1, 7)),
+        ((3072, 1024), (8, 32, 64, 192, 1024, 8192), (1, 4)),
         ((6144, 2048), (8, 64, 128, 256, 320, 512, 1024, 2048), (4, 192, 384, 8192)),
         ((9728, 2560), (32, 64, 128, 192, 320, 384, 512, 1024, 2048), (256, 8192)),
         ((14336, 4096), (33, 64, 96, 128, 256), (8, 32, 192, 320, 384, 512, 768, 1024, 8192)),
@@ -224,7 +224,7 @@ def test_a_layer_takes_it(act, bias, device, launched):
             slot.store(tensors["norm"].to(device, dtype))
         layers.append(layer)
     plain, ours = layers
-    for rows, is_taken in ((5, False), (33, True), (150, True)):
+    for rows, is_taken in ((4, False), (33, True), (150, True)):
         x = torch.randn(rows, hidden).to(device, torch.float16)
         before = launched.num_launches
         assert error(ours(x.clone()), plain(x.float())) < 3e-3
