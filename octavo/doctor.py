@@ -187,17 +187,15 @@ def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Itera
 
 
 def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
+    if spec is not None:
+        try:
+            text.require_fit(spec.vocab_size)
+        except ConfigError as error:
+            return Finding("tokenizer", "failed", error.message)
     size = f"{text.vocab_size:,} tokens"
     lossy = ""
     for sample in _SAMPLES:
         ids = text.encode(sample, add_special_tokens=False)
-        if spec is not None and max(ids, default=0) >= spec.vocab_size:
-            return Finding(
-                "tokenizer",
-                "failed",
-                f"it makes the id {max(ids)} of plain text, and the model's vocabulary ends at {spec.vocab_size - 1}: "
-                "tokenizer and model do not belong together",
-            )
         back = text.decode(ids)
         if back != sample and not lossy:
             lossy = f"; it does not give back every text: {sample!r} came back as {back!r}"

@@ -162,12 +162,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
     "wrong shape": (
         lambda f: change_tensors(f, **{NORM: torch.ones(31)}), "tensors", "failed", "has shape [31], its config asks for [32]"
     ),
-    "NaN": (poison, "numbers", "failed", f"tensor {NORM} holds 1 numbers of 32"),
+    "NaN": (poison, "numbers", "failed", f"tensor {NORM} holds a NaN"),
     "wrong vocabulary size": (
         lambda f: change_json(f / "config.json", vocab_size=300), "tensors", "failed", "has shape [258, 32]"
     ),
     "tokenizer of another model": (
-        lambda f: write_tiny_llama(f, vocab_size=161) and None, "tokenizer", "failed", "vocabulary ends at 160"
+        lambda f: write_tiny_llama(f, vocab_size=161) and None, "tokenizer", "failed", "the model knows 161"
     ),
     "tokenizer a little larger": (
         lambda f: write_tiny_llama(f, vocab_size=257) and None, "tokenizer", "warning", "ids from 257 on"
