@@ -4,16 +4,18 @@ Importing it loads nothing: each name brings its room along when it is first use
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.llm import LLM, CompletionOutput, RequestOutput
+    from octavo.engine.answers import CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.engine.llm import LLM
     from octavo.messages import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
-    "CompletionOutput": "octavo.engine.llm",
-    "RequestOutput": "octavo.engine.llm",
+    "CompletionOutput": "octavo.engine.answers",
+    "EmbeddingOutput": "octavo.engine.answers",
+    "RequestOutput": "octavo.engine.answers",
     "SamplingParams": "octavo.messages",
 }
 

@@ -236,6 +236,21 @@ def resolve(
     )
 
 
+def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
+    """For a model that computes a prompt in one step: no prompt is longer than a step."""
+    longest, tokens = limits.max_model_len, limits.max_num_batched_tokens
+    if longest <= tokens:
+        return limits
+    if config.scheduler.max_num_batched_tokens == AUTO:
+        return dataclasses.replace(limits, max_num_batched_tokens=longest)
+    if limits.max_model_len_is_auto:
+        return dataclasses.replace(limits, max_model_len=tokens)
+    raise ConfigError(
+        f"--max-model-len {longest} is beyond --max-num-batched-tokens {tokens}, and this model computes a prompt in one step: "
+        "raise the one or lower the other"
+    )
+
+
 def _check_on_cpu(config: Config) -> None:
     how, dtype = config.model.quantization, config.model.dtype
     if how in ("int8", "int4") and dtype not in (AUTO, "float32"):

@@ -1,6 +1,7 @@
 """Every type that crosses a process boundary, SamplingParams included.
 Knows nothing of sockets, tensors or HTTP; all of it is msgspec structs of plain values."""
 
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
@@ -181,6 +182,11 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     vector: bytes = b""  # where pooling was asked for: float32, little endian
 
 
+def numbers_of(vector: bytes) -> list[float]:
+    """A TokenDelta's vector as numbers."""
+    return list(struct.unpack(f"<{len(vector) // 4}f", vector))
+
+
 class StepDeltas(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Everything one step produced for one API process."""
 
@@ -228,6 +234,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     notes: list[str] = []  # what `auto` decided, in words, for the start-up print
     memory: DeviceMemory | None = None  # summed over ranks; None: there is no GPU
     kv_dtype: str = ""  # what KV pages hold; empty: dtype
+    hidden_size: int = 0  # numbers in an embedding
+    can_generate: bool = True  # False: an encoder, which gives embeddings and keeps no pages
     num_warm_pages: int | None = None  # cached pages alone do not take memory beyond these; None: all is taken already
     windows: tuple[int, ...] = (
         0,
@@ -277,6 +285,8 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
     fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
     kv_dtype: str = ""  # what KV pages hold; empty: dtype
+    hidden_size: int = 0
+    can_generate: bool = True
     windows: tuple[int, ...] = (
         0,
     )  # of each group of layers, which has a page table of its own; 0: it keeps everything

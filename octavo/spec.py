@@ -24,6 +24,9 @@ class ModelSpec:
         int, ...
     ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all
     has_softcap: bool = False  # some layer bounds its scores
+    is_encoder: bool = (
+        False  # every token sees every other of its prompt, nothing is kept for later, and there is no head
+    )
     has_sinks: bool = False  # some layer's heads have a share of the softmax that goes to no token
 
     def __post_init__(self) -> None:

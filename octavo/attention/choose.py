@@ -8,6 +8,7 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.groups import GroupedAttention
+from octavo.attention.whole import WholeAttention
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.spec import ModelSpec, PageLayout
@@ -38,6 +39,12 @@ def choose(
 ) -> tuple[AttentionBackend, str]:
     """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
     `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group."""
+    if spec.is_encoder:
+        if name != "auto":
+            raise ConfigError(
+                f"--attention-backend {name} is for models that generate, and this one is an encoder: leave it out"
+            )
+        return WholeAttention(), "attention by whole (an encoder's tokens see each other)"
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
     refusals: list[str] = []

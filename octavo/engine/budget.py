@@ -30,6 +30,14 @@ def _held(report: EngineReport) -> str:
 
 
 def budget_lines(report: EngineReport) -> list[str]:
+    if not report.can_generate:
+        return [
+            f"device {report.device}, {report.dtype}",
+            f"weights {report.weights_bytes:,} bytes",
+            f"an encoder: embeddings of {report.hidden_size:,} numbers, and no KV pages",
+            f"in a step: up to {_count(report.max_num_batched_tokens, 'token')} of up to {_count(report.max_num_seqs, 'prompt')}",
+            *report.notes,
+        ]
     kv_bytes = report.num_pages * report.page_bytes
     full_length = report.num_pages // pages_of(
         report.max_model_len, report.page_size, report.windows, report.max_num_batched_tokens

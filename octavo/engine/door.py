@@ -3,11 +3,13 @@ Knows nothing of HTTP or text; servers and the offline API pass through the same
 
 import secrets
 from collections.abc import Sequence
+from typing import cast, get_args
 
 import msgspec
 
-from octavo.errors import ContextTooLong, InvalidRequest
-from octavo.messages import EngineReport, GenerateRequest, SamplingParams
+from octavo.errors import ContextTooLong, InvalidRequest, Unsupported
+from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
+from octavo.text.sentence import Sentence
 
 
 def admit(
@@ -22,6 +24,8 @@ def admit(
     arrived: float = 0.0,
 ) -> GenerateRequest:
     """`param` and `max_tokens_param` name the caller's fields in messages."""
+    if not report.can_generate:
+        raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=param)
     check_prompt(prompt_ids, report, param)
     room = report.max_model_len - len(prompt_ids)
     if params.max_tokens is not None and params.max_tokens > room:
@@ -42,6 +46,81 @@ def admit(
         seed=secrets.randbits(63) if params.seed is None else params.seed,
     )
     return GenerateRequest(request_id, prompt_ids, resolved, list(dict.fromkeys(stop_ids)), arrived=arrived)
+
+
+def choose_pooling(
+    sentence: Sentence,
+    report: EngineReport,
+    kind: str | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+) -> PoolingParams:
+    """What was asked for, else what the model's makers advise, else the mean over an encoder's tokens or a decoder's last one."""
+    if kind is None and sentence.unsupported:
+        raise Unsupported(
+            f"this model's embeddings go through {sentence.unsupported}, which is not offered: name a pooling, one of "
+            f"{', '.join(get_args(Pooling))}, to have its hidden states",
+            param="pooling",
+        )
+    if kind is not None and kind not in get_args(Pooling):
+        raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}, got {kind!r}", param="pooling")
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= report.hidden_size):
+        raise InvalidRequest(
+            f"dimensions must be a whole number from 1 to {report.hidden_size}, got {dimensions!r}", param="dimensions"
+        )
+    otherwise: Pooling = sentence.kind or ("last" if report.can_generate else "mean")
+    return PoolingParams(
+        otherwise if kind is None else cast(Pooling, kind),
+        sentence.normalize if normalize is None else normalize,
+        dimensions or 0,
+    )
+
+
+def longest_embedding(pooling: PoolingParams, sentence: Sentence, report: EngineReport) -> int:
+    """Tokens of the longest prompt that becomes a vector here."""
+    limits = [report.max_model_len, sentence.max_len or report.max_model_len]
+    if _is_whole(pooling, report):
+        limits.append(report.max_num_batched_tokens)
+    return min(limits)
+
+
+def admit_embedding(
+    request_id: str,
+    prompt_ids: list[int],
+    pooling: PoolingParams,
+    sentence: Sentence,
+    report: EngineReport,
+    *,
+    param: str = "prompt",
+    arrived: float = 0.0,
+) -> GenerateRequest:
+    if not prompt_ids:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    longest = longest_embedding(pooling, sentence, report)
+    if len(prompt_ids) > longest:
+        others = min(report.max_model_len, sentence.max_len or report.max_model_len)
+        hint = "; --max-num-batched-tokens sets that, or pool by last" if longest < others else ""
+        raise ContextTooLong(f"{param} has {len(prompt_ids)} tokens; at most {longest} are embedded{hint}", param=param)
+    check_ids(prompt_ids, report, param)
+    params = SamplingParams(max_tokens=1, seed=0)
+    is_whole = _is_whole(pooling, report)
+    return GenerateRequest(request_id, prompt_ids, params, [], arrived=arrived, pooling=pooling, is_whole=is_whole)
+
+
+def cut_to(truncate: int | None, longest: int) -> int | None:
+    """Tokens that a prompt is cut to; None: it is not. `truncate`: as the caller said, -1: to the longest that there can be."""
+    if truncate is None:
+        return None
+    if type(truncate) is not int or (truncate != -1 and not 1 <= truncate <= longest):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or a whole number from 1 to {longest}, got {truncate!r}",
+            param="truncate_prompt_tokens",
+        )
+    return longest if truncate == -1 else truncate
+
+
+def _is_whole(pooling: PoolingParams, report: EngineReport) -> bool:
+    return not report.can_generate or pooling.kind != "last"
 
 
 def check_prompt(prompt_ids: list[int], report: EngineReport, param: str) -> None:

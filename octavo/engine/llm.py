@@ -1,4 +1,4 @@
-"""LLM: the engine as a Python object: generate, chat and stream, without a server.
+"""LLM: the engine as a Python object: generate, chat, embed and stream, without a server.
 Knows nothing of torch or HTTP; it drives the same loop that serves requests."""
 
 import signal
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from numbers import Integral
 from types import FrameType
 from typing import Any
@@ -14,38 +13,18 @@ from typing import Any
 import msgspec
 
 from octavo import config as configuration
+from octavo.engine.answers import Answer, EmbeddingOutput, RequestOutput, Vector
 from octavo.engine.build import start_engine
-from octavo.engine.door import admit
-from octavo.errors import ConfigError, EngineDead, InvalidRequest, RequestFailed
+from octavo.engine.door import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
 from octavo.schedule.request import choice_seed
-from octavo.text import Text, TextDelta, TextStream, load_text
+from octavo.text import Text, TextDelta, load_text
+from octavo.text.sentence import Sentence, read_sentence
 from octavo.weights.source import resolve
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One of the n choices of a prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What became of one prompt."""
-
-    request_id: str
-    prompt: str | None  # None: it came as token ids
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
 
 
 class LLM:
@@ -115,6 +94,34 @@ class LLM:
             for conversation, its in zip(conversations, every, strict=True)
         ]
         return self._run(requests, list(rendered), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """One vector for each prompt (text or token ids), in their order. `pooling` ("cls", "mean", "last") and `normalize`: what
+        the model's makers advise, where they are left out; `dimensions`: only the first so many numbers. A prompt that is too
+        long is refused, or cut at its end to `truncate_prompt_tokens` tokens (-1: to as many as the model takes)."""
+        every = _as_list(prompts)
+        sentence = self.text.sentence if any(isinstance(prompt, str) for prompt in every) else self._sentence()
+        params = choose_pooling(sentence, self.report, pooling, normalize, dimensions)
+        longest = cut_to(truncate_prompt_tokens, longest_embedding(params, sentence, self.report))
+        answers: dict[str, Vector] = {}
+        requests: list[GenerateRequest] = []
+        for number, prompt in enumerate(every, self._num_requests):
+            ids = self._ids_of(prompt, longest)
+            requests.append(admit_embedding(f"offline-{number}", ids, params, sentence, self.report))
+            text = prompt if isinstance(prompt, str) else None
+            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, text, ids))
+        self._num_requests += len(requests)
+        self._collect(requests, answers, use_tqdm)
+        return [answers[request.id].output for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
         """One prompt's text as it comes. Leaving the iterator early aborts the request; several may be open at once."""
@@ -186,11 +193,16 @@ class LLM:
     def _run(
         self, requests: list[GenerateRequest], prompts: Sequence[str | None], use_tqdm: bool
     ) -> list[RequestOutput]:
+        answers = {
+            request.id: Answer(request, prompt, self._text) for request, prompt in zip(requests, prompts, strict=True)
+        }
+        self._collect(requests, answers, use_tqdm)
+        return [answers[request.id].output for request in requests]
+
+    def _collect(self, requests: list[GenerateRequest], answers: Mapping[str, Answer | Vector], use_tqdm: bool) -> None:
+        """Step until every answer is there."""
         from tqdm import tqdm
 
-        answers = {
-            request.id: _Answer(request, prompt, self._text) for request, prompt in zip(requests, prompts, strict=True)
-        }
         box: list[TokenDelta] = []
         num_open = len(requests)
         with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
@@ -209,7 +221,16 @@ class LLM:
             finally:  # Ctrl-C, too, leaves the engine empty and usable
                 for request in requests:
                     self._withdraw(request)
-        return [answers[request.id].output for request in requests]
+
+    def _sentence(self) -> Sentence:
+        """Without a tokenizer, which prompts of token ids can do without."""
+        return self._text.sentence if self._text is not None else read_sentence(self._source.path)
+
+    def _ids_of(self, prompt: Prompt, longest: int | None) -> list[int]:
+        """`longest`: cut to so many tokens; None: as it is."""
+        if not isinstance(prompt, str):
+            return list(prompt)[:longest]
+        return self.text.encode(prompt) if longest is None else self.text.encode_cut(prompt, longest)
 
     def _stream(self, request: GenerateRequest) -> Iterator[TextDelta]:
         stream = self.text.stream(request.params, request.prompt_ids)
@@ -291,39 +312,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts mixes token ids with prompts: give one list of ids, or a list of prompts", "prompts"
         )
     return [[int(item) for item in prompts if isinstance(item, Integral)]]
-
-
-class _Answer:
-    """Collects one request's deltas into its output."""
-
-    def __init__(self, request: GenerateRequest, prompt: str | None, text: Text | None) -> None:
-        choices = range(request.params.n)
-        self.output = RequestOutput(
-            request.id, prompt, request.prompt_ids, [CompletionOutput(index) for index in choices]
-        )
-        self.is_counted = False
-        self._streams: list[TextStream | None] = [
-            text.stream(request.params, request.prompt_ids) if text is not None else None for _ in choices
-        ]
-
-    @property
-    def is_done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.output.outputs)
-
-    def take(self, delta: TokenDelta) -> bool:
-        """True: a stop string ended the choice, which the engine does not know."""
-        if delta.finish is not None and delta.finish.reason == "error":
-            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
-        choice, stream = self.output.outputs[delta.index], self._streams[delta.index]
-        if choice.finish_reason is not None:
-            return False
-        choice.token_ids += delta.token_ids
-        if delta.finish is not None:
-            self.output.num_cached_tokens = delta.finish.num_cached_tokens
-        if stream is None:
-            choice.finish_reason = delta.finish.reason if delta.finish is not None else None
-            return False
-        piece = stream.push(delta.token_ids, delta.finish)
-        choice.text += piece.text
-        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-        return stream.stopped

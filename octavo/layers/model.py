@@ -8,6 +8,7 @@ from torch import nn
 
 from octavo.batch import Batch
 from octavo.layers.native import NativeWeight
+from octavo.layers.norm import Norm
 from octavo.layers.packing import packed_bytes
 from octavo.layers.sharding import Slots, fill
 from octavo.quants import Weight
@@ -24,6 +25,12 @@ class DecoderModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] → [S, V] in the model's type, the whole vocabulary on every rank."""
         raise NotImplementedError
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, D] → [N, D], a new tensor: what the head would multiply, which is also what embeddings are made of."""
+        norm = self.norm
+        assert norm is None or isinstance(norm, Norm)
+        return hidden.clone() if norm is None else norm(hidden)  # type: ignore[no-any-return]
 
     def slots(self) -> Slots:
         """Every tensor the model takes from a checkpoint, by its HF name, with its whole shape."""

@@ -24,7 +24,7 @@ def family_of(config: Mapping[str, Any]) -> str | None:
     """What a config.json says that it is: model_type or, without one, the first of its architectures. None: neither."""
     model_type, classes = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and model_type:
-        return model_type
+        return model_type.replace("-", "_")  # no file of Python's has a dash in its name
     first = classes[0] if isinstance(classes, list) and classes else None
     return find_family(first) or first if isinstance(first, str) and first else None
 

@@ -216,6 +216,7 @@ class Model(DecoderModel):
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, embedding_factor)
         self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         offset = self.layer_type.norm_offset
+        self._logits_factor = logits_factor
         # Multiplied into the last norm's weight, logits' factor costs nothing.
         self.norm = RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor)
         self.is_tied = bool(config.get("tie_word_embeddings", False))
@@ -251,6 +252,9 @@ class Model(DecoderModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(hidden, self.norm)
         return logits
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().final(hidden) / self._logits_factor
 
     def slots(self) -> Slots:
         slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head")

@@ -122,6 +122,12 @@ class Model(DecoderModel):
         logits: torch.Tensor = self.head(hidden, norm)
         return logits
 
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.narrow is None:
+            return super().final(hidden)
+        narrow: torch.Tensor = self.narrow(hidden, self.norm)
+        return narrow
+
     def slots(self) -> Slots:
         name = "model.decoder"
         slots = self.embedding.slots(f"{name}.embed_tokens") | self.head.slots("lm_head")

@@ -17,6 +17,7 @@ from octavo.text.gguf_vocab import (
     gguf_tokenizer,
     read_vocabulary,
 )
+from octavo.text.sentence import Sentence, gguf_sentence, read_sentence
 from octavo.text.template import ChatTemplate
 from octavo.text.text import Text
 from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
@@ -59,8 +60,10 @@ def load_text(
     elif words_path != model_path:  # the ids at which the model stops are its own, whoever spells them
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
+    sentence: Sentence | None = None
     if words_path.is_file() and _is_gguf(words_path):
         metadata = GGUFFile(words_path).metadata
+        sentence = gguf_sentence(metadata) if words_path == model_path else None
         vocabulary = read_vocabulary(metadata)
         words = gguf_tokenizer(vocabulary)
         sources = gguf_chat_templates(metadata)
@@ -77,7 +80,7 @@ def load_text(
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
-    return Text(words, template, sorted(stop_ids), sampling)
+    return Text(words, template, sorted(stop_ids), sampling, sentence or read_sentence(model_path))
 
 
 def _is_gguf(path: Path) -> bool:

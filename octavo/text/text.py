@@ -6,6 +6,7 @@ from typing import Any
 
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
 from octavo.messages import SamplingParams
+from octavo.text.sentence import Sentence
 from octavo.text.stream import TextStream
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
@@ -21,10 +22,12 @@ class Text:
         template: ChatTemplate,
         eos_ids: Sequence[int],
         default_sampling: Mapping[str, float | int] | None = None,
+        sentence: Sentence | None = None,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
+        self.sentence = sentence or Sentence()
         self._tokenizer = tokenizer
         self._template = template
 
@@ -45,6 +48,18 @@ class Text:
         token becomes one, as completion prompts are written: people's words in a chat go through encode_chat."""
         self._check(text, param, max_tokens)
         return self._tokenizer.encode(text, add_special_tokens)
+
+    def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
+        """As encode() does, but what is longer than `max_tokens` is cut at its end; what the vocabulary puts around a text stays."""
+        text = text[: max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING]
+        ids = self.encode(text, param=param)
+        if len(ids) <= max_tokens:
+            return ids
+        inner = self._tokenizer.encode(text, False)
+        around = len(ids) - len(inner)
+        before = next((n for n in range(around + 1) if ids[n : n + len(inner)] == inner), 0)
+        kept = inner[: max(0, max_tokens - around)]
+        return [*ids[:before], *kept, *ids[before + len(inner) :]][:max_tokens]
 
     def _check(self, text: str, param: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:

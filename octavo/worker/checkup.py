@@ -49,7 +49,8 @@ class Checkup:
         )
         runner.build(self._checkpoint, outline)
         report = self._report()
-        return "; ".join([f"{report.device}, {report.dtype}, KV pages in {report.kv_dtype}", *report.notes])
+        pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
+        return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
 
     def tensors(self) -> str:
         """The model is filled as ever, with tensors that have names and shapes alone."""

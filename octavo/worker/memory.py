@@ -38,6 +38,8 @@ def settle(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
 
 def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
     first = reports[0]
+    if not first.can_generate:
+        return _without_pages(config, reports)
     page_bytes = sum(report.page_bytes for report in reports)
     num_host_pages = _host_pages(config, reports, page_bytes)
     num_pages, note = _pages(config, reports, num_host_pages)
@@ -58,23 +60,38 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
         notes.append(
             f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
         )
+    return msgspec.structs.replace(
+        _without_pages(config, reports),
+        max_model_len=max_model_len,
+        num_pages=num_pages,
+        num_host_pages=num_host_pages,
+        page_bytes=page_bytes,
+        notes=notes,
+        kv_dtype=first.kv_dtype,
+        num_warm_pages=num_warm_pages,
+        windows=first.windows,
+    )
+
+
+def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
+    """All there is to say of a model that keeps nothing between steps."""
+    first = reports[0]
     return EngineReport(
         device=first.device if len(reports) == 1 else f"{len(reports)} ranks, each {first.device}",
         dtype=first.dtype,
         vocab_size=first.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=first.max_model_len,
         max_num_seqs=first.max_num_seqs,
         max_num_batched_tokens=first.max_num_batched_tokens,
         page_size=config.page_size,
-        num_pages=num_pages,
-        num_host_pages=num_host_pages,
+        num_pages=0,
+        num_host_pages=0,
         weights_bytes=sum(report.weights_bytes for report in reports),
-        page_bytes=page_bytes,
-        notes=notes,
+        page_bytes=0,
+        notes=first.notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
-        kv_dtype=first.kv_dtype,
-        num_warm_pages=num_warm_pages,
-        windows=first.windows,
+        hidden_size=first.hidden_size,
+        can_generate=first.can_generate,
     )
 
 

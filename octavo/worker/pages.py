@@ -32,11 +32,11 @@ class Pages:
         num_host_pages: int = 0,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """One zero-filled store per layer; `page_dim` is the dimension that counts pages."""
+        """One zero-filled store per layer, or none at all; `page_dim` is the dimension that counts pages."""
         self.layers = layers
         self._device = device
         self._page_dim = page_dim
-        assert page_dim < layers[0].dim() - 1, "a page is more than a scatter of single numbers"
+        assert all(page_dim < store.dim() - 1 for store in layers), "a page is more than a scatter of single numbers"
         # Moving needs no arithmetic: as wide integers pages of any type are moved, and in fewer accesses.
         self._stores = [store.view(_widest(store)) for store in layers]
         self._indices = Staging(device)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device
-from octavo.messages import StepPlan
+from octavo.messages import PoolingParams, StepPlan
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
 
@@ -53,17 +53,25 @@ class Rows:
         # Those in which a sequence's pages are all there, from its first token on.
         self.whole_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
         self.sampling = SamplingState(max_rows, vocab_size)
+        self.pooling: dict[int, PoolingParams] = {}  # rows whose occupant wants a vector in place of tokens
         self._staging = staging
         self._is_cuda = device.is_cuda
 
+    def leave(self, rows: list[int]) -> None:
+        """All else of who left is not read again."""
+        for row in rows:
+            self.pooling.pop(row, None)
+
     def update(self, plan: StepPlan) -> None:
-        """Apply what the plan says of the rows themselves: who entered, which pages were added. Who left is not read again."""
+        """Apply what the plan says of the rows themselves: who entered, which pages were added."""
         for entering in plan.enters:
             row = entering.row
             for table, pages in zip(self.page_tables, entering.pages, strict=True):
                 table[row] = 0
                 table[row, : len(pages)] = pages
             self.sampling.enter(row, entering.params, entering.seed, entering.prompt_len, entering.stop_ids)
+            if entering.pooling is not None:
+                self.pooling[row] = entering.pooling
         if plan.page_rows:
             if self.num_groups == 1:
                 self.page_table[plan.page_rows, plan.page_slots] = plan.page_ids

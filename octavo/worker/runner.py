@@ -23,7 +23,7 @@ from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
 from octavo.layers.mlp import rehearse_gates
 from octavo.layers.model import DecoderModel
-from octavo.messages import DeviceMemory, LoadReport, SamplingParams, StepPlan
+from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.sampler import sample
@@ -38,6 +38,7 @@ from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_colum
 from octavo.worker.memory import decoded_weights, weights_too_large
 from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
+from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.staging import Staging
 from octavo.worker.step import Step
@@ -45,14 +46,14 @@ from octavo.worker.stores import Stores
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
-_MAX_UNCOLLECTED = 2  # as executor.base says
-_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 _KV_DTYPES = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
     "float16": torch.float16,
     "float32": torch.float32,
 }  # auto: the model's own type
+_MAX_UNCOLLECTED = 2  # as executor.base says
+_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 
 
 class Runner:
@@ -105,6 +106,8 @@ class Runner:
             num_cores=usable_cores(),
             longest_len=self.spec.longest_len,
         )
+        if self.spec.is_encoder:
+            self.limits = settings.hold_whole_prompts(self.limits, self.config)
         return checkpoint
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
@@ -211,8 +214,10 @@ class Runner:
         """A step as a request may cause it; is_plain: sampled greedily. `prefix_len`: tokens that each row has already."""
         for row in range(num_rows):
             self.rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
+        if self.spec.is_encoder:
+            self.rows.pooling = dict.fromkeys(range(num_rows), PoolingParams("mean"))
         columns = trial_columns(num_tokens, num_rows)
-        columns.lens += prefix_len
+        columns.lens += 0 if self.spec.is_encoder else prefix_len
         self._compute(columns)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
@@ -228,7 +233,7 @@ class Runner:
 
     def _record(self) -> list[str]:
         # Ranks talk to each other in the middle of a step, which no tape can hold.
-        if self._native is None or self.config.model.enforce_eager or self.group.size > 1:
+        if self._native is None or self.config.model.enforce_eager or self.group.size > 1 or self.spec.is_encoder:
             return []
         steps: WholeSteps | str = f"attention is by {self.attention.name}"
         if self.attention.name == NativeCpuAttention.name:
@@ -255,26 +260,36 @@ class Runner:
         """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
         with torch.inference_mode():
             self.pages.move(plan.moves)
+            self.rows.leave(plan.leaves)
             columns = Columns.of(plan)
-            if self.graphs is not None and not plan.enters and columns.is_steady:
+            can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
+            if self.graphs is not None and can_repeat and columns.is_steady:
                 changes = self.rows.note_pages(plan)
                 if self.graphs.can_run(len(columns.rows), changes):
                     return self._repeat(plan.step, self.graphs, columns, changes)
             self.rows.update(plan)
             if not plan.rows:
                 return Step(plan.step, None, None)
-            return self._send_home(plan.step, self._compute(columns))
+            return self._send_home(plan.step, *self._compute(columns))
 
-    def _compute(self, columns: Columns) -> torch.Tensor | None:
-        """A step of any shape, kernel by kernel → the tokens [S] it sampled."""
+    def _compute(self, columns: Columns) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """A step of any shape, kernel by kernel → the tokens [S] it sampled, and vectors of the rows that are pooled."""
         assembled = assemble(columns, self.rows, self.staging)
-        logits = self._logits(assembled.batch)
+        vectors: list[torch.Tensor] = []
+        if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()):
+            logits = self._logits(assembled.batch)
+        else:
+            hidden = self.model.forward(assembled.batch)
+            counts = columns.counts[columns.samples]
+            vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
+            at = assembled.batch.sample_at
+            logits = self.model.logits(hidden.index_select(0, at)) if len(at) else None
         if logits is None:
-            return None
+            return None, vectors
         rows, lens = assembled.sample_rows, assembled.sample_lens
         tokens = sample(logits, self.rows.tokens, self.rows.sampling, rows, lens, native=self._native)
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
-        return tokens
+        return tokens, vectors
 
     def _logits(self, batch: Batch) -> torch.Tensor | None:
         """[S, V]; None: nothing is sampled."""
@@ -297,14 +312,14 @@ class Runner:
         done.record()
         return Step(number, graphs.answer(len(rows)), done)
 
-    def _send_home(self, number: int, tokens: torch.Tensor | None) -> Step:
+    def _send_home(self, number: int, tokens: torch.Tensor | None, vectors: list[torch.Tensor]) -> Step:
         if tokens is None or not self.device.is_cuda:
-            return Step(number, tokens, None)
+            return Step(number, tokens, None, vectors)
         home = self._answers[number % len(self._answers)][: len(tokens)]
         home.copy_(tokens, non_blocking=True)
         done = self.device.event()
         done.record()
-        return Step(number, home, done)
+        return Step(number, home, done, vectors)
 
     def _fill(self, checkpoint: Checkpoint, available: int) -> None:
         self.check_weights_fit(checkpoint, available)
@@ -379,6 +394,8 @@ class Runner:
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
+            hidden_size=self.spec.hidden_size,
+            can_generate=not self.spec.is_encoder,
             kv_dtype=next((name for name, kind in _KV_DTYPES.items() if kind == self.kv_dtype), str(dtype)[6:]),
             windows=self.layout.windows,
         )

@@ -33,6 +33,8 @@ class Stores:
     def allocate(self, num_pages: int, max_rows: int) -> list[torch.Tensor]:
         """The stores, which the attention backend is given, each layer its own."""
         # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
+        if not num_pages:  # an encoder's
+            return []
         shape = self._shape(num_pages)
         stores = [self._zeros(shape, self._dtype) for _ in range(self._layout.num_places)]
         self._attention.bind([stores[place] for place in self._layout.place_of], max_rows)
@@ -40,6 +42,8 @@ class Stores:
 
     def longest(self, num_pages: int, max_model_len: int, step_tokens: int) -> int:
         """The most tokens that a sequence can have in so many pages."""
+        if not num_pages:  # an encoder's prompts are bounded by nothing but the model
+            return max_model_len
         return longest(num_pages, max_model_len, self._page_size, self._layout.windows, step_tokens)
 
     def in_words(self) -> str:

@@ -1,0 +1,94 @@
+"""What became of prompts that were handed over offline, collected from their deltas.
+Knows nothing of the loop that makes them."""
+
+from dataclasses import dataclass, field
+
+from octavo.errors import RequestFailed
+from octavo.messages import GenerateRequest, TokenDelta, numbers_of
+from octavo.text import Text, TextStream
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n choices of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None: it came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """One prompt's vector."""
+
+    request_id: str
+    prompt: str | None  # None: it came as token ids
+    prompt_token_ids: list[int]
+    embedding: list[float] = field(default_factory=list)
+
+
+class Vector:
+    """Takes one request's vector."""
+
+    def __init__(self, output: EmbeddingOutput) -> None:
+        self.output = output
+        self.is_counted = False
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.output.embedding)
+
+    def take(self, delta: TokenDelta) -> bool:
+        if delta.finish is not None and delta.finish.reason == "error":
+            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+        self.output.embedding = numbers_of(delta.vector)
+        return False
+
+
+class Answer:
+    """Collects one request's deltas into its output."""
+
+    def __init__(self, request: GenerateRequest, prompt: str | None, text: Text | None) -> None:
+        choices = range(request.params.n)
+        self.output = RequestOutput(
+            request.id, prompt, request.prompt_ids, [CompletionOutput(index) for index in choices]
+        )
+        self.is_counted = False
+        self._streams: list[TextStream | None] = [
+            text.stream(request.params, request.prompt_ids) if text is not None else None for _ in choices
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.output.outputs)
+
+    def take(self, delta: TokenDelta) -> bool:
+        """True: a stop string ended the choice, which the engine does not know."""
+        if delta.finish is not None and delta.finish.reason == "error":
+            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+        choice, stream = self.output.outputs[delta.index], self._streams[delta.index]
+        if choice.finish_reason is not None:
+            return False
+        choice.token_ids += delta.token_ids
+        if delta.finish is not None:
+            self.output.num_cached_tokens = delta.finish.num_cached_tokens
+        if stream is None:
+            choice.finish_reason = delta.finish.reason if delta.finish is not None else None
+            return False
+        piece = stream.push(delta.token_ids, delta.finish)
+        choice.text += piece.text
+        choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
+        return stream.stopped

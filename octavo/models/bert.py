@@ -1,0 +1,200 @@
+"""BERT: an encoder with learned positions, norms after each part, and no head: its hidden states are what it is for.
+Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.batch import Batch
+from octavo.errors import ConfigError
+from octavo.layers.attention import SelfAttention
+from octavo.layers.context import BuildContext
+from octavo.layers.embedding import Embedding, LearnedPositions
+from octavo.layers.mlp import MLP
+from octavo.layers.model import DecoderModel
+from octavo.layers.norm import LayerNorm
+from octavo.layers.sharding import Slot, Slots, check_shares, plain
+from octavo.models import gguf_vocab_size, number, positive, share
+from octavo.quants import SameWeight, Weight
+from octavo.spec import ModelSpec
+
+_PREFIXES = ("bert.", "roberta.")  # of checkpoints that were saved with a head
+_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # made for other tasks than vectors
+
+
+def spec(config: dict[str, Any], first_position: int = 0) -> ModelSpec:
+    """`first_position`: the row of the table of positions that a prompt's first token takes."""
+    if config.get("is_decoder"):
+        raise ConfigError("is_decoder is set: only BERT models that encode are supported")
+    if config.get("position_embedding_type", "absolute") != "absolute":
+        raise ConfigError(
+            f"position_embedding_type is {config['position_embedding_type']!r}: only absolute positions are supported"
+        )
+    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    num_positions = positive(config, "max_position_embeddings", 512)
+    if num_positions <= first_position:
+        raise ConfigError(f"max_position_embeddings is {num_positions}: it must be above {first_position}")
+    num_heads = positive(config, "num_attention_heads")
+    return ModelSpec(
+        family="bert",
+        num_layers=positive(config, "num_hidden_layers"),
+        hidden_size=positive(config, "hidden_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=share(config, "hidden_size", "num_attention_heads"),
+        intermediate_size=positive(config, "intermediate_size"),
+        vocab_size=positive(config, "vocab_size"),
+        context_len=num_positions - first_position,
+        is_encoder=True,
+    )
+
+
+def _epsilon(config: dict[str, Any]) -> float:
+    return number(config, "layer_norm_eps", 1e-12)
+
+
+class Layer(nn.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        self.attention = SelfAttention(index, spec, None, context, qkv_bias=True, output_bias=True)
+        self.attention_norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
+        act = config.get("hidden_act", "gelu")
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, None, context)
+        self.mlp_norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        x = self.attention_norm(self.attention(x, batch))
+        x = self.mlp_norm(self.mlp(x))
+        return x
+
+    def slots(self, name: str) -> Slots:
+        heads = f"{name}.attention.self"
+        return (
+            self.attention.qkv.slots(f"{heads}.query", f"{heads}.key", f"{heads}.value")
+            | self.attention.output.slots(f"{name}.attention.output.dense")
+            | self.attention_norm.slots(f"{name}.attention.output.LayerNorm")
+            | self.mlp.up.slots(f"{name}.intermediate.dense")
+            | self.mlp.down.slots(f"{name}.output.dense")
+            | self.mlp_norm.slots(f"{name}.output.LayerNorm")
+        )
+
+
+class Model(DecoderModel):
+    first_position = 0
+
+    def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
+        super().__init__()
+        check_shares(
+            context.group.size,
+            num_attention_heads=spec.num_heads,
+            intermediate_size=spec.intermediate_size,
+        )
+        self.attention_backend = context.attention
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
+        self.token_types = context.empty(positive(config, "type_vocab_size", 2), spec.hidden_size)
+        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
+        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.attention_backend.plan(batch)
+        x = self.norm(self.positions(self.embedding(batch.input_ids), batch.positions))
+        for layer in self.layers:
+            x = layer(x, batch)
+        hidden: torch.Tensor = x
+        return hidden
+
+    def final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    def slots(self) -> Slots:
+        table = self.positions.weight
+
+        def store_positions(tensor: Weight) -> None:
+            table.copy_(plain(tensor)[self.first_position :])
+
+        def store_types(tensor: Weight) -> None:
+            self.token_types.copy_(plain(tensor))
+
+        slots = self.embedding.slots("embeddings.word_embeddings") | self.norm.slots("embeddings.LayerNorm")
+        shape = (table.shape[0] + self.first_position, table.shape[1])
+        slots["embeddings.position_embeddings.weight"] = Slot(shape, store_positions)
+        slots["embeddings.token_type_embeddings.weight"] = Slot(tuple(self.token_types.shape), store_types)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            slots |= layer.slots(f"encoder.layer.{index}")
+        return slots
+
+    def is_ignored(self, name: str) -> bool:
+        # Old checkpoints store the positions' own numbers.
+        return name.startswith(_HEADS) or name == "embeddings.position_ids"
+
+    def finish_loading(self) -> None:
+        # A prompt is one text, so every token is of the first type: its vector is added to the positions', once.
+        self.positions.weight.add_(self.token_types[0])
+
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+        super().load((_plain_name(name), tensor) for name, tensor in tensors)
+
+
+def _plain_name(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    # The first published checkpoints call a norm's weight and bias so.
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
+
+GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+_GGUF_NAMES = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+
+
+def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
+    """An HF-style config from a GGUF file's metadata."""
+    return {
+        "model_type": "bert",
+        "hidden_size": positive(metadata, "bert.embedding_length"),
+        "num_hidden_layers": positive(metadata, "bert.block_count"),
+        "num_attention_heads": positive(metadata, "bert.attention.head_count"),
+        "intermediate_size": positive(metadata, "bert.feed_forward_length"),
+        "max_position_embeddings": positive(metadata, "bert.context_length"),
+        "layer_norm_eps": number(metadata, "bert.attention.layer_norm_epsilon", 1e-12),
+        "type_vocab_size": positive(metadata, "tokenizer.ggml.token_type_count", 2),
+        "vocab_size": gguf_vocab_size(metadata, "bert.vocab_size"),
+        "is_decoder": metadata.get("bert.attention.causal", False),
+    }
+
+
+def gguf_name(name: str) -> str | None:
+    """The HF name of a GGUF tensor; None: the model does not need it."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    names = _GGUF_NAMES if match is None or match[1] is None else _GGUF_LAYER_NAMES
+    if match is None or match[2] not in names:
+        return None
+    return f"{'' if match[1] is None else f'encoder.layer.{match[1]}.'}{names[match[2]]}.{match[3]}"
+
+
+def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
+    """Nothing to undo: everything stands as in the checkpoint."""
+    return tensor

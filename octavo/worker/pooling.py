@@ -1,0 +1,54 @@
+"""Hidden states → one vector for each row that asked for one.
+Knows nothing of requests: which rows those are, and how, stands beside the rows."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from octavo.layers.model import DecoderModel
+from octavo.messages import PoolingParams
+from octavo.sampling.state import Ints
+from octavo.worker.assemble import Assembled
+
+
+def take_pooled(
+    model: DecoderModel,
+    hidden: torch.Tensor,  # [T, D]
+    assembled: Assembled,
+    counts: Ints,  # [S] tokens of each sampled row that are in this step
+    pooling: Mapping[int, PoolingParams],  # by row
+) -> tuple[list[torch.Tensor], Assembled]:
+    """Vectors of the rows that are pooled, in the plan's order, and the batch with only the others left to be sampled for."""
+    rows = assembled.sample_rows.tolist()
+    vectors = [
+        _vector(model, hidden, int(last), int(count), pooling[row])
+        for row, last, count in zip(rows, assembled.sample_last, counts, strict=True)
+        if row in pooling
+    ]
+    others = np.array([at for at, row in enumerate(rows) if row not in pooling], dtype=np.int64)
+    index = torch.from_numpy(others).to(hidden.device)
+    batch = dataclasses.replace(assembled.batch, sample_at=assembled.batch.sample_at[index])
+    return vectors, Assembled(
+        batch,
+        assembled.sample_rows[others],
+        assembled.sample_lens[others],
+        assembled.sample_cells[index],
+        assembled.sample_last[others],
+    )
+
+
+def _vector(model: DecoderModel, hidden: torch.Tensor, last: int, count: int, how: PoolingParams) -> torch.Tensor:
+    """[D] float32 of one row by itself, so that it does not depend on what else is in the step."""
+    first = last + 1 - count
+    match how.kind:
+        case "cls":
+            states = hidden[first : first + 1]
+        case "mean":
+            states = hidden[first : last + 1]
+        case "last":
+            states = hidden[last : last + 1]
+    vector = model.final(states).float().mean(dim=0)[: how.dimensions or None]
+    return F.normalize(vector, dim=0) if how.normalize else vector
