@@ -122,16 +122,23 @@ class GenerationFields(BaseModel):
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+Body = TypeVar("Body", bound=BaseModel)
 Fields = TypeVar("Fields", bound=GenerationFields)
 
 
-def parse_fields(body: bytes, schema: type[Fields], not_offered: dict[str, tuple[object, ...]]) -> Fields:
-    """The body as `schema`. Every field is honoured or refused by name; `not_offered` adds the endpoint's own."""
+def parse_body(body: bytes, schema: type[Body], not_offered: dict[str, tuple[object, ...]]) -> Body:
+    """The body as `schema`, which takes extra fields: each is one of `not_offered`, at a harmless value, or refused by name."""
     try:
         fields = schema.model_validate_json(body)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
-    _refuse_not_offered(fields, {**NOT_OFFERED, **not_offered})
+    _refuse_not_offered(fields, not_offered)
+    return fields
+
+
+def parse_fields(body: bytes, schema: type[Fields], not_offered: dict[str, tuple[object, ...]]) -> Fields:
+    """The body of an endpoint that generates. Every field is honoured or refused by name; `not_offered` adds the endpoint's own."""
+    fields = parse_body(body, schema, {**NOT_OFFERED, **not_offered})
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
     if None not in (fields.max_tokens, fields.max_completion_tokens) and (
@@ -144,7 +151,7 @@ def parse_fields(body: bytes, schema: type[Fields], not_offered: dict[str, tuple
     return fields
 
 
-def _refuse_not_offered(fields: GenerationFields, table: dict[str, tuple[object, ...]]) -> None:
+def _refuse_not_offered(fields: BaseModel, table: dict[str, tuple[object, ...]]) -> None:
     for name, value in (fields.model_extra or {}).items():
         harmless = table.get(name)
         if harmless is None:

@@ -1,0 +1,163 @@
+"""POST /v1/embeddings: schema, parse, collect. A vector is whole or it is not there: nothing is streamed.
+Knows nothing of the engine beyond its client's submit and deltas."""
+
+import asyncio
+import base64
+import time
+from contextlib import aclosing
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from octavo.engine.door import admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.errors import InvalidRequest, RequestFailed
+from octavo.messages import GenerateRequest, numbers_of
+from octavo.server.fields import parse_body
+from octavo.server.requests import LONG_TEXT, new_id
+from octavo.server.service import Service
+from octavo.server.sse import until_gone
+
+MAX_INPUTS = 2048
+
+NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "priority": (0,),
+    "request_id": (),
+    "truncation_side": ("right",),
+}
+
+
+class EmbeddingRequest(BaseModel):
+    """null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+    input: Any  # string, list of strings, list of token ids, list of lists of token ids
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes
+    normalize: bool | None = None  # vLLM's
+    pooling: str | None = None
+    # A label for the caller's own books: taken, and without effect here.
+    user: str | None = None
+
+
+class Embedding(msgspec.Struct, frozen=True, gc=False):
+    index: int
+    embedding: list[float] | str  # str: base64 of float32, little endian
+    object: Literal["embedding"] = "embedding"
+
+
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, frozen=True, gc=False):
+    data: list[Embedding]
+    model: str
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/embeddings")
+    async def embeddings(request: Request) -> Response:
+        arrived = time.monotonic()
+        service.accept()
+        fields = parse_body(await request.body(), EmbeddingRequest, NOT_OFFERED)
+        service.check_model(fields.model)
+        requests = await parse(service, fields, arrived)
+        body = await until_gone(service, request.receive, collect(service, requests, fields))
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    return router
+
+
+async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
+    sentence, report = service.text.sentence, service.report
+    pooling = choose_pooling(sentence, report, fields.pooling, fields.normalize, fields.dimensions)
+    longest = longest_embedding(pooling, sentence, report)
+    cut = cut_to(fields.truncate_prompt_tokens, longest)
+    inputs = _inputs(fields.input)
+    # Many inputs hold up the streams of this process as one long one does: what counts is all of their text.
+    size = sum(len(item) for item in inputs.values() if isinstance(item, str))
+
+    def encode() -> dict[str, list[int]]:
+        return {param: _ids(service, item, param, longest, cut) for param, item in inputs.items()}
+
+    encoded = await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+    response_id = new_id("embd")
+    return [
+        admit_embedding(f"{response_id}-{number}", ids, pooling, sentence, report, param=param, arrived=arrived)
+        for number, (param, ids) in enumerate(encoded.items())
+    ]
+
+
+def _inputs(given: Any) -> dict[str, str | list[int]]:
+    """Each input by the name of its place, for messages."""
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
+        return {"input": given}
+    if not isinstance(given, list):
+        raise _wrong_input("input")
+    if not given:
+        raise InvalidRequest("input is empty: at least one text is needed", param="input")
+    if len(given) > MAX_INPUTS:
+        raise InvalidRequest(f"input has {len(given)} entries; at most {MAX_INPUTS} are taken at once", param="input")
+    for at, item in enumerate(given):
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise _wrong_input(f"input[{at}]")
+    return {f"input[{at}]": item for at, item in enumerate(given)}
+
+
+def _wrong_input(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: an input is a string or a list of token ids; several are a list of either", param=param
+    )
+
+
+def _ids(service: Service, item: str | list[int], param: str, longest: int, cut: int | None) -> list[int]:
+    if not isinstance(item, str):
+        return item[:cut]
+    if not item:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    if cut is None:
+        return service.text.encode(item, param=param, max_tokens=longest)
+    return service.text.encode_cut(item, cut, param=param)
+
+
+async def collect(service: Service, requests: list[GenerateRequest], fields: EmbeddingRequest) -> Embeddings:
+    tasks = [asyncio.create_task(_vector(service, request)) for request in requests]
+    try:
+        vectors = await asyncio.gather(*tasks)
+    finally:  # one that fails, or a client that leaves, ends the others too
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    is_base64 = fields.encoding_format == "base64"
+    data = [
+        Embedding(index, base64.b64encode(vector).decode() if is_base64 else numbers_of(vector))
+        for index, vector in enumerate(vectors)
+    ]
+    num_tokens = sum(len(request.prompt_ids) for request in requests)
+    return Embeddings(data, service.model_name, Usage(num_tokens, num_tokens))
+
+
+async def _vector(service: Service, request: GenerateRequest) -> bytes:
+    engine = service.engine
+    engine.submit(request)
+    async with aclosing(engine.deltas(request.id)) as steps:
+        async for deltas in steps:
+            service.heard()
+            for delta in deltas:
+                if delta.finish is not None and delta.finish.reason == "error":
+                    raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+                if delta.vector:
+                    return delta.vector
+    raise RequestFailed("the engine ended this request without a vector")
