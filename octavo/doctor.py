@@ -71,7 +71,7 @@ def run(config: Config, *, deep: bool, as_json: bool) -> int:
             show(finding)
     if as_json:
         print(json.dumps(_as_json(diagnosis), ensure_ascii=False, indent=2))
-    elif diagnosis.memory:
+    elif diagnosis.memory and diagnosis.memory["kv_bytes"]:
         print("\n".join(_table(diagnosis.memory)))
     if (failure := diagnosis.failure) is not None:
         raise ConfigError(f"{failure.check}: {failure.message}")
@@ -138,8 +138,11 @@ def _memory(checkup: _Checkup, diagnosis: Diagnosis) -> str:
         "page_size": settled.page_size,
         "num_pages": settled.num_pages,
         "max_model_len": settled.max_model_len,
-        "kv_bytes": _kv_bytes(checkup.spec.context_len, settled),
+        "kv_bytes": _kv_bytes(checkup.spec.context_len, settled) if settled.can_generate else [],
     }
+    if not settled.can_generate:
+        available = needs.available_bytes + needs.weights_bytes
+        return f"weights {_size(needs.weights_bytes)} of the {_size(available)} available; an encoder keeps no KV pages"
     room = f"{settled.num_pages * settled.page_size:,} tokens of"
     if any(settled.windows):
         room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
@@ -182,6 +185,9 @@ def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Itera
         yield Finding("tokenizer", "failed", error.message)
         return
     yield _tokenizer(text, spec)
+    if spec is not None and spec.is_encoder:
+        yield _pooling(text)
+        return
     yield _chat(text)
     yield _stops(text, spec)
 
@@ -202,9 +208,22 @@ def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
     if spec is not None and text.vocab_size > spec.vocab_size:
         beyond = f"ids from {spec.vocab_size} on are beyond the model's vocabulary, a text that holds them is refused"
         return Finding("tokenizer", "warning", f"{size}: {beyond}{lossy}")
-    if lossy:
+    if lossy and not (spec is not None and spec.is_encoder):  # an encoder writes nothing back
         return Finding("tokenizer", "warning", size + lossy)
+    if lossy:
+        return Finding("tokenizer", "ok", size)
     return Finding("tokenizer", "ok", f"{size}; texts in several scripts came back as they went in")
+
+
+def _pooling(text: Text) -> Finding:
+    sentence = text.sentence
+    if sentence.unsupported:
+        return Finding(
+            "pooling", "warning", f"{sentence.unsupported} is not offered: every request must name a pooling of its own"
+        )
+    how = f"by {sentence.kind or 'mean'}{', normalised' if sentence.normalize else ''}"
+    longest = f", of up to {sentence.max_len:,} tokens" if sentence.max_len else ""
+    return Finding("pooling", "ok", f"{how}{longest}{'' if sentence.kind else ' (the model says nothing of it)'}")
 
 
 def _chat(text: Text) -> Finding:
@@ -235,9 +254,9 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
     if spec is not None and (beyond := [token for token in text.eos_ids if token >= spec.vocab_size]):
         return Finding(
             "stop tokens",
-            "failed",
-            f"{', '.join(map(str, beyond))} cannot be sampled, the vocabulary ends at {spec.vocab_size - 1}: "
-            "correct eos_token_id",
+            "warning",
+            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, the vocabulary ends at "
+            f"{spec.vocab_size - 1}; correct eos_token_id",
         )
     return Finding("stop tokens", "ok", ", ".join(names))
 

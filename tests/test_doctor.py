@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from octavo import LLM
 from octavo.cli import main
 from tests.doubles import CHAT_TEMPLATE, EOS, VOCAB_SIZE, _byte_characters, write_byte_tokenizer
+from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
 from tests.weights.gguf_writer import Packed, write_gguf
 from tests.worker.tiny import write_tiny_llama
 
@@ -190,7 +191,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
         lambda f: change_json(f / "tokenizer_config.json", eos_token=None), "stop tokens", "warning", "none"
     ),
     "end beyond the vocabulary": (
-        lambda f: change_json(f / "config.json", eos_token_id=[EOS, 999]), "stop tokens", "failed", "999"
+        lambda f: change_json(f / "config.json", eos_token_id=[EOS, 999]), "stop tokens", "warning", "999"
     ),
     "unknown architecture": (
         lambda f: change_json(f / "config.json", model_type="lama"), "files", "failed", "did you mean llama?"
@@ -227,3 +228,17 @@ def test_what_a_start_would_refuse_for_its_flags_is_refused_here_too(
     assert code == 2 and "--kv-cache-memory-bytes asks for" in finding(report, "memory")[1]
     code, report, _ = diagnose(capsys, str(folder / "nothing here"))
     assert code == 2 and finding(report, "files")[0] == "failed" and report["memory"] is None
+
+
+def test_an_encoder_is_asked_how_it_pools_and_not_how_it_talks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(bert(), tmp_path / "model", MEAN_POOLING)
+    code, report, _ = diagnose(capsys, str(folder), "--deep")
+    assert code == 0 and {entry["status"] for entry in report["findings"]} == {"ok"}, report["findings"]
+    assert finding(report, "pooling")[1] == "by mean, normalised"
+    assert "no KV pages" in finding(report, "memory")[1] and report["memory"]["kv_bytes"] == []
+    assert not {"chat template", "stop tokens"} & {entry["check"] for entry in report["findings"]}
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    code, report, _ = diagnose(capsys, str(folder))
+    assert code == 0 and finding(report, "pooling")[0] == "warning"

@@ -46,12 +46,8 @@ from octavo.worker.stores import Stores
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
-_KV_DTYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "int8": torch.int8,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}  # auto: the model's own type
+# auto: the model's own type
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
 _MAX_UNCOLLECTED = 2  # as executor.base says
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 
