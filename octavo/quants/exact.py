@@ -10,14 +10,13 @@ from torch import Tensor
 
 from octavo.quants import QUANT, Quants
 from octavo.quants.blocks import q3_k_parts
-from octavo.quants.tables import FP4_LEVELS, IQ4_LEVELS, half_power, iq2_xxs_parts, iq4_xs_parts, levels
+from octavo.quants.tables import FP4_LEVELS, IQ4_LEVELS, half_power, iq4_xs_parts, levels
 from octavo.quants.writers import q5_0, q6_k, q8_0, q8_nested
 
 # Type → the one it is held as: its own where kernels multiply with that. What is missing has to be decoded.
 HELD_AS = {
     "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q4_K": "Q4_K", "Q5_K": "Q5_K",
     "Q6_K": "Q6_K", "Q8_NESTED": "Q8_NESTED", "Q3_K": "Q6_K", "IQ4_NL": "Q8_0", "MXFP4": "Q5_0", "IQ4_XS": "Q8_NESTED",
-    "IQ2_XXS": "Q8_NESTED",
 }  # fmt: skip
 
 
@@ -43,10 +42,8 @@ def held_exactly(weight: Quants) -> Quants | None:
             return q8_0(scales, _in_order(quants[:, 2:], IQ4_LEVELS).view(len(rows), -1))
         case "MXFP4":
             return _from_mxfp4(quants, len(rows))
-        case "IQ4_XS":
-            return _nested(_first_half(quants), *iq4_xs_parts(quants), len(rows))
         case _:
-            return _from_iq2_xxs(quants, len(rows))
+            return _from_iq4_xs(quants, len(rows))
 
 
 def _from_q3_k(quants: Tensor, num_rows: int) -> Quants:
@@ -66,15 +63,9 @@ def _from_mxfp4(quants: Tensor, num_rows: int) -> Quants | None:
     return q5_0(scales.view(num_rows, -1), codes.view(num_rows, -1))
 
 
-def _from_iq2_xxs(quants: Tensor, num_rows: int) -> Quants | None:
-    whole = _first_half(quants)
-    eighth = whole / 8
-    if not torch.equal(eighth.float() * 8, whole.float()):
-        return None  # too small for float16
-    return _nested(eighth, *iq2_xxs_parts(quants), num_rows)
-
-
-def _nested(outer: Tensor, scales: Tensor, numbers: Tensor, num_rows: int) -> Quants:
+def _from_iq4_xs(quants: Tensor, num_rows: int) -> Quants:
+    scales, numbers = iq4_xs_parts(quants)
+    outer = _first_half(quants)
     return q8_nested(outer.view(num_rows, -1), scales.view(num_rows, -1), numbers.view(num_rows, -1))
 
 
