@@ -124,11 +124,11 @@ class KVCache:
         tables = self.tables[sequence]
         first, needed = start // self.page_size, self._pages_for(end)
         if self._is_plain:  # as most models are, with rows that come here at every sixteenth step or so
-            (table,) = tables
-            is_shared = first < len(table.pages) and self._is_shared(table.pages[first])
-            if max(needed - len(table.pages), 0) + is_shared > self.pool.num_free:
+            own = tables[0].pages
+            is_shared = first < len(own) and self._is_shared(own[first])
+            if max(needed - len(own), 0) + is_shared > self.pool.num_free:
                 return None
-            return [self._grow(table, first, needed, is_shared)]
+            return [self._grow(tables[0], first, needed, is_shared)]
         behind = [self._behind(group, table, start) for group, table in enumerate(tables)]
         shared = [first < table.end and self._is_shared(table.pages[first - table.first]) for table in tables]
         wanted = sum(max(needed - table.end, 0) for table in tables) + sum(shared)

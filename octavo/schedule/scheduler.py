@@ -238,15 +238,15 @@ class Scheduler:
             self._preempt(victim, draft)
             if victim is request:
                 return False
-        for group, growth in enumerate(growths):
+        for growth in growths:
             if growth.copied is not None:
                 draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
             for slot, page in zip(growth.slots, growth.pages, strict=True):
                 draft.page_rows.append(request.row)
                 draft.page_slots.append(slot)
                 draft.page_ids.append(page)
-            if len(growths) > 1:
-                draft.page_groups.extend([group] * len(growth.slots))
+        if len(growths) > 1:
+            draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.slots)
         request.capacity = self.cache.capacity(request.sequence)
         return True
 

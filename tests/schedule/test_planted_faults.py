@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "no copy on write": (
         CACHE,
-        "first < len(table.pages) and self._is_shared(table.pages[first])",
+        "first < len(own) and self._is_shared(own[first])",
         "False",
     ),
     "no copy on write where there are groups": (
