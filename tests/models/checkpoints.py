@@ -59,3 +59,14 @@ def _randomised(model: PreTrainedModel) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator) * (0.3 if parameter.dim() == 1 else 0.15)
             parameter.copy_(noise + 1 if is_norm and name.endswith("weight") else noise)
     return model.eval()
+
+
+def telling(model: PreTrainedModel) -> PreTrainedModel:
+    """Of a model with biases everywhere, which all tokens share: products so large that tokens differ all the same."""
+    with torch.no_grad():
+        for name, parameter in _randomised(model).named_parameters():
+            if parameter.dim() == 1 and name.endswith("bias"):
+                parameter.mul_(0.3)
+            elif parameter.dim() == 2 and "layers" in name:
+                parameter.mul_(2)
+    return model
