@@ -65,6 +65,9 @@ def _deepseek_v3(not_word: str, tail: str = _TAIL) -> str:
 _DEEPSEEK_V3 = _deepseek_v3(r"[\p{P}\p{S}]+[\r\n]*")
 _CJK = r"[一-龥぀-ゟ゠-ヿ]+"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+# Three names group digits by threes from the right. Their own patterns look to a number's end from every group, which takes
+# minutes for a long one; here it is found once: a number is cut out first, then what is left over before the threes.
+_THREES = r"(?<!\d)\d{0,2}\K(?:\d{3})++(?!\d)"
 # Runs of spaces in a few sizes: the vocabulary has tokens for those.
 _JAIS_SPACES = "|".join([rf"\s{{{size}}}(?!\S)" for size in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")])
 _ASIAN = r"[一-鿿㐀-䶿\x{F900}-\x{FAFF}぀-ゟ゠-ヿ･-ﾟ\x{2F00}-\x{2FDF}เ-\x{E7F}\x{E80}-\x{EFF}ក-\x{17FF}က-႟ꩠ-ꩿꧠ-\x{A9FF}가-\x{D7AF}ᄀ-ᇿ]+"
@@ -98,19 +101,20 @@ _ALL = (
     Words((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"), names=("deepseek-coder",)),
     Words((r"\p{N}{1,3}", _CJK, _DEEPSEEK_V3), names=("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4")),
     Words((r"\p{N}{1,3}", _CJK, _deepseek_v3(r"[\p{P}\p{S}]+", r"[\r\n]|\s+(?!\S)|\s+"), r"\p{N}"), names=("spark2_5",)),
-    Words((r"\p{N}{1,3}(?=(?:\p{N}{3})*+(?!\p{N}))", _ASIAN, _DEEPSEEK_V3), names=("afmoe",)),
+    Words((r"\p{N}+", r"\A\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\p{N}{1,3}", _ASIAN, _DEEPSEEK_V3), names=("afmoe",)),
     Words((_o200k("", r"\p{N}"),), ignore_merges=True, adds_bos=True, names=("tekken",)),
     Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), ignore_merges=True, names=("gpt-4o", "llama4", "kanana2", "talkie")),
     Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), ignore_merges=True, names=("granite-embed-multi-97m",)),
     Words((_o200k(_CONTRACTION + "?", r"\p{N}{1,3}"),), nfc=True, names=("minimax-m2",)),
-    Words((r"\d{1,3}(?=(?:\d{3})*+\b)", _o200k(_CONTRACTION + "?", r"\p{N}{1,3}")), names=("tiny_aya", "cohere2moe")),
+    Words((r"(?<!\d)\d++\b", r"\A\d{1,2}(?=(?:\d{3})++\z)", _o200k(_CONTRACTION + "?", r"\p{N}{1,3}")),
+          names=("tiny_aya", "cohere2moe")),
     Words((r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CJK, _o200k(_CONTRACTION + "?", r"\p{N}")),
           ignore_merges=True, names=("youtu",)),
     Words((r"\p{Han}+|" + _o200k(_CONTRACTION + "?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", not_word=_NOT_WORD),),
           ignore_merges=True, names=("kimi-k2",)),
     Words((_BLOOM,), names=("bloom", "poro-chat", "gpt3-finnish")),
     Words((_BLOOM, r"\p{N}"), names=("viking",)),
-    Words((r"\p{N}+", r"(?=(\d{3})+(?!\d))"), names=("superbpe",)),
+    Words((r"\p{N}+", _THREES + r"(?:\D++\d{0,2}(?=(?:\d{3})*+(?!\d)))*+", r"\d{3}(?=\d{3})"), names=("superbpe",)),
     Words((r"<sentinel:[0-9]+>", r"IMGIMG[A-I]{1,4}Z", r"[\t\n]|    |  ", r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
           adds_bos=True, names=("chameleon",)),
 )  # fmt: skip

@@ -41,7 +41,9 @@ def words(pre: str, text: str) -> list[str]:
         ("spark2_5", "!\n\n1234", ["!", "\n", "\n", "1", "2", "3", "4"]),
         ("afmoe", "1234567 한국.x", ["1", "234", "567", " ", "한국", ".x"]),
         ("tiny_aya", "1234567 aB", ["1", "234", "567", " a", "B"]),
+        ("tiny_aya", "12345x 123456 ½1234", ["123", "45", "x", " ", "123", "456", " ", "½", "1", "234"]),
         ("superbpe", "by the way 1234567", ["by the way ", "1", "234", "567"]),
+        ("superbpe", "½1234 12½345 12", ["½1", "234", " ", "12½", "345", " ", "12"]),
         ("tekken", "camelCase 12/", ["camel", "Case", " ", "1", "2", "/"]),
         ("gpt-4o", "camelCase's 1234", ["camel", "Case's", " ", "123", "4"]),
         ("youtu", "한국어，x 12", ["한국어", "，", "x", " ", "1", "2"]),
@@ -67,6 +69,9 @@ def test_long_runs_take_time_in_proportion() -> None:
         "llama-bpe",
         "gpt-4o",
         "bloom",
+        "afmoe",
+        "tiny_aya",
+        "superbpe",
     ):
         for run in (" " * 100_000 + "x", "\n" * 100_000, "a" * 100_000, "7" * 100_000, "\u0301" * 100_000):
             assert "".join(words(pre, run)) == run
