@@ -2,7 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_vocab_size, number, positive, share
-from octavo.quants import SameWeight
+from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
 _ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
@@ -271,6 +271,14 @@ class Model(DecoderModel):
 
     def finish_loading(self) -> None:
         self.head.tie(self.embedding)
+
+    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+        # Checkpoints that were made for embeddings were saved without what holds the head, and lack the prefix.
+        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
+
+
+def _with_prefix(name: str) -> str:
+    return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -67,6 +67,16 @@ def test_what_old_checkpoints_bring_along_is_ignored() -> None:
     torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
 
 
+def test_a_checkpoint_that_was_saved_without_its_head_lacks_the_prefix() -> None:
+    """As those are that were made for embeddings."""
+    reference = checkpoints.qwen3(tie_word_embeddings=True)
+    weights = {n.removeprefix("model."): t for n, t in tensors(reference) if n != "lm_head.weight"}
+    ours, store = build_from(reference.config.to_dict(), iter(weights.items()))
+    (tokens,) = prompts(seed=2, lengths=(30,))
+    (logits,) = walk(ours, store, [tokens], seed=2)
+    torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
+
+
 def test_a_tied_embedding_is_held_once() -> None:
     sizes = {}
     for is_tied in (True, False):
