@@ -120,6 +120,12 @@ def sliding_layers(config: Mapping[str, Any], num_layers: int, is_sliding: Calla
     return [kind == "sliding_attention" for kind in types]
 
 
+def require_causal(config: Mapping[str, Any]) -> None:
+    """Of decoders: some were trained on to be encoders, and say so with one word."""
+    if config.get("is_causal") is False:
+        raise ConfigError("is_causal is false: a decoder whose tokens also look ahead is not supported")
+
+
 def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:
     """The vocabulary that comes with the model is the measure; `key` counts where there is none."""
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -17,7 +17,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
-from octavo.models import gguf_vocab_size, number, positive, share
+from octavo.models import gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
@@ -30,6 +30,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
             raise ConfigError(f"this GPT-2 has {key} set, which is not supported")
     if config.get("scale_attn_weights", True) is False:
         raise ConfigError("this GPT-2 has scale_attn_weights switched off, which is not supported")
+    require_causal(config)
     _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
     num_heads, hidden_size = positive(config, "n_head"), positive(config, "n_embd")
     is_old = config.get("n_positions") is None and config.get("n_ctx") is not None

@@ -17,12 +17,13 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
 from octavo.layers.sharding import Slot, Slots, check_shares
-from octavo.models import gguf_vocab_size, llama, number, positive, share
+from octavo.models import gguf_vocab_size, llama, number, positive, require_causal, share
 from octavo.quants import Quants, SameWeight, Weight
 from octavo.spec import ModelSpec
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
+    require_causal(config)
     _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
     settings = _rope(config)
     num_heads, head_size = positive(config, "num_attention_heads"), share(config, "hidden_size", "num_attention_heads")

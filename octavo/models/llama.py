@@ -19,7 +19,7 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
-from octavo.models import gguf_vocab_size, number, positive, share
+from octavo.models import gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
@@ -31,6 +31,7 @@ _ROPE_NUMBERS = (
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
+    require_causal(config)
     epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
     check_rope(config)
     num_heads = positive(config, "num_attention_heads")
@@ -330,6 +331,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], archite
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "is_causal": metadata.get(f"{attention}.causal", True),
         "rope_parameters": _gguf_rope(metadata, architecture, head_size),
     }
 

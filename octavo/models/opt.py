@@ -17,7 +17,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slots, check_shares
-from octavo.models import positive, share
+from octavo.models import positive, require_causal, share
 from octavo.parallel import Group
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
@@ -27,6 +27,7 @@ _NUM_SKIPPED = 2  # rows of the table of positions before the first one's
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
+    require_causal(config)
     _embedding_size(config)  # refused here rather than by a layer: only here does a refusal name the file
     num_heads = positive(config, "num_attention_heads")
     return ModelSpec(
