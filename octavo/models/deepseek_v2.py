@@ -23,7 +23,7 @@ from octavo.layers.moe import Router
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
 from octavo.layers.sharding import Slots, check_shares
-from octavo.models import llama, number, positive
+from octavo.models import llama, number, positive, require_causal
 from octavo.parallel import Group
 from octavo.spec import ModelSpec
 
@@ -50,14 +50,24 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     if config["topk_method"] not in _METHODS:
         raise ConfigError(f"topk_method is {str(config['topk_method'])[:40]!r}: {' and '.join(_METHODS)} are supported")
+    require(config, scoring_func="softmax", norm_topk_prob=False)
     routing(config, has_groups=config["topk_method"] != "greedy")
     return common_spec(config, "deepseek_v2")
+
+
+def require(config: dict[str, Any], **supported: Any) -> None:
+    """What the makers' own code reads and published checkpoints all have alike: anything else is refused, not passed over."""
+    for key, value in supported.items():
+        if config.get(key, value) not in (value, None):
+            raise ConfigError(f"{key} is {str(config[key])[:40]!r}: only {value!r} is supported")
 
 
 def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """Refused here rather than by a layer: only here does a refusal name the file."""
     llama.epsilon(config)
+    require_causal(config)
     llama.check_rope(config)
+    require(config, moe_layer_freq=1)
     sizes = latent_sizes(config)
     if config.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act is {str(config['hidden_act'])[:40]!r}: experts are supported with silu only")

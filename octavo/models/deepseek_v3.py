@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import interleave
 from octavo.layers.sharding import Slot, Slots, whole
 from octavo.models import deepseek_v2
-from octavo.models.deepseek_v2 import Routing, common_spec, routing
+from octavo.models.deepseek_v2 import Routing, common_spec, require, routing
 from octavo.spec import ModelSpec
 
 _TINY = 1e-20  # keeps a sum of weights from being 0
@@ -22,6 +23,7 @@ _DEFAULTS: dict[str, Any] = deepseek_v2.DEFAULTS | {
     "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3,
     "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
     "n_group": 8,
     "topk_group": 4,
 }
@@ -29,7 +31,12 @@ _DEFAULTS: dict[str, Any] = deepseek_v2.DEFAULTS | {
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     config = _DEFAULTS | config
-    routing(config, has_groups=True)
+    require(config, scoring_func="sigmoid", topk_method="noaux_tc")
+    found = routing(config, has_groups=True)
+    if found.num_experts < 2 * found.num_groups:
+        raise ConfigError(
+            f"n_group is {found.num_groups}: groups go by their two best experts, and there are only {found.num_experts}"
+        )
     return common_spec(config, "deepseek_v3")
 
 
