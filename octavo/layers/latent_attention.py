@@ -16,7 +16,8 @@ from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear
 from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm, RMSNorm
-from octavo.layers.sharding import Slot
+from octavo.layers.sharding import Slot, plain
+from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 
@@ -123,9 +124,9 @@ class LatentAttention(nn.Module):
         rows = self.num_heads * self.group.size * (self.sizes.plain + self.sizes.value)
         return Slot((rows, self.sizes.latent), self._fill_up)
 
-    def _fill_up(self, tensor: torch.Tensor) -> None:
+    def _fill_up(self, weight: Weight) -> None:
         """Keys' is turned round: queries are multiplied by it."""
-        by_head = tensor.reshape(-1, self.sizes.plain + self.sizes.value, self.sizes.latent)
+        by_head = plain(weight).reshape(-1, self.sizes.plain + self.sizes.value, self.sizes.latent)
         first = self.group.rank * self.num_heads
         for head, rows in enumerate(by_head[first : first + self.num_heads]):
             self.key_up.fill(head, rows[: self.sizes.plain].t())

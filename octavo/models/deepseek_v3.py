@@ -9,9 +9,10 @@ from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import interleave
-from octavo.layers.sharding import Slot, Slots, whole
+from octavo.layers.sharding import Slot, Slots, plain, whole
 from octavo.models import deepseek_v2
 from octavo.models.deepseek_v2 import Routing, common_spec, require, routing
+from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 _TINY = 1e-20  # keeps a sum of weights from being 0
@@ -88,7 +89,8 @@ class Layer(deepseek_v2.Layer):
 def _in_pairs(slot: Slot, first: int, rotated: int) -> Slot:
     """Of rows [heads, first + rotated] the last ones of each head."""
 
-    def store(tensor: torch.Tensor) -> None:
+    def store(weight: Weight) -> None:
+        tensor = plain(weight)
         heads = tensor.reshape(-1, first + rotated, *tensor.shape[1:])
         turned = interleave(heads[:, first:].flatten(0, 1), rotated).view(len(heads), rotated, *tensor.shape[1:])
         slot.store(torch.cat((heads[:, :first], turned), dim=1).view(tensor.shape))

@@ -15,9 +15,10 @@ from transformers import (
 
 from octavo.errors import ConfigError
 from octavo.models import load_family
+from octavo.quants.writers import q8_0
 from tests.models import checkpoints
 from tests.models.family_checks import check_engine, check_greedy, check_logits, check_ranks, saved, weights_of
-from tests.models.walk import build_from
+from tests.models.walk import build_from, prompts, reference_logits, walk
 
 SIZES: dict[str, Any] = {key: value for key, value in checkpoints.LLAMA.items() if key != "num_key_value_heads"}
 SIZES |= {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
@@ -90,6 +91,24 @@ def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path
     build_from(checkpoint.config, iter([*weights_of(checkpoint), (name, torch.ones(2))]))
     with pytest.raises(ConfigError, match="which its config does not account for"):
         build_from(checkpoint.config, iter([*weights_of(checkpoint), ("model.layers.2.odd.weight", torch.ones(2))]))
+
+
+def test_weights_that_come_packed_are_taken(tmp_path: Path) -> None:
+    """As AWQ, GPTQ and compressed-tensors checkpoints of the family have them, and in either order of rotated rows."""
+    reference = v3(hidden_size=64, kv_lora_rank=32, q_lora_rank=32, rope_interleave=False)
+    packed: dict[str, Any] = dict(weights_of(saved(reference, tmp_path)))
+    for name, tensor in packed.items():
+        if name.endswith(("_a_proj.weight", "_b_proj.weight", "_with_mqa.weight")):
+            scales = torch.full((len(tensor), tensor.shape[1] // 32), 0.01, dtype=torch.float16)
+            packed[name] = q8_0(scales, (tensor / 0.01).round().clamp(-127, 127).to(torch.int8))
+            with torch.no_grad():
+                reference.get_parameter(name).copy_(packed[name].dequantise())
+    config = reference.config.to_dict()
+    (tokens,) = prompts(seed=3, lengths=(30,))
+    expected = reference_logits(reference, tokens)
+    ours, store = build_from(config, iter(packed.items()), "native_cpu")
+    (found,) = walk(ours, store, [tokens], seed=3)
+    assert (found - expected).abs().mean() < 0.05 * expected.std()
 
 
 @pytest.mark.parametrize(
