@@ -17,7 +17,7 @@ from torch import nn
 from octavo.kernels.cpu.experts import Choice, ExpertWeights
 from octavo.kernels.cpu.library import PackedWeight
 from octavo.layers.context import BuildContext
-from octavo.layers.native import NativeWeight
+from octavo.layers.native import NativeWeight, hold_alike
 from octavo.layers.sharding import Slot, Slots, padded_share, plain, share, share_columns, share_size
 from octavo.quants import Quants, Weight
 from octavo.quants.exact import held_exactly
@@ -107,6 +107,7 @@ class Experts(nn.Module):
         self.has_bias = bias
         self.members = nn.ModuleList(_Packed(context) for _ in range(num_experts if held == 0 else 0))
         self._weights: ExpertWeights | None = None  # of the members, once they are filled
+        self._num_missing = 3 * num_experts  # gates, ups and downs
 
     def _room(
         self, num_experts: int, num_rows: int, width: int, context: BuildContext
@@ -174,6 +175,7 @@ class Experts(nn.Module):
         """Part 0: the whole gate [inner, hidden]; 1: up."""
         if self._native is not None:
             self._member(expert).gate_up.fill(part, padded_share(tensor, self.group))
+            self._settle()
         else:
             rows = slice(part * self.inner_size, (part + 1) * self.inner_size)
             scales = None if self.gate_up_scales is None else self.gate_up_scales[expert, rows]
@@ -184,9 +186,18 @@ class Experts(nn.Module):
         mine = share_columns(tensor, self.group)
         if self._native is not None:
             self._member(expert).down.fill(0, mine)
+            self._settle()
         else:
             scales = None if self.down_scales is None else self.down_scales[expert]
             _fill(self.down[expert], scales, mine)
+
+    def _settle(self) -> None:
+        """With the last part: checkpoints that store each expert by itself may have one that cannot be held as the others are."""
+        self._num_missing -= 1
+        if not self._num_missing:
+            members = [self._member(expert) for expert in range(self.num_experts)]
+            hold_alike([member.gate_up for member in members])
+            hold_alike([member.down for member in members])
 
     def _member(self, expert: int) -> "_Packed":
         member = self.members[expert]

@@ -88,6 +88,12 @@ class NativeWeight:
             return Kind.BFLOAT16, False, part.to(torch.bfloat16)
         return Kind.FLOAT32, False, part.float()
 
+    def decode(self) -> None:
+        """Hold it as what does not come packed is held."""
+        parts = [weight.columns(torch.arange(weight.num_columns)) for weight in self._weights]
+        self._weights = []
+        self._pack(parts)
+
     @property
     def bytes_of_kinds(self) -> Counter[Kind]:
         counted: Counter[Kind] = Counter()
@@ -142,3 +148,10 @@ class NativeWeight:
         if norm is None or norm.native is not None:
             return x, None if norm is None else norm.native
         return norm(x), None
+
+
+def hold_alike(weights: Sequence[NativeWeight]) -> None:
+    """For kernels that take many in one form: where some are packed in another way than the rest, or not at all, all are decoded."""
+    if len({packed.kind for weight in weights for packed in weight.packed}) > 1:
+        for weight in weights:
+            weight.decode()

@@ -13,6 +13,7 @@ from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.parallel import Group
 from octavo.quants import Quants
+from octavo.quants.writers import q8_0
 from tests.native import native
 
 CPU = torch.device("cpu")
@@ -136,6 +137,23 @@ def test_rounded_weights_are_near() -> None:
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
     found, exact = build(case, weights, True, quantization="int8")(x.clone()), expected_of(case, weights, x)
     assert 0 < (found - exact).abs().mean() < 0.02 * (exact - x).abs().mean()
+
+
+@pytest.mark.parametrize("part", ["gate", "down"])
+def test_one_expert_that_cannot_be_held_packed_has_all_decoded(part: str) -> None:
+    """As of a checkpoint that stores experts one by one: a scale of one may be out of float16's range."""
+    case = Case(64, 32)
+    weights = random_weights(case)
+    held: dict[str, list[Any]] = {}
+    for name in ("gate", "up", "down"):
+        scales = torch.full((*weights[name].shape[1:2], weights[name].shape[2] // 32), 0.01, dtype=torch.float16)
+        packed = [q8_0(scales, (rows / 0.01).round().clamp(-127, 127).to(torch.int8)) for rows in weights[name]]
+        weights[name] = torch.stack([quants.dequantise() for quants in packed])
+        held[name] = [weights[name][0] if name == part else packed[0], *packed[1:]]
+    layer = build(case, weights | held, True)  # type: ignore[arg-type]
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(2))
+    found, exact = layer(x.clone()), expected_of(case, weights, x)
+    assert (found - exact).abs().mean() < 0.02 * (exact - x).abs().mean()
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["native", "torch"])
