@@ -4,6 +4,7 @@ Knows nothing of models: names and layouts are translated by the family file it 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,9 @@ from octavo.gguf import GGUFFile, TensorEntry
 from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
 from octavo.quants.exact import held_bytes
 
+# What a layer computes with. Frequencies of the rotation are in some old files, and follow from the metadata.
+_LAYER = re.compile(r"blk\.\d+\.(?!attn_rot_embd\b)")
+
 
 class GGUFTensors:
     """`family` gives gguf_name(name) -> str | None (None: not a weight of the model) and gguf_fix(name, tensor, config).
@@ -22,6 +26,12 @@ class GGUFTensors:
 
     def __init__(self, file: GGUFFile, family: ModuleType, config: dict[str, Any]) -> None:
         self._file, self._family, self._config = file, family, config
+        for name in file.tensors:
+            if _LAYER.match(name) and family.gguf_name(name) is None:
+                raise ConfigError(
+                    f"{file.path}: {name[:80]!r} is no tensor of this architecture's layers as they are known here: without it "
+                    "answers would be wrong"
+                )
         self._plan = [
             (translated, entry)
             for entry in sorted(file.tensors.values(), key=lambda entry: entry.offset)

@@ -11,6 +11,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
+from octavo.models import load_family
 from octavo.weights.gguf_tensors import GGUFTensors
 from tests.scalar_quants import random_quants, scalar
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -85,3 +86,17 @@ def test_a_type_without_a_decoder_is_refused_when_the_file_is_opened(tmp_path: P
     message = caught.value.message
     assert "blk.0.w" in message and type in message and "Q4_1" in message and "Q6_K" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q_norm.weight", "blk.11.ffn_gate_shexp.weight", "blk.0.attn_sinks"])
+def test_a_tensor_of_a_layer_that_the_family_does_not_know_is_refused(name: str, tmp_path: Path) -> None:
+    """Left out, it would change every answer."""
+    file = GGUFFile(write_gguf(tmp_path / "m.gguf", {}, [floats("blk.0.attn_norm.weight", 1.0), floats(name, 1.0)]))
+    with pytest.raises(ConfigError, match=f"'{name}' is no tensor of this architecture's layers"):
+        GGUFTensors(file, load_family("llama"), {})
+
+
+def test_frequencies_in_old_files_are_left_out(tmp_path: Path) -> None:
+    tensors = [floats("blk.0.attn_norm.weight", 1.0), floats("blk.0.attn_rot_embd.weight", 1.0)]
+    weights = GGUFTensors(GGUFFile(write_gguf(tmp_path / "m.gguf", {}, tensors)), load_family("llama"), {})
+    assert weights.num_bytes == 4
