@@ -46,7 +46,8 @@ def read_sentence(path: Path) -> Sentence:
             case "Transformer":
                 pass
             case "Pooling":
-                kind, unsupported = _mode(_inside(path, module.get("path")))
+                kind, problem = _mode(_inside(path, module.get("path")))
+                unsupported = unsupported or problem
             case "Normalize":
                 normalize = True
             case _:

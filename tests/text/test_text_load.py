@@ -25,6 +25,7 @@ from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text import load_text
 from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.sentence import read_sentence
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -360,3 +361,11 @@ def test_a_vocabulary_trained_on_composed_text_gets_composed_text() -> None:
     for pre, expected in (("qwen2", "é"), ("gpt-2", "e\u0301")):
         tokenizer = gguf_tokenizer(read_vocabulary(gguf_of_byte_level(byte_level(), pre)))
         assert tokenizer.decode(tokenizer.encode("e\u0301", False), True) == expected
+
+
+def test_what_happens_to_vectors_before_they_are_pooled_is_not_forgotten(tmp_path: Path) -> None:
+    write(tmp_path, modules=[{"type": f"x.{kind}", "path": kind} for kind in ("Transformer", "Dense", "Pooling")])
+    (tmp_path / "Pooling").mkdir()
+    write(tmp_path / "Pooling", config={"pooling_mode": "mean"})
+    sentence = read_sentence(tmp_path)
+    assert (sentence.kind, sentence.unsupported) == ("mean", "a module of type 'Dense'")
