@@ -100,7 +100,7 @@ class GGUFFile:
             raise ConfigError(f"{self.path}: tensor {name} has the unknown type {kind}")
         type_name, block, block_bytes = TYPES[kind]
         # Blocks never cross a row; decoders reinterpret bytes in place, which needs the alignment the format promises.
-        if (shape[-1] if shape else 1) % block or offset % 8:
+        if 0 in shape or (shape[-1] if shape else 1) % block or offset % 8:
             raise ConfigError(
                 f"{self.path} is corrupt: tensor {name} ({type_name}, {shape}) is misplaced; fetch it again"
             )

@@ -37,7 +37,7 @@ _FUSED_PLAIN = {name: fused for name, fused in _FUSED.items() if fused != "silu"
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ConfigError(f"activation {name!r} is not supported; the supported ones are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
 

@@ -42,9 +42,8 @@ def rope_settings(
     settings["rope_type"] = kind
     settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or default_theta
     if not settings.get("original_max_position_embeddings"):
-        settings["original_max_position_embeddings"] = config.get(
-            "original_max_position_embeddings", config.get("max_position_embeddings")
-        )
+        original = config.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        settings["original_max_position_embeddings"] = original
     settings["max_position_embeddings"] = config.get("max_position_embeddings")
     if kind in ("linear", "dynamic", "llama3", "yarn") and not settings.get("factor"):
         raise ConfigError(f"rope type {kind!r} needs a factor in rope_scaling of config.json")
@@ -53,6 +52,8 @@ def rope_settings(
         raise ConfigError(f"rope type {kind!r} needs {needed} in config.json")
     if kind == "llama3" and _value(settings, "low_freq_factor", 1.0) >= _value(settings, "high_freq_factor", 4.0):
         raise ConfigError("rope type 'llama3' needs a high_freq_factor above its low_freq_factor")
+    if kind == "longrope" and settings["original_max_position_embeddings"] <= 1:
+        raise ConfigError("rope type 'longrope' needs an original_max_position_embeddings above 1")
     if settings["rope_theta"] <= 1 and kind == "yarn":
         raise ConfigError(f"rope_theta is {settings['rope_theta']}: rope type 'yarn' needs one above 1")
     return settings
@@ -109,6 +110,8 @@ class Rope:
 
     def divide_frequencies(self, factors: torch.Tensor) -> None:
         """Some GGUF files bring their scaling as one divisor for each frequency."""
+        if not factors.is_meta and not bool((factors > 0).all()):
+            raise ConfigError("the checkpoint's rope factors must all be above 0: its file is damaged, fetch it again")
         self.frequencies.div_(factors.to(self.frequencies))
 
 

@@ -66,6 +66,7 @@ def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: 
 
 def check_rope(config: dict[str, Any]) -> None:
     number(config, "rope_theta", 0.0)
+    number(config, "original_max_position_embeddings", 0.0)
     for key in ("rope_parameters", "rope_scaling"):
         rope = config.get(key) or {}
         if not isinstance(rope, dict):

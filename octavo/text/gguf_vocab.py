@@ -90,13 +90,14 @@ class Vocabulary:
 
 def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
     tokens = metadata.get(_PREFIX + "tokens")
-    if not isinstance(tokens, list) or not tokens:
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ConfigError(
             "the GGUF file holds no vocabulary; give --tokenizer a folder with the model's tokenizer.json"
         )
     types = metadata.get(_PREFIX + "token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise ConfigError(f"the GGUF vocabulary has {len(tokens)} tokens but {len(types)} token types: fetch it again")
+    if not isinstance(types, list) or len(types) != len(tokens):
+        found = len(types) if isinstance(types, list) else "no list of"
+        raise ConfigError(f"the GGUF vocabulary has {len(tokens)} tokens but {found} token types: fetch it again")
     return Vocabulary([token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types, metadata)
 
 
@@ -141,14 +142,12 @@ def gguf_template_variables(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def gguf_chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
-    sources = {
-        name: metadata[f"tokenizer.chat_template.{name}"]
-        for name in metadata.get("tokenizer.chat_templates", [])
-        if f"tokenizer.chat_template.{name}" in metadata
-    }
+    names = metadata.get("tokenizer.chat_templates")
+    names = names if isinstance(names, list) else []
+    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names if isinstance(name, str)}
     if metadata.get("tokenizer.chat_template"):
-        sources["default"] = metadata["tokenizer.chat_template"]
-    return sources
+        found["default"] = metadata["tokenizer.chat_template"]
+    return {name: source for name, source in found.items() if isinstance(source, str)}
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:

@@ -241,7 +241,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # nested without end
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object: fetch it again")

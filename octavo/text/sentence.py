@@ -62,7 +62,7 @@ def gguf_sentence(metadata: dict[str, Any]) -> Sentence:
 
 def _inside(path: Path, name: Any) -> Path:
     """A module's own folder, which must lie in the model's."""
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise ConfigError(f"{path / 'modules.json'} is corrupt: it puts a module into {name!r}; fetch it again")
     return path / name
 
@@ -89,5 +89,5 @@ def _read(path: Path) -> Any:
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # nested without end
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error

@@ -134,6 +134,8 @@ def test_qwen3_says_whether_a_layer_has_a_window(changes: dict[str, Any], has_wi
         ("qwen3", WINDOW | {"layer_types": ["full_attention"]}, "layer_types must be a list of 3 names"),
         ("qwen3", WINDOW | {"layer_types": ["chunked"] * 3}, "each full_attention or sliding_attention"),
         ("qwen3", WINDOW | {"layer_types": 3}, "layer_types must be a list of 3 names"),
+        ("llama", {"original_max_position_embeddings": "x"}, "original_max_position_embeddings is 'x'"),
+        ("llama", {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 1}, "embeddings above 1"),
         ("llama", {"is_causal": False}, "is_causal is false"),
         ("qwen3", {"is_causal": False}, "is_causal is false"),
         ("gpt2", {"is_causal": False}, "is_causal is false"),

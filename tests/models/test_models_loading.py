@@ -77,6 +77,18 @@ def test_a_checkpoint_that_was_saved_without_its_head_lacks_the_prefix() -> None
     torch.testing.assert_close(logits, reference_logits(reference, tokens), atol=1e-4, rtol=1e-4)
 
 
+def test_an_activation_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activation \['silu'\] is not supported"):
+        build_from(checkpoints.llama().config.to_dict() | {"hidden_act": ["silu"]}, iter(()))
+
+
+def test_rope_factors_that_would_divide_by_zero_are_refused() -> None:
+    reference = checkpoints.llama()
+    weights = dict(tensors(reference)) | {"model.rope_factors": torch.tensor([1.0, 2.0, 0.0, 1.0, 1.0, 1.0])}
+    with pytest.raises(ConfigError, match="rope factors must all be above 0"):
+        build_from(reference.config.to_dict(), iter(weights.items()))
+
+
 def test_a_tied_embedding_is_held_once() -> None:
     sizes = {}
     for is_tied in (True, False):

@@ -24,7 +24,7 @@ from vocabularies import (
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text import load_text
-from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.gguf_vocab import gguf_chat_templates, gguf_tokenizer, read_vocabulary
 from octavo.text.sentence import read_sentence
 
 HI = [{"role": "user", "content": "hi"}]
@@ -363,9 +363,38 @@ def test_a_vocabulary_trained_on_composed_text_gets_composed_text() -> None:
         assert tokenizer.decode(tokenizer.encode("e\u0301", False), True) == expected
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config", "generation_config", "modules"])
+def test_settings_nested_without_end_are_refused(folder: Path, name: str) -> None:
+    (folder / f"{name}.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=f"{name}.json is not valid JSON") as caught:
+        load_text(folder)
+    assert "\n" not in caught.value.message
+
+
 def test_what_happens_to_vectors_before_they_are_pooled_is_not_forgotten(tmp_path: Path) -> None:
     write(tmp_path, modules=[{"type": f"x.{kind}", "path": kind} for kind in ("Transformer", "Dense", "Pooling")])
     (tmp_path / "Pooling").mkdir()
     write(tmp_path / "Pooling", config={"pooling_mode": "mean"})
     sentence = read_sentence(tmp_path)
     assert (sentence.kind, sentence.unsupported) == ("mean", "a module of type 'Dense'")
+    write(tmp_path, modules=[{"type": "x.Pooling", "path": ".."}])
+    with pytest.raises(ConfigError, match=r"it puts a module into '\.\.'"):
+        read_sentence(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"tokenizer.ggml.tokens": [1, 2]}, "holds no vocabulary"),
+        ({"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.token_type": 7}, "2 tokens but no list of token types"),
+    ],
+)
+def test_a_gguf_vocabulary_of_the_wrong_types_is_refused(metadata: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read_vocabulary(metadata)
+
+
+def test_gguf_templates_of_the_wrong_types_are_none() -> None:
+    assert gguf_chat_templates({"tokenizer.chat_templates": 7, "tokenizer.chat_template": 7}) == {}
+    named = {"tokenizer.chat_templates": ["rag", 3], "tokenizer.chat_template.rag": "x", "tokenizer.chat_template": "y"}
+    assert gguf_chat_templates(named) == {"rag": "x", "default": "y"}

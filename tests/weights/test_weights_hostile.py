@@ -177,6 +177,8 @@ def test_what_gguf_files_must_not_say(tmp_path: Path) -> None:
     assert struct.unpack_from("<Q", data, at) == (32,)
     overlapping = data[:at] + struct.pack("<Q", 0) + data[at + 8 :]
     assert "'second' and 'first' overlap" in gguf_refusal(path, overlapping)
+    for empty in (Packed("first", (4, 0), "Q8_0", b""), Packed("first", (0,), "F32", b"")):
+        assert "tensor first" in gguf_refusal(path, gguf_bytes(METADATA, [empty]))
     many = Packed("first", (1,) * 100, "F32", bytes(4))
     assert "'first' has 100 dimensions" in gguf_refusal(path, gguf_bytes(METADATA, [many]))
 
