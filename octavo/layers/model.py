@@ -17,6 +17,8 @@ from octavo.quants import Weight
 class DecoderModel(nn.Module):
     weights_bytes: int = 0
     """What this rank's parameters take, known once they are loaded."""
+    vector_size: int = 0
+    """Numbers in what final() gives for a token, where that is not the hidden size."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """→ hidden states [T, D]."""

@@ -99,6 +99,7 @@ class Model(DecoderModel):
             alone = dataclasses.replace(context, group=Group.single())
             self.widen = ColumnLinear(width, (spec.hidden_size,), alone)
             self.narrow = ColumnLinear(spec.hidden_size, (width,), alone)
+            self.vector_size = width
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
         has_norm = _flag(config, "do_layer_norm_before") and not _flag(config, "_remove_final_layer_norm", False)
         self.norm = _norm(config, spec, context) if has_norm else None

@@ -390,7 +390,7 @@ class Runner:
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
-            hidden_size=self.spec.hidden_size,
+            hidden_size=self.model.vector_size or self.spec.hidden_size,
             can_generate=not self.spec.is_encoder,
             kv_dtype=next((name for name, kind in _KV_DTYPES.items() if kind == self.kv_dtype), str(dtype)[6:]),
             windows=self.layout.windows,

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedModel, RobertaConfig, RobertaModel, XLMRobertaModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaModel,
+    XLMRobertaModel,
+)
 
 from octavo import LLM
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, Unsupported
@@ -198,6 +209,34 @@ def test_an_encoder_from_a_gguf_file(tmp_path: Path) -> None:
     with LLM(str(path), device="cpu", cpu_threads=1) as llm:
         (tokens,) = prompts(seed=5, lengths=(12,))
         close(vectors(llm, [tokens])[0], expected(model, tokens, "cls"))
+
+
+def opt() -> PreTrainedModel:
+    """Its hidden states are wider than what its head multiplies."""
+    sizes = {"hidden_size": 48, "word_embed_proj_dim": 24, "ffn_dim": 80, "num_hidden_layers": 2}
+    config = OPTConfig(vocab_size=160, num_attention_heads=4, max_position_embeddings=128, **sizes)
+    return checkpoints._randomised(OPTForCausalLM(config))
+
+
+def granite() -> PreTrainedModel:
+    """Its logits are divided by a factor, which is none of a vector's business."""
+    return checkpoints._randomised(GraniteForCausalLM(GraniteConfig(**checkpoints.LLAMA, logits_scaling=8.0)))
+
+
+@pytest.mark.parametrize("make", [opt, granite])
+def test_a_vector_is_what_the_head_multiplies_in_its_own_scale(
+    make: Callable[[], PreTrainedModel], tmp_path: Path
+) -> None:
+    model = make()
+    model.save_pretrained(tmp_path / "model")
+    (tokens,) = prompts(seed=7, lengths=(9,))
+    with torch.no_grad():
+        states = model.base_model(torch.tensor([tokens])).last_hidden_state[0]
+    with LLM(str(tmp_path / "model"), device="cpu", cpu_threads=1) as llm:
+        close(vectors(llm, [tokens], normalize=False)[0], states[-1])
+        assert llm.report.hidden_size == states.shape[1]
+        with pytest.raises(InvalidRequest, match=f"from 1 to {states.shape[1]}"):
+            llm.embed([tokens], dimensions=states.shape[1] + 1)
 
 
 DECODERS = {"llama": checkpoints.llama, "gpt2": checkpoints.gpt2, "qwen3": checkpoints.qwen3}
