@@ -80,7 +80,9 @@ def load_text(
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
-    return Text(words, template, sorted(stop_ids), sampling, sentence or read_sentence(model_path))
+    if sentence is None:  # a vocabulary's own file has its advice beside it
+        sentence = read_sentence(model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent)
+    return Text(words, template, sorted(stop_ids), sampling, sentence)
 
 
 def _is_gguf(path: Path) -> bool:
