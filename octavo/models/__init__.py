@@ -136,6 +136,16 @@ def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:
     return positive(metadata, key)
 
 
+def gguf_tensor_name(name: str, names: Mapping[str, str], layer: str, layer_names: Mapping[str, str]) -> str | None:
+    """The HF name of a GGUF tensor: one of `names`, or of the n-th layer, `layer`.n, one of `layer_names`; else None."""
+    if name in names:
+        return names[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in layer_names:
+        return None
+    return f"{layer}.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+
+
 def _refusal(key: str, value: Any, wanted: str) -> ConfigError:
     if value is None:
         return ConfigError(f"{key} is missing: it must be {wanted}")

@@ -1,7 +1,6 @@
 """GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head.
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from octavo.layers.mlp import MLP
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
-from octavo.models import gguf_vocab_size, number, positive, require_causal, share
+from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
@@ -177,12 +176,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
 
 def gguf_name(name: str) -> str | None:
     """The HF name of a GGUF tensor; None: the model does not need it."""
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _GGUF_LAYER_NAMES:
-        return None
-    return f"transformer.h.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+    return gguf_tensor_name(name, _GGUF_NAMES, "transformer.h", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:

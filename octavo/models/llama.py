@@ -1,7 +1,6 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head.
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
-from octavo.models import gguf_vocab_size, number, positive, require_causal, share
+from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
 from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
@@ -359,12 +358,7 @@ def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> d
 
 def gguf_name(name: str) -> str | None:
     """The HF name of a GGUF tensor; None: the model does not need it."""
-    if name in _GGUF_NAMES:
-        return _GGUF_NAMES[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _GGUF_LAYER_NAMES:
-        return None
-    return f"model.layers.{match[1]}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+    return gguf_tensor_name(name, _GGUF_NAMES, "model.layers", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
