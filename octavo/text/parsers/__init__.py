@@ -1,0 +1,100 @@
+"""Answers → content, reasoning and tool calls: which formats there are, which one a chat template speaks.
+Knows nothing of any format but its file's name, of tokens or of HTTP.
+
+`AnswerParser(tools, reasoning)` is what endpoints use; whole answers are streamed ones put together, by the same code.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+
+from octavo.errors import ConfigError
+from octavo.text.parsers import reasoning as reasoning_folder
+from octavo.text.parsers import tools as tools_folder
+from octavo.text.parsers.answer import Answer, AnswerParser, collect
+from octavo.text.parsers.calls import Schemas, ToolFormat
+from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from octavo.text.parsers.thinking import ThinkFormat
+
+__all__ = [
+    "Answer",
+    "AnswerParser",
+    "CallArguments",
+    "CallBegin",
+    "CallEnd",
+    "Content",
+    "Event",
+    "Reasoning",
+    "Schemas",
+    "ThinkFormat",
+    "ToolFormat",
+    "collect",
+    "find_reasoning_format",
+    "find_tool_format",
+    "reasoning_format",
+    "reasoning_formats",
+    "tool_format",
+    "tool_formats",
+]
+
+
+@cache
+def _modules(folder: ModuleType) -> dict[str, ModuleType]:
+    names = sorted(module.name for module in pkgutil.iter_modules(folder.__path__))
+    return {name: importlib.import_module(f"{folder.__name__}.{name}") for name in names}
+
+
+def tool_formats() -> dict[str, ToolFormat]:
+    """Every format of tool calls by its name."""
+    return {name: module.FORMAT for name, module in _modules(tools_folder).items()}
+
+
+def reasoning_formats() -> dict[str, ThinkFormat]:
+    return {name: module.FORMAT for name, module in _modules(reasoning_folder).items()}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """By name or alias, as --tool-call-parser has it."""
+    formats = tool_formats()
+    for own, format in formats.items():
+        if name == own or name in format.aliases:
+            return format
+    raise _unknown("--tool-call-parser", name, formats)
+
+
+def reasoning_format(name: str) -> ThinkFormat:
+    """By name or alias, as --reasoning-parser has it."""
+    formats = reasoning_formats()
+    for own, format in formats.items():
+        if name == own or name in format.aliases:
+            return format
+    raise _unknown("--reasoning-parser", name, formats)
+
+
+def _unknown(flag: str, name: str, formats: Mapping[str, object]) -> ConfigError:
+    shown = repr(name) if len(name) <= 60 else repr(name[:60]) + "…"
+    return ConfigError(f"{flag} {shown} is not known; the known ones are {', '.join(formats)}")
+
+
+def find_tool_format(template: str) -> str | None:
+    """The name of the format whose marks a chat template's text shows. None: it shows no tool calls that we know."""
+    fitting = [
+        (format.rank, name)
+        for name, format in tool_formats().items()
+        if format.signs
+        and all(sign in template for sign in format.signs)
+        and not any(stranger in template for stranger in format.strangers)
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def find_reasoning_format(template: str) -> str | None:
+    """The same of reasoning. None: the template knows of none."""
+    fitting = [
+        (format.rank, name)
+        for name, format in reasoning_formats().items()
+        if format.signs and all(sign in template for sign in format.signs)
+    ]
+    return max(fitting)[1] if fitting else None

@@ -1,0 +1,83 @@
+"""One answer's parser: reasoning first, then content and tool calls; and a whole answer put together from its events.
+Knows nothing of any format: either of the two may be missing, and what is missing is passed through as content."""
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from octavo.text.parsers.calls import CallParser, Schemas, ToolFormat
+from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+from octavo.text.parsers.thinking import ThinkFormat, ThinkParser
+
+
+class AnswerParser:
+    def __init__(
+        self,
+        tool_format: ToolFormat | None = None,
+        tools: Schemas | None = None,
+        think_format: ThinkFormat | None = None,
+        prompt: str = "",
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """`tool_format` None: the request has no tools, or may not call them. `prompt`: its text, the end will do: a
+        template may have opened the reasoning there. `new_id`: ids for calls; the format's own where there is none."""
+        self.marks = (*(tool_format.marks if tool_format else ()), *(think_format.marks if think_format else ()))
+        """Texts that must reach this parser even where they are special tokens, which detokenizers skip."""
+        self._calls = CallParser(tool_format, tools or {}, new_id) if tool_format else None
+        self._thinking = ThinkParser(think_format, prompt) if think_format else None
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls if self._calls else 0
+
+    def feed(self, text: str) -> list[Event]:
+        """Everything that is certain now. Nothing may be fed after finish()."""
+        return self._to_calls(self._thinking.feed(text) if self._thinking else [Content(text)] if text else [])
+
+    def finish(self) -> list[Event]:
+        """The answer is over, for whichever reason: what was held back is content, reasoning or a complete call."""
+        events = self._to_calls(self._thinking.finish() if self._thinking else [])
+        return events + self._calls.finish() if self._calls else events
+
+    def _to_calls(self, events: list[Event]) -> list[Event]:
+        if self._calls is None:
+            return events
+        given: list[Event] = []
+        for event in events:
+            given += self._calls.feed(event.text) if isinstance(event, Content) else [event]
+        return given
+
+
+class WholeCall(msgspec.Struct, frozen=True):
+    id: str
+    name: str
+    arguments: str  # the text of a JSON object
+
+
+class Answer(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str
+    calls: list[WholeCall]
+
+
+def collect(events: Iterable[Event]) -> Answer:
+    """Puts a whole answer together."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    begun: list[CallBegin] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegin():
+                begun.append(event)
+                arguments.append([])
+            case CallArguments(index, text):
+                arguments[index].append(text)
+            case CallEnd():
+                pass
+    calls = [WholeCall(call.id, call.name, "".join(parts)) for call, parts in zip(begun, arguments, strict=True)]
+    return Answer("".join(content), "".join(reasoning), calls)

@@ -1,0 +1,146 @@
+"""Finds tool calls in an answer, in whichever format: pieces of text in, events out, the same for any cut into pieces.
+Knows nothing of any format but where it may open; each call is given whole or its text is content, never half of it.
+
+Space around a call belongs to the call. What turns out to be no call is content from its opening mark on, and is
+searched again behind that mark, so that a good call after a bad one is found.
+"""
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event
+from octavo.text.parsers.json_text import dump
+from octavo.text.parsers.reader import SPACE, Call, Malformed, Reader, Steps
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The tools of a request: the JSON schema of each one's parameters by its name."""
+
+
+def call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def short_id() -> str:
+    """Nine letters and digits, the only ids that some templates take back."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    read: Callable[[Reader, str, Schemas], Steps[None]]
+    """(reader behind the opening mark, that mark or "" for a bare opening, the tools): yields each call."""
+    openings: tuple[str, ...] = ()  # marks that open a call anywhere
+    bare: str = ""  # a character that opens one where nothing was said before; the reader stands on it
+    marks: tuple[str, ...] = ()  # texts that may be special tokens and must reach the parser
+    signs: tuple[str, ...] = ()  # a chat template with all of these speaks this format
+    strangers: tuple[str, ...] = ()  # … unless it has one of these
+    rank: int = 0  # where several formats' signs are there, the highest wins
+    new_id: Callable[[], str] = call_id
+    aliases: tuple[str, ...] = ()
+
+
+class CallParser:
+    def __init__(self, format: ToolFormat, tools: Schemas, new_id: Callable[[], str] | None = None) -> None:
+        self._format = format
+        self._tools = tools
+        self._new_id = new_id or format.new_id
+        self._opening = re.compile("|".join(map(re.escape, format.openings)) or r"(?!)")
+        self._reader = Reader()
+        self._section: Steps[None] | None = None  # reads calls; None: outside
+        self._start = 0  # of the text that is content if the section goes wrong
+        self._behind = 0  # the opening: where the search goes on if it does
+        self._can_open_bare = True
+        self._after_call = False
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Event]:
+        self._reader.text += text
+        return self._run()
+
+    def finish(self) -> list[Event]:
+        self._reader.over = True
+        return self._run()
+
+    def _run(self) -> list[Event]:
+        events: list[Event] = []
+        while self._inside(events) if self._section is not None else self._outside(events):
+            pass
+        if self._section is None:
+            self._reader.text = self._reader.text[self._reader.at :]
+            self._reader.at = 0
+        return events
+
+    def _inside(self, events: list[Event]) -> bool:
+        """One step of the section. False: it waits for more text."""
+        assert self._section is not None
+        reader = self._reader
+        try:
+            call = next(self._section)
+        except StopIteration:
+            self._section = None
+            self._can_open_bare = True
+        except Malformed:
+            self._section = None
+            reader.at = self._behind
+            self._say(events, reader.text[self._start : self._behind])
+            self._can_open_bare = False
+        else:
+            if call is None:
+                assert not reader.over, "a format waits for text that will not come"
+                return False
+            self._give(events, call)
+            self._start = self._behind = reader.at
+        return True
+
+    def _outside(self, events: list[Event]) -> bool:
+        """Says what is content for certain. True: a section was opened."""
+        reader = self._reader
+        text, at = reader.text, reader.at
+        rest = text[at:].lstrip(SPACE)
+        if self._can_open_bare and rest and rest[0] in self._format.bare:
+            reader.at = len(text) - len(rest)
+            self._start, self._behind = at, reader.at + 1
+            self._section = self._format.read(reader, "", self._tools)
+            return True
+        found = self._opening.search(text, at)
+        if found is None:
+            end = len(text) if reader.over else self._certain(text, at)
+            if not (reader.over and self._after_call and not rest):
+                self._say(events, text[at:end])
+            reader.at = end
+            return False
+        self._start = at + len(text[at : found.start()].rstrip(SPACE))
+        self._say(events, text[at : self._start])
+        reader.at = self._behind = found.end()
+        self._section = self._format.read(reader, found[0], self._tools)
+        return True
+
+    def _certain(self, text: str, at: int) -> int:
+        """Where the text ends that no opening, nor the space before one, can still claim."""
+        held = 0
+        for opening in self._format.openings:
+            for size in range(min(len(opening) - 1, len(text) - at), held, -1):
+                if text.endswith(opening[:size]):
+                    held = size
+                    break
+        return at + len(text[at : len(text) - held].rstrip(SPACE))
+
+    def _say(self, events: list[Event], text: str) -> None:
+        if not text:
+            return
+        events.append(Content(text))
+        self._after_call = False
+        if text.strip(SPACE):
+            self._can_open_bare = False
+
+    def _give(self, events: list[Event], call: Call) -> None:
+        index = self.num_calls
+        events.append(CallBegin(index, call.id or self._new_id(), call.name))
+        events.append(CallArguments(index, dump(call.arguments)))
+        events.append(CallEnd(index))
+        self.num_calls += 1
+        self._after_call = True

@@ -1,0 +1,104 @@
+"""Divides an answer into reasoning, between two marks at its beginning, and what follows: pieces in, events out.
+Knows nothing of tool calls, and of templates only how a prompt ends.
+
+Line breaks beside a mark belong to the mark. A mark further on is part of the answer: one may talk about marks.
+"""
+
+from dataclasses import dataclass
+
+from octavo.text.parsers.events import Content, Event, Reasoning
+from octavo.text.parsers.reader import SPACE
+
+
+@dataclass(frozen=True)
+class ThinkFormat:
+    opening: str
+    closing: str
+    opens_unsaid: bool = False  # the model thinks first even where neither it nor the prompt says the opening mark
+    signs: tuple[str, ...] = ()  # a chat template with all of these speaks this format
+    rank: int = 0  # where several formats' signs are there, the highest wins
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        return self.opening, self.closing
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether an answer to this prompt begins inside the reasoning: the template may have opened or closed it."""
+        end = prompt.rstrip(SPACE)
+        return end.endswith(self.opening) or (self.opens_unsaid and not end.endswith(self.closing))
+
+
+def held_len(text: str, mark: str) -> int:
+    """Characters at the end of the text that may be the beginning of the mark."""
+    sizes = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)
+
+
+class ThinkParser:
+    def __init__(self, format: ThinkFormat, prompt: str) -> None:
+        self._format = format
+        self._held = ""
+        self._stage = self._opening
+        self._may_be_content = not format.is_open(prompt)
+        self._is_over = False
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        self._held += text
+        while self._stage(events):
+            pass
+        return events
+
+    def finish(self) -> list[Event]:
+        self._is_over = True
+        return self.feed("")
+
+    # Each stage takes what it is certain of from the held text. True: the next stage may go on with the rest.
+
+    def _opening(self, events: list[Event]) -> bool:
+        """Before anything was said: the opening mark or, where the prompt said it, perhaps a second one."""
+        opening, rest = self._format.opening, self._held.lstrip(SPACE)
+        if rest.startswith(opening):
+            self._held = rest[len(opening) :]
+            self._stage = self._first
+        elif opening.startswith(rest) and not self._is_over:
+            return False
+        else:
+            self._stage = self._content if self._may_be_content else self._first
+        return True
+
+    def _first(self, events: list[Event]) -> bool:
+        self._held = self._held.lstrip("\r\n")
+        if not self._held:
+            return False
+        self._stage = self._reasoning
+        return True
+
+    def _reasoning(self, events: list[Event]) -> bool:
+        text, closing = self._held, self._format.closing
+        at = text.find(closing)
+        if at >= 0:
+            said, self._held = text[:at].rstrip("\r\n"), text[at + len(closing) :]
+            self._stage = self._after
+        elif self._is_over:
+            said, self._held = text, ""
+        else:
+            certain = text[: len(text) - held_len(text, closing)].rstrip("\r\n")
+            said, self._held = certain, text[len(certain) :]
+        if said:
+            events.append(Reasoning(said))
+        return at >= 0
+
+    def _after(self, events: list[Event]) -> bool:
+        self._held = self._held.lstrip("\r\n")
+        if not self._held:
+            return False
+        self._stage = self._content
+        return True
+
+    def _content(self, events: list[Event]) -> bool:
+        if self._held:
+            events.append(Content(self._held))
+            self._held = ""
+        return False
