@@ -378,6 +378,7 @@ def test_repetition_is_only_content(text: str) -> None:
         ("{{ '<tool_call>\\n{\"name\": \"' + tool_call.name }}", "hermes"),
         ("<tool_call>\n<function=example>\n<parameter=one>", "qwen3_coder"),
         ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>", None),  # the same mark around another format
+        ("<tool_call>{{ '<invoke name=' + tool_call.name }}", None),  # and around a third
         ("{{ '[TOOL_CALLS]' + message.tool_calls | tojson }}", "mistral"),
         ("<|start_header_id|> {\"name\": function name, \"parameters\": dictionary}", "llama3_json"),
         ("<|start_header_id|> [func_name1(params_name1=params_value1)] \"parameters\"", "pythonic"),

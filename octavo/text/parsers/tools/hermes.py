@@ -19,7 +19,7 @@ FORMAT = ToolFormat(
     openings=("<tool_call>",),
     marks=("<tool_call>", "</tool_call>"),
     signs=("<tool_call>",),
-    strangers=("<arg_key>", "<parameter="),
+    strangers=("<arg_key>", "<parameter=", "<invoke name="),
     rank=1,
     aliases=("qwen", "qwen25"),
 )
