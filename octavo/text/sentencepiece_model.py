@@ -111,6 +111,11 @@ class SentencePieceTokenizer:
         token_id = self._processor.piece_to_id(token)
         return None if self._processor.id_to_piece(token_id) != token else token_id
 
+    def token_name(self, token_id: int) -> str | None:
+        if token_id in self._names:
+            return self._names[token_id]
+        return self._processor.id_to_piece(token_id) if 0 <= token_id < self._processor.vocab_size() else None
+
     def _spell(self, token_id: int) -> bytes:
         if token_id in self._names:
             return spell_marked(self._names[token_id], has_bytes=False)

@@ -81,6 +81,10 @@ class Text:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
+    def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """As the vocabulary writes them: "Ġhello", "▁hello". None: no token has this id."""
+        return [self._tokenizer.token_name(token_id) for token_id in token_ids]
+
     @property
     def has_chat_template(self) -> bool:
         return self._template.is_there

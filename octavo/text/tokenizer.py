@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name: "</s>"."""
 
+    def token_name(self, token_id: int) -> str | None:
+        """As the vocabulary writes it. None: no token has this id."""
+
 
 class LibraryTokenizer:
     """A `tokenizers.Tokenizer`. `pieces` None: its decoder is no table of bytes and is asked instead.
@@ -94,6 +97,10 @@ class LibraryTokenizer:
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+    def token_name(self, token_id: int) -> str | None:
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
