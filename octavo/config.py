@@ -96,7 +96,12 @@ class ServerConfig:
     port: int = knob(8000, "port to listen on; 0: any free one")
     api_key: str = knob(
         "",
-        "key that clients must send as 'Authorization: Bearer KEY'; several: separate by commas; also OCTAVO_API_KEY",
+        "key that clients must send as 'Authorization: Bearer KEY'; several: give the flag again, or separate by commas; "
+        "also OCTAVO_API_KEY or VLLM_API_KEY",
+        kind="list",
+    )
+    api_key_file: str = knob(
+        "", "file with a key in each line, besides --api-key; empty lines and those that begin with # are passed over"
     )
     api_processes: int | str = knob(
         AUTO,
@@ -105,7 +110,33 @@ class ServerConfig:
         kind="tokens",
     )
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
-    allowed_origins: str = knob("", "origins a browser may call from (CORS), separated by commas; *: any")
+    max_messages: int = knob(10_000, "most messages of one chat request")
+    max_n: int = knob(128, "most choices (n) of one request")
+    strict_fields: bool = knob(
+        False,
+        "refuse requests with a field that is unknown or without effect; off: such fields are named back in ignored_fields",
+    )
+    stream_interval: int = knob(
+        1, "tokens in one event of a stream, the first one's aside, where a request does not say"
+    )
+    sse_keep_alive_interval: float = knob(
+        0.0, "seconds after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never"
+    )
+    allowed_origins: str = knob(
+        "",
+        'origins a browser may call from (CORS), separated by commas or as JSON (["https://a.example"]); *: any',
+        kind="list",
+    )
+    allowed_methods: str = knob("*", "methods that those origins may use, written alike", kind="list")
+    allowed_headers: str = knob("*", "headers that those origins may send, written alike", kind="list")
+    allow_credentials: bool = knob(False, "let browsers send cookies and the like from those origins")
+    ssl_keyfile: str = knob("", "TLS: the private key, a PEM file")
+    ssl_certfile: str = knob(
+        "", "TLS: the certificate and its chain, a PEM file; without it the server speaks plain HTTP"
+    )
+    ssl_ca_certs: str = knob(
+        "", "TLS: the authorities whose certificates clients must show, a PEM file; empty: none is asked for"
+    )
     root_path: str = knob("", "path prefix under which a proxy serves this server")
     uvicorn_log_level: str = knob(
         "warning", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug")
@@ -116,7 +147,7 @@ class ServerConfig:
     @property
     def api_keys(self) -> list[str]:
         """The keys that open the door. Empty: it stands open."""
-        return [key.strip() for key in self.api_key.split(",") if key.strip()]
+        return split_list(self.api_key)
 
     def num_api_processes(self, num_cores: int) -> int:
         # Three of four cores are left to the engine and to whatever else the machine does. Beyond eight, the engine would
@@ -167,19 +198,34 @@ class Config:
             ),
             ("--api-processes", self.server.api_processes, _positive(self.server.api_processes), "at least 1"),
             ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
-            (
-                "--shutdown-timeout",
-                self.server.shutdown_timeout,
-                0 <= self.server.shutdown_timeout <= MAX_SECONDS,
-                f"between 0 and {MAX_SECONDS}",
+            ("--max-messages", self.server.max_messages, self.server.max_messages >= 1, "at least 1"),
+            ("--max-n", self.server.max_n, self.server.max_n >= 1, "at least 1"),
+            ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
+            *(
+                (name, seconds, 0 <= seconds <= MAX_SECONDS, f"between 0 and {MAX_SECONDS}")
+                for name, seconds in (
+                    ("--shutdown-timeout", self.server.shutdown_timeout),
+                    ("--sse-keep-alive-interval", self.server.sse_keep_alive_interval),
+                )
             ),
         ):
             if not ok:
                 raise ConfigError(f"{name} must be {limit}, got {value}")
-        if self.server.api_key and not self.server.api_keys:
-            # Whoever wrote this wants a lock: an open door would be the opposite.
+        self._check_door()
+
+    def _check_door(self) -> None:
+        """Whoever wrote half of a lock wants a lock: an open door would be the opposite."""
+        server = self.server
+        if server.api_key and not server.api_keys:
             raise ConfigError(
-                f"--api-key (or OCTAVO_API_KEY) {self.server.api_key!r} holds no key: give one, or leave it out"
+                f"--api-key (or OCTAVO_API_KEY) {server.api_key!r} holds no key: give one, or leave it out"
+            )
+        for name, value in (("--ssl-keyfile", server.ssl_keyfile), ("--ssl-ca-certs", server.ssl_ca_certs)):
+            if value and not server.ssl_certfile:
+                raise ConfigError(f"{name} is for TLS: give --ssl-certfile as well")
+        if server.allow_credentials and "*" in split_list(server.allowed_origins):
+            raise ConfigError(
+                "--allow-credentials with --allowed-origins * would let any web page act for its visitors: name the origins"
             )
 
     def _check_choices(self) -> None:
@@ -190,6 +236,11 @@ class Config:
                 if choices and value not in choices:
                     flag = "--" + option.name.replace("_", "-")
                     raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def split_list(text: str) -> list[str]:
+    """The entries of a `list` knob: between commas."""
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _positive(value: int | str) -> bool:

@@ -4,6 +4,7 @@ Knows nothing of what a flag does; a bad value is one line that names the flag a
 import argparse
 import builtins
 import dataclasses
+import json
 import math
 import os
 import re
@@ -97,8 +98,18 @@ def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") ->
         group.add_argument(*_names(knob), action=argparse.BooleanOptionalAction, **options)
         return
     choices = knob.metadata["choices"]
+    if knob.metadata["kind"] == "list":
+        options["action"] = _Gather
     metavar = "{" + ",".join(choices) + "}" if choices else _metavar(knob)
     group.add_argument(*_names(knob), type=_reader(knob), metavar=metavar, **options)
+
+
+class _Gather(argparse.Action):
+    """A list knob that may be given several times."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def _names(knob: "dataclasses.Field[Any]") -> list[str]:
@@ -117,7 +128,7 @@ def _show_default(knob: "dataclasses.Field[Any]") -> str:
 
 
 def _metavar(knob: "dataclasses.Field[Any]") -> str:
-    if knob.metadata["kind"]:
+    if knob.metadata["kind"] in ("tokens", "bytes"):
         return {"tokens": "N", "bytes": "BYTES"}[knob.metadata["kind"]]
     match knob.type:
         case builtins.int:
@@ -135,6 +146,8 @@ def _reader(knob: "dataclasses.Field[Any]") -> Callable[[str], Any]:
         return lambda text: _automatic(text) or count(text)
     if knob.metadata["kind"] == "bytes":
         return lambda text: _automatic(text) or size(text)
+    if knob.metadata["kind"] == "list":
+        return entries
     match knob.type:
         case builtins.int:
             return whole
@@ -155,6 +168,19 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return read
+
+
+def entries(text: str) -> str:
+    """A list knob's text: as it is, between commas, or as JSON, which is how vLLM's users write one."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) and "," not in value for value in values):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list: give a,b or ["a","b"]')
+    return ",".join(values)
 
 
 def whole(text: str) -> int:
@@ -227,6 +253,25 @@ def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
     """The whole configuration. Raises ConfigError for a value out of range."""
     options = options_from(arguments)
-    if "api_key" not in options and environ.get("OCTAVO_API_KEY"):
-        options["api_key"] = environ["OCTAVO_API_KEY"]
+    if file := options.get("api_key_file"):
+        options["api_key"] = ",".join([*filter(None, [options.get("api_key")]), *_keys_in(file)])
+    # A server that was locked under another name must not stand open under this one.
+    given = environ.get("OCTAVO_API_KEY") or environ.get("VLLM_API_KEY")
+    if "api_key" not in options and given:
+        options["api_key"] = given
     return replace(Config(), **options)
+
+
+def _keys_in(file: str) -> list[str]:
+    try:
+        with open(file, encoding="utf-8") as lines:
+            keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file} cannot be read ({error.strerror}): give a file of keys") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file {file} is not a text file: write a key in each line") from None
+    if not keys:
+        raise ConfigError(f"--api-key-file {file} holds no key: write one in each line, or leave the flag out")
+    if any("," in key for key in keys):
+        raise ConfigError(f"--api-key-file {file} has a key with a comma, which would be two: choose another key")
+    return keys

@@ -17,7 +17,7 @@ from typing import NoReturn
 import msgspec
 import zmq
 
-from octavo.config import Config
+from octavo.config import Config, ServerConfig
 from octavo.engine.budget import budget_lines
 from octavo.engine.process import EngineOrder
 from octavo.engine.reception import Reception
@@ -50,6 +50,7 @@ class _Stop(Exception):
 def serve(config: Config) -> int:
     """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost, 2 a start-up mistake."""
     started = time.monotonic()
+    check_certificates(config.server)
     listener = _listen(config.server.host, config.server.port)
     source = resolve(
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
@@ -152,7 +153,8 @@ class _Processes:
 
     def _url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        scheme = "https" if self._config.server.ssl_certfile else "http"
+        return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
 
     def stop_in_order(self) -> int:
         """API processes first: they refuse what is new and finish what runs; then the engine."""
@@ -230,6 +232,43 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise _cannot_listen(host, port, error) from None
     return listener
+
+
+def check_certificates(server: ServerConfig) -> None:
+    """Raises ConfigError for files that TLS cannot be spoken with: before a model is loaded, not after."""
+    if not server.ssl_certfile:
+        return
+    import ssl  # most servers stand behind a proxy that has it
+
+    for flag, path in (
+        ("--ssl-certfile", server.ssl_certfile),
+        ("--ssl-keyfile", server.ssl_keyfile),
+        ("--ssl-ca-certs", server.ssl_ca_certs),
+    ):
+        try:
+            with open(path or os.devnull, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): give a PEM file") from None
+
+    def never() -> NoReturn:  # OpenSSL would ask at the terminal, once in each process
+        raise ConfigError("the TLS key has a passphrase: give --ssl-keyfile a key without one")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile or None, never)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--ssl-certfile {server.ssl_certfile} and its key do not work ({error.reason or error}): give a certificate and "
+            "the private key that belongs to it, both PEM"
+        ) from None
+    try:
+        if server.ssl_ca_certs:
+            context.load_verify_locations(server.ssl_ca_certs)
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--ssl-ca-certs {server.ssl_ca_certs} holds no certificates ({error.reason or error}): give a PEM file"
+        ) from None
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -6,7 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from octavo.config import Config
+from octavo.config import Config, split_list
 from octavo.engine.client import EngineClient
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.door import Door
@@ -27,14 +27,15 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     for error in (OctavoError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, _answer)
     app.add_middleware(Door, service=service)
-    origins = [origin.strip() for origin in config.server.allowed_origins.split(",") if origin.strip()]
+    origins = split_list(config.server.allowed_origins)
     if origins:
         # Outside the door: a browser's preflight carries no key, and refusals must be readable too.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
+            allow_methods=split_list(config.server.allowed_methods),
+            allow_headers=split_list(config.server.allowed_headers),
+            allow_credentials=config.server.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
     return app

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ class HttpServer(uvicorn.Server):
             return self._close_channel()
         for connection in connections:
             connection.setblocking(False)
-            task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection))
+            task = loop.create_task(loop.connect_accepted_socket(self._protocol, connection, ssl=self.config.ssl))
             self._opening.add(task)
             task.add_done_callback(self._opened)
 
@@ -162,6 +163,7 @@ async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, Text]) -> T
 
 
 def _http_server(order: ServerOrder, app: object) -> HttpServer:
+    server = order.config.server
     return HttpServer(
         uvicorn.Config(
             app,  # type: ignore[arg-type]
@@ -169,9 +171,14 @@ def _http_server(order: ServerOrder, app: object) -> HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level=order.config.server.uvicorn_log_level,
+            log_level=server.uvicorn_log_level,
             access_log=False,
             server_header=False,
+            ssl_certfile=server.ssl_certfile or None,
+            ssl_keyfile=server.ssl_keyfile or None,
+            ssl_ca_certs=server.ssl_ca_certs or None,
+            # Authorities are named so that clients must show what these have signed.
+            ssl_cert_reqs=ssl.CERT_REQUIRED if server.ssl_ca_certs else ssl.CERT_NONE,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,
         ),

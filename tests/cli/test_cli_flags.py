@@ -3,11 +3,13 @@ Knows nothing of what the flags do."""
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.config import AUTO, Config, replace, sections
+from octavo.config import AUTO, Config, replace, sections, split_list
 from octavo.errors import ConfigError
 from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
 
@@ -33,11 +35,14 @@ def test_every_knob_is_a_flag_and_reads_back_a_value() -> None:
                 continue
             if knob.metadata["choices"]:
                 text, value = (knob.metadata["choices"][-1],) * 2
-            elif knob.metadata["kind"]:
+            elif knob.metadata["kind"] in ("tokens", "bytes"):
                 text, value = "2k", 2048
             else:
                 text, value = samples[knob.type]
-            assert getattr(getattr(parse(name, text), section), knob.name) == value, name
+            # Alone: some flags mean nothing without another, and the configuration says so.
+            parser = Parser(prog="octavo")
+            add_config_flags(parser)
+            assert options_from(parser.parse_args([name, text]))[knob.name] == value, name
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,64 @@ def test_auto(text: str) -> None:
 def test_the_key_comes_from_the_environment_unless_a_flag_brings_one() -> None:
     assert parse(environ={"OCTAVO_API_KEY": "secret"}).server.api_key == "secret"
     assert parse("--api-key", "other", environ={"OCTAVO_API_KEY": "secret"}).server.api_key == "other"
+
+
+def test_several_keys_from_everywhere(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\n  three \n\n\tfour\n")
+    flags = ("--api-key", "one", "--api-key", "two,zwei", "--api-key-file", str(file))
+    assert parse(*flags, environ={"OCTAVO_API_KEY": "x"}).server.api_keys == ["one", "two", "zwei", "three", "four"]
+    assert parse("--api-key-file", str(file), environ={"OCTAVO_API_KEY": "x"}).server.api_keys == ["three", "four"]
+    assert parse(environ={"VLLM_API_KEY": "theirs"}).server.api_keys == ["theirs"]
+    assert parse(environ={"VLLM_API_KEY": "theirs", "OCTAVO_API_KEY": "ours"}).server.api_keys == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"", "holds no key"),
+        (b"# a\n\n", "holds no key"),
+        (b"a,b\n", "comma"),
+        (b"\xff", "text file"),
+    ],
+)
+def test_a_bad_key_file(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as raised:
+        parse("--api-key-file", str(file))
+    assert "--api-key-file" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_lists_as_vllms_users_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("https://a.example,https://b.example", '["https://a.example", "https://b.example"]'):
+        assert split_list(parse("--allowed-origins", text).server.allowed_origins) == [
+            "https://a.example",
+            "https://b.example",
+        ]
+    for wrong in ("[", "[1]", '["a,b"]'):
+        with pytest.raises(SystemExit):
+            parse("--allowed-origins", wrong)
+        assert "--allowed-origins" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--ssl-keyfile", "k"], "--ssl-keyfile is for TLS: give --ssl-certfile"),
+        (["--ssl-ca-certs", "k"], "--ssl-ca-certs is for TLS: give --ssl-certfile"),
+        (["--allowed-origins", "*", "--allow-credentials"], "name the origins"),
+        (["--max-n", "0"], "--max-n must be at least 1"),
+        (["--max-messages", "0"], "--max-messages must be at least 1"),
+        (["--stream-interval", "0"], "--stream-interval must be at least 1"),
+        (["--sse-keep-alive-interval", "-1"], "--sse-keep-alive-interval must be between 0"),
+    ],
+)
+def test_a_door_half_built_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        parse(*flags)
 
 
 @pytest.mark.parametrize("text", [",", " ", " , ,", "\t"])

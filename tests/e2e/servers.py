@@ -44,7 +44,7 @@ class Server:
     def _read(self) -> None:
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
-            if found := re.search(r"ready after .*(http://\S+)/v1", line):
+            if found := re.search(r"ready after .*(https?://\S+)/v1", line):
                 self.base = found[1]
                 self._is_ready.set()
         self._is_ready.set()

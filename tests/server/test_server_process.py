@@ -4,6 +4,7 @@ import http.client
 import json
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from octavo.engine.reception import Reception
 from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
+from tests.certificates import make_certificates
 from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 
 SECONDS = 20
@@ -239,3 +241,29 @@ def test_how_many_api_processes(wanted: int | str, num_cores: int, num: int) -> 
 def test_no_api_process_at_all_is_refused() -> None:
     with pytest.raises(ConfigError, match="--api-processes must be at least 1, got 0"):
         config(api_processes=0)
+
+
+def test_tls_with_clients_that_must_show_a_certificate(folder: Path) -> None:
+    files = make_certificates(folder)
+    server = Server(
+        folder,
+        ssl_certfile=str(files.server),
+        ssl_keyfile=str(files.server_key),
+        ssl_ca_certs=str(files.authority),
+    )
+    try:
+        server.ready()
+
+        def ask(trust: ssl.SSLContext) -> int:
+            connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=SECONDS, context=trust)
+            server.connections.append(connection)
+            connection.request("GET", "/health")
+            return connection.getresponse().status
+
+        known = ssl.create_default_context(cafile=files.authority)
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            ask(known)
+        known.load_cert_chain(files.client, files.client_key)
+        assert ask(known) == 200
+    finally:
+        server.close()
