@@ -1,18 +1,28 @@
-"""The request fields that completions and chat share, and what becomes of every field that is not offered.
+"""The request fields that completions and chat share, and what becomes of every field that is not offered: see Dialect.
 Knows nothing of prompts, messages or the engine."""
 
 import difflib
-from typing import Any, TypeVar
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
+
+log = logging.getLogger("octavo.server")
 
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
+MAX_NAMED_BACK = 64  # an answer does not grow with the rubbish in its request
+MAX_NAME_LEN = 100
+MAX_LOGGED = 1000  # names that are remembered as told
 
 # Known fields that are not offered. null always means absent; these other values ask for nothing beyond what happens
 # anyway, so clients that spell out their defaults work. Any other value is refused by name.
@@ -33,7 +43,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "repetition_detection": (),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stream_interval": (1,),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
@@ -60,19 +69,60 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
+LABELS: dict[str, str] = {
+    "user": "a label for the caller's own books",
+    "metadata": "a label for the caller's own books",
+    "prompt_cache_key": "equal prefixes are shared without it",
+    "safety_identifier": "a label for the caller's own books",
+}
+"""Fields of the schemas that ask for nothing: taken without a word, and why that is right."""
+
+WITHOUT_EFFECT: dict[str, str] = {
+    "kv_transfer_params": "KV pages stay in this server",
+    "mm_processor_kwargs": "there are no images or sounds to process",
+    "media_io_kwargs": "there are no images or sounds to read",
+    "prediction": "nothing is guessed ahead from it",
+    "priority": "requests are served first come, first served",
+    "reasoning_effort": "this model has no such dial",
+    "request_id": "the header X-Request-Id names a request",
+    "return_prompt_text": "the prompt's text is not sent back",
+    "return_token_offsets": "offsets are not sent back",
+    "service_tier": "there is one tier",
+    "session_id": "no request is bound to a session",
+    "store": "answers are not stored",
+    "thinking_token_budget": "max_tokens is the one limit",
+    "verbosity": "this model has no such dial",
+    "vllm_xargs": "there is no extension that would read it",
+}
+"""Fields that are not offered and may be passed over, and why: named back, and refused in strict mode. What else is not
+offered is refused in every mode: it says what the answer must be (its shape, its tokens, what it is made from), and another
+answer would be a wrong one."""
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
 
 
-class GenerationFields(BaseModel):
-    """null is the same as absent. Ranges are checked by SamplingParams, which has the limits and the words."""
+class RequestFields(BaseModel):
+    """A request's body. null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
     model: str | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the body that have no effect and that the answer names back."""
+        return self._ignored
+
+
+class GenerationFields(RequestFields):
+    """Ranges are checked by SamplingParams, which has the limits and the words."""
+
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -90,6 +140,7 @@ class GenerationFields(BaseModel):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
     # Labels for the caller's own books: taken, and without effect here.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -121,24 +172,90 @@ class GenerationFields(BaseModel):
     def wants_usage_in_every_chunk(self) -> bool:
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
+    def tokens_per_event(self, server: ServerConfig) -> int:
+        """1 for a whole answer: nobody watches it grow."""
+        return (self.stream_interval or server.stream_interval) if self.stream else 1
 
-Body = TypeVar("Body", bound=BaseModel)
-Fields = TypeVar("Fields", bound=GenerationFields)
+
+Body = TypeVar("Body", bound=RequestFields)
 
 
-def parse_body(body: bytes, schema: type[Body], not_offered: dict[str, tuple[object, ...]]) -> Body:
-    """The body as `schema`, which takes extra fields: each is one of `not_offered`, at a harmless value, or refused by name."""
-    try:
-        fields = schema.model_validate_json(body)
-    except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
-    _refuse_not_offered(fields, not_offered)
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[Body]):
+    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown."""
+
+    name: str
+    path: str
+    schema: type[Body]
+    not_offered: Mapping[str, tuple[object, ...]]
+
+
+async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
+    """The body's fields. Those without effect are logged, once for each name, and in the answer it is for the endpoint to
+    name them back (`fields.ignored`)."""
+    fields = parse_body(await request.body(), dialect, server)
+    if fields.ignored:
+        level = logging.INFO if _is_old_news(dialect.path, fields.ignored) else logging.WARNING
+        names = ", ".join(map(_short, fields.ignored))
+        log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
     return fields
 
 
-def parse_fields(body: bytes, schema: type[Fields], not_offered: dict[str, tuple[object, ...]]) -> Fields:
-    """The body of an endpoint that generates. Every field is honoured or refused by name; `not_offered` adds the endpoint's own."""
-    fields = parse_body(body, schema, {**NOT_OFFERED, **not_offered})
+def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Body:
+    """Every field is honoured, refused by name, or among the result's `ignored`; in strict mode the last are refused too."""
+    try:
+        fields = dialect.schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
+    ignored = [name for name, value in _extras(fields) if _is_ignored(name, value, dialect, server)]
+    if ignored:
+        fields._ignored = tuple(name[:MAX_NAME_LEN] for name in ignored[:MAX_NAMED_BACK])
+    _check_limits(fields, server)
+    return fields
+
+
+def _extras(fields: RequestFields) -> Iterator[tuple[str, object]]:
+    """What no schema has, in the body and in the objects within it."""
+    yield from (fields.model_extra or {}).items()
+    for outer, value in fields:
+        if isinstance(value, BaseModel):
+            yield from ((f"{outer}.{name}", inner) for name, inner in (value.model_extra or {}).items())
+
+
+def _is_ignored(name: str, value: object, dialect: Dialect[Body], server: ServerConfig) -> bool:
+    """False: it asks for nothing. Raises Unsupported where it cannot be passed over."""
+    harmless = dialect.not_offered.get(name)
+    if harmless is None:
+        if server.strict_fields:
+            close = difflib.get_close_matches(
+                name[:MAX_NAME_LEN], [*dialect.schema.model_fields, *dialect.not_offered], n=1
+            )
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise Unsupported(f"unknown field {_short(name)}{hint}", param=name[:MAX_NAME_LEN])
+        return True
+    # Compared with their types: 0 and false are different answers in JSON.
+    if value is None or any(type(value) is type(same) and value == same for same in harmless):
+        return False
+    if server.strict_fields or name not in WITHOUT_EFFECT:
+        raise Unsupported(f"{name} = {_short(value)} is not supported here yet: leave {name} out", param=name)
+    return True
+
+
+def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
+    messages = getattr(fields, "messages", None)
+    if isinstance(messages, list) and len(messages) > server.max_messages:
+        raise InvalidRequest(
+            f"messages has {len(messages)} entries; this server takes at most {server.max_messages} (--max-messages)",
+            param="messages",
+        )
+    if not isinstance(fields, GenerationFields):
+        return
+    if fields.n is not None and fields.n > server.max_n:
+        raise InvalidRequest(f"n must be at most {server.max_n} (--max-n), got {fields.n}", param="n")
+    if fields.stream_interval is not None and fields.stream_interval < 1:
+        raise InvalidRequest(
+            f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"
+        )
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
     if None not in (fields.max_tokens, fields.max_completion_tokens) and (
@@ -148,19 +265,18 @@ def parse_fields(body: bytes, schema: type[Fields], not_offered: dict[str, tuple
             "max_tokens and max_completion_tokens are two names of one limit: give one of them",
             param="max_completion_tokens",
         )
-    return fields
 
 
-def _refuse_not_offered(fields: BaseModel, table: dict[str, tuple[object, ...]]) -> None:
-    for name, value in (fields.model_extra or {}).items():
-        harmless = table.get(name)
-        if harmless is None:
-            close = difflib.get_close_matches(name, [*type(fields).model_fields, *table], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise Unsupported(f"unknown field {_short(name)}{hint}", param=name[:100])
-        # Compared with their types: 0 and false are different answers in JSON.
-        if value is not None and not any(type(value) is type(same) and value == same for same in harmless):
-            raise Unsupported(f"{name} = {_short(value)} is not supported here yet: leave {name} out", param=name)
+_logged: set[tuple[str, str]] = set()
+
+
+def _is_old_news(path: str, names: tuple[str, ...]) -> bool:
+    """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
+    new = {(path, name) for name in names} - _logged
+    if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
+        return True
+    _logged.update(new)
+    return False
 
 
 def _invalid(error: ErrorDetails) -> InvalidRequest:

@@ -51,9 +51,11 @@ class _Choice:
 
 
 class Generation:
-    def __init__(self, service: Service, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(self, service: Service, requests: Sequence[GenerateRequest], tokens_per_event: int = 1) -> None:
+        """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside."""
         self._service = service
         self._requests = requests
+        self._tokens_per_event = tokens_per_event
         self._choices = [
             [_Choice(service.text.stream(request.params, request.prompt_ids)) for _ in range(request.params.n)]
             for request in requests
@@ -124,9 +126,17 @@ class Generation:
     async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
         engine, request = self._service.engine, self._requests[number]
         engine.submit(request)
+        waiting: list[TokenDelta] = []
+        is_first = True
         async with aclosing(engine.deltas(request.id)) as steps:
             async for deltas in steps:
                 self._service.heard()
+                if self._tokens_per_event > 1:
+                    # Before the text is made: what waited is then one piece, as for a reader that lags.
+                    waiting += deltas
+                    if not is_first and not _is_due(waiting, self._tokens_per_event):
+                        continue
+                    deltas, waiting, is_first = waiting, [], False
                 pieces = self._advance(number, deltas)
                 if pieces:
                     yield pieces
@@ -148,6 +158,16 @@ class Generation:
             if delta.text or choice.finished:
                 pieces.append(Piece(base + index, delta))
         return pieces
+
+
+def _is_due(deltas: list[TokenDelta], num_tokens: int) -> bool:
+    """Whether a choice has ended, or has come to so many tokens."""
+    counts: dict[int, int] = {}
+    for delta in deltas:
+        counts[delta.index] = counts.get(delta.index, 0) + len(delta.token_ids)
+        if delta.finish is not None or counts[delta.index] >= num_tokens:
+            return True
+    return False
 
 
 def _by_choice(deltas: list[TokenDelta]) -> list[tuple[int, list[int], Finish | None]]:

@@ -4,7 +4,8 @@ Knows nothing of what the events say."""
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,12 +14,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineUnavailable, OctavoError
+from octavo.server.answers import name_back
 from octavo.server.errors_http import ClientGone, error_event
 from octavo.server.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it, proxies see that the stream lives
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
@@ -63,17 +66,26 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
 
 
 class EventStream(Response):
-    """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status."""
+    """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
+
+    Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, service: Service, events: AsyncGenerator[bytes, None], ignored_fields: Sequence[str] = ()
+    ) -> None:
         self.status_code = 200
         self.background = None
         # A proxy that buffers would turn the stream into one late answer.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._service = service
         self._events = events
+        self._ignored_fields = ignored_fields
+        self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
+        self._head = asyncio.Lock()  # held while the head goes out: nothing may overtake it
+        self._is_head_out = False
+        self._last_sent = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_gone(
@@ -81,23 +93,49 @@ class EventStream(Response):
         )
 
     async def _deliver(self, send: Send, send_body: Send, request_id: str) -> None:
+        keep_alive = asyncio.create_task(self._keep_alive(send)) if self._keep_alive_seconds else None
+        last = b""
         async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            last = b""
             try:
+                first = name_back(await anext(events), self._ignored_fields)
+                await self._send_head(send)
+                self._last_sent = time.monotonic()
                 await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for chunk in events:
+                    self._last_sent = time.monotonic()
                     await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
             except asyncio.CancelledError:
-                if not self._service.stopping:
+                if not self._service.stopping or not self._is_head_out:
                     raise
                 last = error_event(_cut_off(), request_id)
             except Exception as error:
+                if not self._is_head_out:
+                    raise
                 if not isinstance(error, OctavoError):
                     log.exception("request %s failed in its stream", request_id)
                 last = error_event(error, request_id)
+            finally:
+                if keep_alive is not None:
+                    keep_alive.cancel()
+                    await asyncio.wait({keep_alive})
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_head(self, send: Send) -> None:
+        async with self._head:
+            if not self._is_head_out:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._is_head_out = True
+
+    async def _keep_alive(self, send: Send) -> None:
+        self._last_sent = time.monotonic()
+        while True:
+            quiet = time.monotonic() - self._last_sent
+            if quiet < self._keep_alive_seconds:
+                await asyncio.sleep(self._keep_alive_seconds - quiet)
+                continue
+            await self._send_head(send)
+            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            self._last_sent = time.monotonic()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -96,7 +96,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no dimensions": ({"input": "a", "dimensions": 0}, "dimensions", "from 1 to 4"),
     "no such pooling": ({"input": "a", "pooling": "max"}, "pooling", "one of cls, mean, last"),
     "cut to more than there can be": ({"input": "a", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens", "from 1 to 64"),
-    "an unknown field": ({"input": "a", "dimension": 3}, "dimension", "did you mean 'dimensions'?"),
     "a field that is not offered": ({"input": "a", "truncation_side": "left"}, "truncation_side", "not supported"),
 }  # fmt: skip
 
@@ -109,6 +108,14 @@ async def test_what_is_wrong_is_named(case: str, serve: Serve) -> None:
     error = error_of(response, 400)
     assert error["param"] == param and words in error["message"], error
     assert not scripted.requests
+
+
+async def test_an_unknown_field_is_named_back_or_refused(serve: Serve) -> None:
+    body = {"input": "a", "dimension": 3, "priority": 1}
+    answer = (await serve(engine()).post("/v1/embeddings", json=body)).json()
+    assert answer["ignored_fields"] == ["dimension", "priority"] and answer["data"]
+    error = error_of(await serve(engine(), strict_fields=True).post("/v1/embeddings", json=body), 400)
+    assert error["param"] == "dimension" and "did you mean 'dimensions'?" in error["message"]
 
 
 async def test_long_inputs_are_cut_as_asked(serve: Serve) -> None:

@@ -16,7 +16,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/"),
     ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
-    ("GET", "/health/"), ("GET", "//health"), ("GET", "/HEALTH"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/HEALTH"),
 ]  # fmt: skip
 
 
@@ -235,6 +235,17 @@ class TestCors:
         assert error_of(response, 401) and response.headers["access-control-allow-origin"] == "http://b.example"
         response = await client.post(CHAT, headers={"origin": "http://c.example"})
         assert "access-control-allow-origin" not in response.headers
+
+    async def test_methods_headers_and_credentials(self, serve: Serve) -> None:
+        client = serve(
+            allowed_origins="http://a.example", allowed_methods="POST", allowed_headers="x-mine", allow_credentials=True
+        )
+        asked = {"origin": "http://a.example", "access-control-request-headers": "x-mine"}
+        answer = await client.options(CHAT, headers={**asked, "access-control-request-method": "POST"})
+        assert answer.status_code == 200 and answer.headers["access-control-allow-credentials"] == "true"
+        for wrong in ({"access-control-request-method": "DELETE"}, {"access-control-request-method": "POST",
+                      "access-control-request-headers": "x-other"}):  # fmt: skip
+            assert (await client.options(CHAT, headers={**asked, **wrong})).status_code == 400
 
 
 async def test_requests_are_logged_in_one_line_each(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,7 @@
 """No field is passed over in silence; no body makes the server fail."""
 
 import json
+import logging
 import string
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from octavo.server.app import build_app
 from octavo.server.endpoints import chat, completions
-from octavo.server.fields import NOT_OFFERED, GenerationFields
+from octavo.server.endpoints.compat import all_dialects
+from octavo.server.fields import NOT_OFFERED, WITHOUT_EFFECT, GenerationFields
 from tests.doubles import ScriptedEngine, byte_text, config, says
-from tests.server.conftest import Serve, error_of
+from tests.server.conftest import Serve, error_of, events
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -32,13 +34,17 @@ async def test_the_harmless_value_of_every_field_that_is_not_offered_is_taken(se
         for value in (None, *values):
             response = await client.post(path, json={**BODIES[path], name: value})
             assert response.status_code == 200, (name, value, response.text)
+            assert "ignored_fields" not in response.json(), "it asks for nothing, so nothing was passed over"
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_any_other_value_is_refused_by_name(serve: Serve, path: str) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+async def test_any_other_value_is_refused_by_name(serve: Serve, path: str, strict: bool) -> None:
     engine = ScriptedEngine()
-    client = serve(engine)
+    client = serve(engine, strict_fields=strict)
     for name in TABLES[path]:
+        if name in WITHOUT_EFFECT and not strict:
+            continue
         error = error_of(await client.post(path, json={**BODIES[path], name: {"x": [1]}}), 400)
         assert error["param"] == name and error["code"] == "unsupported_parameter"
         assert name in error["message"] and '{"x":[1]}' in error["message"]
@@ -67,13 +73,57 @@ async def test_any_other_value_is_refused_by_name(serve: Serve, path: str) -> No
     ],
 )
 async def test_examples(serve: Serve, path: str, fields: dict[str, Any]) -> None:
-    error = error_of(await serve().post(path, json={**BODIES[path], **fields}), 400)
+    error = error_of(await serve(strict_fields=True).post(path, json={**BODIES[path], **fields}), 400)
     assert error["param"] == next(iter(fields)) and error["code"] == "unsupported_parameter"
 
 
 async def test_a_slip_of_the_pen_gets_a_hint(serve: Serve) -> None:
-    error = error_of(await serve().post("/v1/completions", json={"prompt": "a", "max_token": 5}), 400)
+    client = serve(strict_fields=True)
+    error = error_of(await client.post("/v1/completions", json={"prompt": "a", "max_token": 5}), 400)
     assert error["param"] == "max_token" and "'max_tokens'" in error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_has_no_effect_is_named_back(serve: Serve, path: str, caplog: pytest.LogCaptureFixture) -> None:
+    client = serve()
+    more: dict[str, Any] = {"bogus\nfield": None, "service_tier": "flex", "user": "ann", "x" * 300: 1}
+    names = ["bogus\nfield", "service_tier", "x" * 100]
+    with caplog.at_level(logging.INFO, "octavo.server"):
+        whole = (await client.post(path, json={**BODIES[path], **more})).json()
+        assert whole["ignored_fields"] == names and whole["choices"]
+        response = await client.post(path, json={**BODIES[path], **more, "stream": True, "n": 2})
+    first, *others = events(response.content)
+    assert first["ignored_fields"] == names and first["choices"]
+    assert not any("ignored_fields" in chunk for chunk in others)
+    told = [record for record in caplog.records if "fields without effect" in record.message]
+    assert [record.levelname for record in told] == ["WARNING", "INFO"], "the same news again is no warning"
+    assert all(path in record.message and "\n" not in record.message for record in told)
+
+
+async def test_fields_within_fields_count_too(serve: Serve) -> None:
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": False}}
+    first = events((await serve().post("/v1/completions", json=body)).content)[0]
+    assert first["ignored_fields"] == ["stream_options.include_obfuscation"]
+    error = error_of(await serve(strict_fields=True).post("/v1/completions", json=body), 400)
+    assert error["param"] == "stream_options.include_obfuscation" and error["code"] == "unsupported_parameter"
+
+
+async def test_an_answer_does_not_grow_with_rubbish(serve: Serve) -> None:
+    rubbish = {f"field_{number}": 1 for number in range(5000)}
+    answer = (await serve().post("/v1/completions", json={"prompt": "a", **rubbish})).json()
+    assert len(answer["ignored_fields"]) == 64
+
+
+async def test_limits_are_the_servers(serve: Serve) -> None:
+    client = serve(max_n=3, max_messages=2)
+    message = {"role": "user", "content": "a"}
+    assert (await client.post("/v1/chat/completions", json={"messages": [message] * 2, "n": 3})).status_code == 200
+    error = error_of(await client.post("/v1/chat/completions", json={"messages": [message] * 3}), 400)
+    assert error["param"] == "messages" and "at most 2 (--max-messages)" in error["message"]
+    error = error_of(await client.post("/tokenize", json={"messages": [message] * 3}), 400)
+    assert error["param"] == "messages"
+    error = error_of(await client.post("/v1/completions", json={"prompt": "a", "n": 4}), 400)
+    assert error["param"] == "n" and "at most 3 (--max-n)" in error["message"]
 
 
 async def test_labels_are_taken_and_typed(serve: Serve) -> None:
@@ -85,12 +135,12 @@ async def test_labels_are_taken_and_typed(serve: Serve) -> None:
 
 
 def test_a_field_is_offered_or_not_offered_and_never_both() -> None:
-    for table, schema in (
-        (TABLES["/v1/completions"], completions.CompletionRequest),
-        (TABLES["/v1/chat/completions"], chat.ChatRequest),
-    ):
-        assert issubclass(schema, GenerationFields)
-        assert not table.keys() & schema.model_fields.keys()
+    dialects = {dialect.path: dialect for dialect in all_dialects()}
+    assert dialects.keys() >= {*BODIES, "/v1/embeddings", "/tokenize", "/detokenize"}
+    for path, dialect in dialects.items():
+        assert not dialect.not_offered.keys() & dialect.schema.model_fields.keys(), path
+    for path, table in TABLES.items():
+        assert issubclass(dialects[path].schema, GenerationFields) and dialects[path].not_offered == table
 
 
 # ── fuzz ────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,9 +9,9 @@ import pytest
 
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.app import build_app
-from octavo.server.sse import DONE
+from octavo.server.sse import DONE, KEEP_ALIVE
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
-from tests.server.conftest import Serve, events
+from tests.server.conftest import Serve, error_of, events
 
 URL = "/v1/completions"
 
@@ -146,6 +146,47 @@ class TestStops:
         assert usage["prompt_tokens_details"] is None, "the engine never told"
 
 
+class TestKeepAlive:
+    def app(self, engine: ScriptedEngine) -> object:
+        return build_app(engine, byte_text(), config(sse_keep_alive_interval=0.01), "byte-model")
+
+    async def test_comments_while_nothing_is_sent(self) -> None:
+        engine = ScriptedEngine(says("abc"))
+        engine.gate.clear()
+        request = call(engine, app=self.app(engine))
+        await request.until(lambda call: call.sent.count(KEEP_ALIVE) >= 3)
+        assert request.status == 200 and set(request.sent) == {KEEP_ALIVE}, "the head is out, and no event is"
+        engine.gate.set()
+        await request.done()
+        body = b"".join(chunk for chunk in request.sent if chunk != KEEP_ALIVE)
+        assert "".join(chunk["choices"][0]["text"] for chunk in events(body)) == "abc"
+
+    async def test_an_error_behind_a_comment_is_an_event(self) -> None:
+        engine = ScriptedEngine(never_ends)
+        engine.gate.clear()
+        request = call(engine, app=self.app(engine))
+        await request.until(lambda call: bool(call.sent))
+        engine.die()
+        await request.done()
+        assert request.sent[-1].endswith(DONE) and b'"engine_dead"' in request.sent[-1]
+
+    async def test_a_client_that_leaves_ends_the_comments(self) -> None:
+        engine = ScriptedEngine(never_ends)
+        engine.gate.clear()
+        request = call(engine, app=self.app(engine))
+        await request.until(lambda call: bool(call.sent))
+        request.leave()
+        await request.done()
+        assert len(engine.aborts) == 1
+        assert len(asyncio.all_tasks()) == 1, "nobody is left to send them"
+
+    async def test_a_refusal_is_still_a_status(self) -> None:
+        engine = ScriptedEngine()
+        request = call(engine, app=self.app(engine), max_tokens=10_000)
+        await request.done()
+        assert request.status == 400
+
+
 class TestPace:
     async def test_what_waits_for_a_lagging_reader_becomes_one_event(self) -> None:
         engine = ScriptedEngine(says("abcdefghij"))
@@ -156,6 +197,37 @@ class TestPace:
         await request.done()
         texts = [chunk["choices"][0]["text"] for chunk in events(b"".join(request.sent))]
         assert "".join(texts) == "abcdefghij" and len(texts) == 2
+
+    @pytest.mark.parametrize("by_request", [True, False])
+    async def test_an_interval_gathers_tokens_behind_the_first(self, serve: Serve, by_request: bool) -> None:
+        engine = ScriptedEngine(says("abcdefgh", "xyz"))
+        client = serve(engine) if by_request else serve(engine, stream_interval=3)
+        fields = {"stream_interval": 3} if by_request else {}
+        body = {"prompt": "p", "stream": True, "n": 2, **fields}
+        texts: list[list[str]] = [[], []]
+        for chunk in events((await client.post(URL, json=body)).content):
+            texts[chunk["choices"][0]["index"]].append(chunk["choices"][0]["text"])
+        assert texts == [["a", "bcd", "efg", "h"], ["x", "yz"]]
+
+    async def test_an_interval_of_the_request_beats_the_servers(self, serve: Serve) -> None:
+        client = serve(ScriptedEngine(says("abc")), stream_interval=10)
+        body = {"prompt": "p", "stream": True, "stream_interval": 1}
+        texts = [chunk["choices"][0]["text"] for chunk in events((await client.post(URL, json=body)).content)]
+        assert texts == ["a", "b", "c", ""]
+        whole = (await client.post(URL, json={"prompt": "p", "stop": "b"})).json()
+        assert whole["choices"][0]["text"] == "a" and whole["choices"][0]["stop_reason"] == "b"
+
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "2"])
+    async def test_a_bad_interval_is_named(self, serve: Serve, value: object) -> None:
+        response = await serve().post(URL, json={"prompt": "p", "stream_interval": value})
+        assert error_of(response, 400)["param"] == "stream_interval"
+
+    async def test_a_stop_string_across_an_interval(self, serve: Serve) -> None:
+        client = serve(ScriptedEngine(says("abcdefgh")))
+        body = {"prompt": "p", "stream": True, "stream_interval": 4, "stop": "de"}
+        chunks = events((await client.post(URL, json=body)).content)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
     async def test_a_reader_that_never_reads_stalls_nobody(self) -> None:
         engine = ScriptedEngine(never_ends)

@@ -13,7 +13,9 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest, Unsupported
-from octavo.server.fields import GenerationFields, parse_fields
+from octavo.server.answers import json_answer
+from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, Usage
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
 from octavo.server.service import Service
@@ -52,6 +54,9 @@ MESSAGE_NOT_OFFERED = {"tool_calls", "tool_call_id", "function_call", "audio", "
 
 class ChatRequest(GenerationFields):
     messages: list[dict[str, Any]]
+
+
+DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -108,13 +113,13 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = parse_fields(await request.body(), ChatRequest, NOT_OFFERED)
+        fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         response = _Response(service, fields, new_id("chatcmpl"), await parse(service, fields), arrived)
         if fields.stream:
-            return EventStream(service, response.stream())
+            return EventStream(service, response.stream(), fields.ignored)
         body = await until_gone(service, request.receive, response.collect())
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_answer(body, fields.ignored)
 
     return router
 
@@ -164,7 +169,7 @@ class _Response:
             default_max_tokens=None,
             arrived=arrived,
         )
-        self._generation = Generation(service, requests)
+        self._generation = Generation(service, requests, fields.tokens_per_event(service.config.server))
         self._fields = fields
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 

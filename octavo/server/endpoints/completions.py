@@ -12,7 +12,9 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
-from octavo.server.fields import GenerationFields, parse_fields
+from octavo.server.answers import json_answer
+from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, Usage
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
 from octavo.server.service import Service
@@ -32,6 +34,9 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 class CompletionRequest(GenerationFields):
     prompt: Any  # string, list of strings, list of token ids, list of lists of token ids
+
+
+DIALECT = Dialect("completions", "/v1/completions", CompletionRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
@@ -61,13 +66,13 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = parse_fields(await request.body(), CompletionRequest, NOT_OFFERED)
+        fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         response = _Response(service, fields, new_id("cmpl"), await parse(service, fields), arrived)
         if fields.stream:
-            return EventStream(service, response.stream())
+            return EventStream(service, response.stream(), fields.ignored)
         body = await until_gone(service, request.receive, response.collect())
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_answer(body, fields.ignored)
 
     return router
 
@@ -125,7 +130,7 @@ class _Response:
             default_max_tokens=DEFAULT_MAX_TOKENS,
             arrived=arrived,
         )
-        self._generation = Generation(service, requests)
+        self._generation = Generation(service, requests, fields.tokens_per_event(service.config.server))
         self._fields = fields
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 

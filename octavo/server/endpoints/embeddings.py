@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict
 
 from octavo.engine.door import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
-from octavo.server.fields import parse_body
+from octavo.server.answers import json_answer
+from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT, new_id
 from octavo.server.service import Service
 from octavo.server.sse import until_gone
@@ -30,13 +30,8 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
-class EmbeddingRequest(BaseModel):
-    """null is the same as absent."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
-
+class EmbeddingRequest(RequestFields):
     input: Any  # string, list of strings, list of token ids, list of lists of token ids
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes
@@ -44,6 +39,9 @@ class EmbeddingRequest(BaseModel):
     pooling: str | None = None
     # A label for the caller's own books: taken, and without effect here.
     user: str | None = None
+
+
+DIALECT = Dialect("embeddings", "/v1/embeddings", EmbeddingRequest, NOT_OFFERED)
 
 
 class Embedding(msgspec.Struct, frozen=True, gc=False):
@@ -71,11 +69,11 @@ def router(service: Service) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         arrived = time.monotonic()
         service.accept()
-        fields = parse_body(await request.body(), EmbeddingRequest, NOT_OFFERED)
+        fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
         body = await until_gone(service, request.receive, collect(service, requests, fields))
-        return Response(msgspec.json.encode(body), media_type="application/json")
+        return json_answer(body, fields.ignored)
 
     return router
 

@@ -1,0 +1,112 @@
+"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back.
+Knows nothing of the engine beyond the length of its context."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from octavo.engine.door import check_ids
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.server.answers import json_answer
+from octavo.server.endpoints.chat import parse_message
+from octavo.server.fields import Dialect, RequestFields, read_fields
+from octavo.server.requests import LONG_TEXT
+from octavo.server.service import Service
+
+LONG_LIST = 20_000
+"""Token ids beyond which decoding would hold up the other streams of this process."""
+
+NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "tools": ([],),
+}
+
+
+class TokenizeRequest(RequestFields):
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
+    add_generation_prompt: bool | None = None  # messages only; None: yes
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestFields):
+    tokens: list[int]
+
+
+DIALECTS = (
+    Dialect("tokenize", "/tokenize", TokenizeRequest, NOT_OFFERED),
+    Dialect("detokenize", "/detokenize", DetokenizeRequest, {}),
+)
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None  # as the vocabulary writes them
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+    tokenize_dialect, detokenize_dialect = DIALECTS
+
+    @router.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        service.accept()
+        fields = await read_fields(request, tokenize_dialect, service.config.server)
+        service.check_model(fields.model)
+        ids = await _encode(service, fields)
+        names = service.text.token_names(ids) if fields.return_token_strs else None
+        return json_answer(Tokens(len(ids), service.report.max_model_len, ids, names), fields.ignored)
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        service.accept()
+        fields = await read_fields(request, detokenize_dialect, service.config.server)
+        service.check_model(fields.model)
+        check_ids(fields.tokens, service.report, "tokens")
+        decode, ids = service.text.decode, fields.tokens
+        text = await asyncio.to_thread(decode, ids, False) if len(ids) > LONG_LIST else decode(ids, False)
+        return json_answer(Detokenized(text), fields.ignored)
+
+    return router
+
+
+async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
+    """However long it is: people ask in order to learn whether it fits."""
+    if (fields.prompt is None) == (fields.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    if fields.prompt is not None:
+        return await _encode_prompt(service, fields, fields.prompt)
+    if fields.add_special_tokens:
+        raise Unsupported(
+            "add_special_tokens = true is not supported with messages: their template writes what the model needs",
+            param="add_special_tokens",
+        )
+    messages = [parse_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages or [])]
+    if not messages:
+        raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
+
+    def encode() -> list[int]:
+        return service.text.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt is not False)
+
+    size = sum(len(str(message["content"])) for message in messages)
+    return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+
+
+async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
+    if fields.add_generation_prompt is not None:
+        raise InvalidRequest("add_generation_prompt is for messages, not for a prompt", param="add_generation_prompt")
+    encode, around = service.text.encode, fields.add_special_tokens is not False
+    return await asyncio.to_thread(encode, prompt, around) if len(prompt) > LONG_TEXT else encode(prompt, around)

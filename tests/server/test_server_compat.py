@@ -1,0 +1,53 @@
+"""/v1/compat says what requests meet: each claim is tried on the endpoint it is about."""
+
+from typing import Any
+
+import pytest
+
+from tests.doubles import REPORT, ScriptedEngine
+from tests.server.conftest import Serve, error_of
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [97]},
+}
+STRANGE = [["value"]]  # no field that is honoured or only labels takes it
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_what_it_says_is_what_happens(serve: Serve, strict: bool) -> None:
+    client = serve(ScriptedEngine(report=REPORT), strict_fields=strict)
+    compat = (await client.get("/v1/compat")).json()
+    assert compat["strict"] is strict
+    dialects = {dialect["path"]: dialect["fields"] for dialect in compat["dialects"]}
+    assert dialects.keys() == {*BODIES, "/v1/embeddings"}
+    for path, body in BODIES.items():
+        assert {field["name"] for field in dialects[path] if field["status"] == "honoured"} >= body.keys()
+        for field in dialects[path]:
+            name = field["name"]
+            response = await client.post(path, json={**body, name: STRANGE})
+            match field["status"]:
+                case "refused":
+                    error = error_of(response, 400)
+                    assert error["param"] == name and error["code"] == "unsupported_parameter" and field["why"]
+                    for value in field.get("taken_values", []):
+                        assert (await client.post(path, json={**body, name: value})).status_code == 200, (name, value)
+                case "accepted_without_effect" if response.status_code == 200:
+                    assert response.json().get("ignored_fields", [name]) == [name] and field["why"], name
+                case "accepted_without_effect":  # a label, whose type is checked
+                    assert error_of(response, 400)["code"] == "invalid_value", name
+                case "honoured" if "." not in name:
+                    error = error_of(response, 404 if name == "model" and response.status_code == 404 else 400)
+                    assert error["code"] == "invalid_value" and error["param"].startswith(name), (name, error)
+
+
+async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
+    compat = (await serve().get("/v1/compat")).json()
+    fields = {d["name"]: {f["name"]: f["status"] for f in d["fields"]} for d in compat["dialects"]}
+    assert fields["chat"]["guided_json"] == "refused", "vLLM takes it and does nothing"
+    assert fields["chat"]["user"] == fields["completions"]["service_tier"] == "accepted_without_effect"
+    assert fields["chat"]["stream_options.continuous_usage_stats"] == "honoured"
+    assert fields["embeddings"]["dimensions"] == fields["tokenize"]["return_token_strs"] == "honoured"
+    assert compat["unknown_fields"] == "named back in ignored_fields"
