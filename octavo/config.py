@@ -88,6 +88,8 @@ class ParallelConfig:
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on the CPU; auto: the cores, shared by the ranks", kind="tokens"
     )
+    # Off: measured, it wins nothing where the server's own processes share the cores (benchmarks/cpu.md).
+    cpu_pinning: bool = knob(False, "bind every compute thread but a rank's first to one core, rank by rank")
 
 
 @dataclass(frozen=True, slots=True)

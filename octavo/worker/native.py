@@ -19,20 +19,20 @@ from octavo.layers.model import DecoderModel
 from octavo.layers.native import NativeWeight
 
 
-def find_native(config: Config, limits: Limits, device: Device) -> tuple[Native | None, str]:
+def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:
     """The kernels where they serve, and a line about it for people ("": there is nothing to say)."""
     native, note = None, ""
     if not device.is_cuda:
-        native, note = _open(limits)
+        native, note = _open(limits, rank * limits.cpu_threads if config.parallel.cpu_pinning else -1)
     _require(config, native, note)
     return native, note
 
 
-def _open(limits: Limits) -> tuple[Native | None, str]:
+def _open(limits: Limits, first_cpu: int) -> tuple[Native | None, str]:
     if limits.dtype == "float16":
         return None, "no native CPU kernels: they hold weights in float32, bfloat16 or packed, not in float16"
     try:
-        return Native(limits.cpu_threads), f"native CPU kernels ({isa()})"
+        return Native(limits.cpu_threads, first_cpu), f"native CPU kernels ({isa()})"
     except NoCompiler as error:
         return None, f"no native CPU kernels, torch computes instead, which is several times slower: {error}"
 

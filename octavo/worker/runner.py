@@ -120,7 +120,7 @@ class Runner:
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
         place = self.device.torch_device
-        self._native, note = find_native(config, self.limits, self.device)
+        self._native, note = find_native(config, self.limits, self.device, self.group.rank)
         if note:
             self._notes.append(note)
         if self._native is not None:

@@ -139,11 +139,12 @@ def packed_tile_rows() -> int:
 
 
 class Threads:
-    """Threads that work together on one call; the calling thread is the first of them. One owner at a time."""
+    """Threads that work together on one call; the calling thread is the first of them. One owner at a time.
+    `first_cpu`: from this one of the CPUs we may use, every thread but the caller is bound to one; -1: none is."""
 
-    def __init__(self, num_threads: int, pin: bool = False) -> None:
+    def __init__(self, num_threads: int, first_cpu: int = -1) -> None:
         self.num_threads = num_threads
-        self.pointer: int = library().octavo_threads_new(num_threads, int(pin))
+        self.pointer: int = library().octavo_threads_new(num_threads, first_cpu)
 
     def close(self) -> None:
         if self.pointer:

@@ -43,8 +43,8 @@ class Heads(NamedTuple):
 
 
 class Native:
-    def __init__(self, num_threads: int, pin: bool = False) -> None:
-        self.threads = Threads(num_threads, pin)
+    def __init__(self, num_threads: int, first_cpu: int = -1) -> None:
+        self.threads = Threads(num_threads, first_cpu)
         self._tape: Tape | None = None
         self._inputs: Mapping[
             str, Tensor

@@ -62,18 +62,17 @@ void bind_to(int cpu) {
 
 }  // namespace
 
-Threads::Threads(int num_threads, bool pin) : num_threads_(num_threads < 1 ? 1 : num_threads) {
-  const std::vector<int> cpus = pin ? allowed_cpus() : std::vector<int>();
+Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+  const std::vector<int> cpus = first_cpu >= 0 ? allowed_cpus() : std::vector<int>();
   // More threads than CPUs: the scheduler shares them out better than we could.
-  const bool binds = pin && static_cast<int>(cpus.size()) >= num_threads_;
+  const bool binds = first_cpu >= 0 && static_cast<int>(cpus.size()) >= first_cpu + num_threads_;
   for (int thread = 1; thread < num_threads_; ++thread) {
-    const int cpu = binds ? cpus[thread] : -1;
+    const int cpu = binds ? cpus[first_cpu + thread] : -1;
     workers_.emplace_back([this, cpu] {
       if (cpu >= 0) bind_to(cpu);
       serve();
     });
   }
-  if (binds) bind_to(cpus[0]);
 }
 
 Threads::~Threads() {
@@ -140,6 +139,6 @@ void Threads::serve() {
 
 }  // namespace octavo
 
-octavo::Threads* octavo_threads_new(int num_threads, int pin) { return new octavo::Threads(num_threads, pin != 0); }
+octavo::Threads* octavo_threads_new(int num_threads, int first_cpu) { return new octavo::Threads(num_threads, first_cpu); }
 
 void octavo_threads_delete(octavo::Threads* threads) { delete threads; }

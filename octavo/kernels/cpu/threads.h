@@ -24,8 +24,9 @@ class Threads {
  public:
   using Work = void (*)(void* context, int share, int num_shares);
 
-  // pin: every thread, the caller included, is bound to one of the CPUs the caller may run on.
-  Threads(int num_threads, bool pin);
+  // first_cpu: threads are bound one by one to the CPUs that the caller may run on, from this one on; -1: none is. The
+  // caller itself stays free: whatever it starts later would inherit its one CPU.
+  Threads(int num_threads, int first_cpu);
   ~Threads();
   Threads(const Threads&) = delete;
   Threads& operator=(const Threads&) = delete;
@@ -81,6 +82,6 @@ static inline void parallel_for(Threads* threads, int64_t count, Body body) {
 }  // namespace octavo
 
 extern "C" {
-octavo::Threads* octavo_threads_new(int num_threads, int pin);
+octavo::Threads* octavo_threads_new(int num_threads, int first_cpu);
 void octavo_threads_delete(octavo::Threads* threads);
 }
