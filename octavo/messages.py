@@ -2,7 +2,7 @@
 Knows nothing of sockets, tensors or HTTP; all of it is msgspec structs of plain values."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -11,6 +11,12 @@ from octavo.config import Config
 from octavo.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+# What one request may ask for: each is work in every step that the request is in.
+MAX_LOGPROBS = 20  # of the likeliest tokens at one position
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LEN = 256  # characters
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -30,6 +36,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: Sequence[str] = ()  # a single string is taken as one stop string
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    # Log-probabilities are the model's own: before temperature, bias, penalties and bans. None: none; k: of the token that
+    # is there, and of the k likeliest at its place.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None  # token id → what is added to its logit
+    allowed_token_ids: Sequence[int] | None = None  # None: all
+    bad_words: Sequence[str] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; set by whoever has a tokenizer
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -45,6 +61,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("stop", all(self.stop), "non-empty strings"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
         ):
             if not ok:
                 raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
@@ -52,28 +70,55 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
+        if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
+            self._check_edits()
+
+    def _check_edits(self) -> None:
+        bias, words, allowed = self.logit_bias or {}, self.bad_words, self.allowed_token_ids
+        if len(bias) > MAX_BIASES:
+            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are taken", "logit_bias")
+        for token, value in bias.items():
+            if not -100 <= value <= 100:
+                raise InvalidRequest(f"logit_bias[{token}] must be between -100 and 100, got {value!r}", "logit_bias")
+        if allowed is not None and not allowed:
+            raise InvalidRequest("allowed_token_ids is empty: nothing could be sampled", "allowed_token_ids")
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are taken", "bad_words")
+        for at, word in enumerate(words):
+            if not word.strip() or len(word) > MAX_BAD_WORD_LEN:
+                raise InvalidRequest(
+                    f"bad_words[{at}] must be a word of at most {MAX_BAD_WORD_LEN} characters", "bad_words"
+                )
 
     def _check_types(self) -> None:
         """Exact types, for the wire carries no others: not 50.0 for an integer, nor NumPy's numbers, nor a lone surrogate.
         That a float is finite follows from its range."""
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed"):
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if not _is_whole(value) and not (value is None and name in ("max_tokens", "seed")):
+            if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
                 raise InvalidRequest(f"{name} must be a plain 64-bit integer, got {value!r}", param=name)
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float and type(value) is not int:
                 raise InvalidRequest(f"{name} must be a plain int or float, got {value!r}", param=name)
-        if type(self.ignore_eos) is not bool:
-            raise InvalidRequest(f"ignore_eos must be True or False, got {self.ignore_eos!r}", param="ignore_eos")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         for name, values, fits, kind in (
             ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
             ("stop_token_ids", self.stop_token_ids, _is_whole, "a list of 64-bit integers"),
+            ("allowed_token_ids", self.allowed_token_ids, _is_whole, "a list of 64-bit integers"),
+            ("bad_words", self.bad_words, _is_text, "a list of strings, all valid Unicode"),
         ):
+            if values is None and name == "allowed_token_ids":
+                continue
             if not isinstance(values, list | tuple) or not all(map(fits, values)):
                 raise InvalidRequest(f"{name} must be {kind}, got {values!r}", param=name)
             msgspec.structs.force_setattr(self, name, tuple(values))
+        bias = self.logit_bias
+        if bias is not None and not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -81,6 +126,10 @@ _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 
 def _is_whole(value: object) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_bias(item: tuple[object, object]) -> bool:
+    return _is_whole(item[0]) and type(item[1]) in (int, float)
 
 
 def _is_text(value: object) -> bool:
@@ -172,6 +221,18 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     message: str | None = None  # with reason "error": what happened
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of one position: the token that is there, then the likeliest in falling order, as many as were asked for."""
+
+    rank: int  # of the token that is there: 1 is the likeliest
+    token_ids: list[int]
+    logprobs: list[float]  # never below -9999, which stands for impossible
+
+    def cut_to(self, count: int) -> "Logprobs":
+        """With at most so many of the likeliest."""
+        return Logprobs(self.rank, self.token_ids[: 1 + count], self.logprobs[: 1 + count])
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one choice of one request. A failure travels here too, as `finish`."""
 
@@ -180,6 +241,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     finish: Finish | None = None
     vector: bytes = b""  # where pooling was asked for: float32, little endian
+    logprobs: tuple[Logprobs, ...] = ()  # one for each token, where asked for
+    prompt_logprobs: tuple[
+        Logprobs, ...
+    ] = ()  # with the first token, where asked for: of each prompt token but the first
 
 
 def numbers_of(vector: bytes) -> list[float]:
@@ -354,8 +419,12 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What a step gave, in the order of the True ones in the plan's `samples`: a vector for each row that is pooled, a token
-    for each of the others."""
+    for each of the others, and logprobs of those tokens whose row wants them."""
 
     step: int
     tokens: list[int]
     vectors: list[bytes] = []
+    logprobs: list[Logprobs] = []
+    prompt_logprobs: list[
+        list[Logprobs]
+    ] = []  # of each row that wants them and computed prompt tokens, the last one aside

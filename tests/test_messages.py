@@ -42,6 +42,8 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, value: Any) -> 
         {"stop": "one"},
         {"stop": ["日本", "a\x00"], "stop_token_ids": [0, -(2**63), 2**63 - 1]},
         {"stop": ("a",), "stop_token_ids": (1,), "ignore_eos": True},
+        {"logprobs": 0, "prompt_logprobs": 20, "logit_bias": {5: -100, 2**40: 0.5}, "allowed_token_ids": [7]},
+        {"bad_words": ["no"], "bad_word_ids": ((1, 2), (3,)), "skip_special_tokens": False},
     ],
 )
 def test_what_is_taken_survives_the_wire(values: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ Knows nothing of the loop that makes them."""
 from dataclasses import dataclass, field
 
 from octavo.errors import RequestFailed
-from octavo.messages import GenerateRequest, TokenDelta, numbers_of
+from octavo.messages import GenerateRequest, Logprobs, TokenDelta, numbers_of
 from octavo.text import Text, TextStream
 
 
@@ -17,6 +17,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each token, where asked for
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of each prompt token but the first, where asked for
 
 
 @dataclass(slots=True)
@@ -83,6 +85,9 @@ class Answer:
         if choice.finish_reason is not None:
             return False
         choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
+        if delta.prompt_logprobs and not self.output.prompt_logprobs:
+            self.output.prompt_logprobs = [*delta.prompt_logprobs]
         if delta.finish is not None:
             self.output.num_cached_tokens = delta.finish.num_cached_tokens
         if stream is None:

@@ -39,6 +39,9 @@ def admit(
     if params.min_tokens > (params.max_tokens or room):
         raise InvalidRequest(f"min_tokens must be at most {room} here, got {params.min_tokens}", param="min_tokens")
     check_ids(params.stop_token_ids, report, "stop_token_ids")
+    check_ids(params.allowed_token_ids or (), report, "allowed_token_ids")
+    check_ids([*(params.logit_bias or ())], report, "logit_bias")
+    assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
     stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
     resolved = msgspec.structs.replace(
         params,

@@ -187,6 +187,8 @@ class LLM:
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params.seed is None:  # offline runs repeat: the n-th request of a given --seed draws the same
             params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
         has_text = self._text is not None or not params.ignore_eos or bool(params.stop)
         return admit(f"offline-{number}", ids, params, self.report, self.text.eos_ids if has_text else ())
 

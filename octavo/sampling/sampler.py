@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.cpu.native import Native
-from octavo.sampling import by_native, minimum, penalties
+from octavo.sampling import by_native, edits, minimum, penalties
 from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Ints, SamplingState
@@ -29,6 +29,8 @@ def sample(
     native: Native | None = None,  # a CPU's kernels, where it has them
 ) -> torch.Tensor:
     """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
+    if state.edits and not state.edits.keys().isdisjoint(rows.tolist()):
+        edits.apply(logits, tokens, state.edits, state.prompt_len, rows, lens)
     if (logits.is_cuda and _HAS_TRITON) if by_kernels is None else by_kernels:
         from octavo.sampling import by_kernels as kernels  # needs Triton, which only a GPU machine must have
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from octavo.kernels import sampling_records as columns
 from octavo.messages import SamplingParams
+from octavo.sampling.edits import Edits
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,6 +35,10 @@ class SamplingState:
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
         self.min_len = np.zeros(max_rows, dtype=np.int64)  # prompt + min_tokens: shorter rows may not stop
         self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
+        # Only rows whose occupant asks for it are in these: where they are empty, a step pays for nothing.
+        self.edits: dict[int, Edits] = {}
+        self.num_logprobs: dict[int, int] = {}
+        self.num_prompt_logprobs: dict[int, int] = {}
         # The same parameters as the kernels read them; a step adds where the row's logits are, and its uniform.
         self.records = np.zeros((max_rows, columns.WIDTH), dtype=np.float64)
 
@@ -60,6 +65,26 @@ class SamplingState:
         # A stop id that the model cannot produce needs no mask.
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         self.records[row] = self._record(row)
+        self.leave(row)
+        edits = Edits.of(params, self.vocab_size)
+        if edits is not None:
+            self.edits[row] = edits
+        if params.logprobs is not None:
+            self.num_logprobs[row] = params.logprobs
+        if params.prompt_logprobs is not None:
+            self.num_prompt_logprobs[row] = params.prompt_logprobs
+
+    def leave(self, row: int) -> None:
+        """All else of who left is not read again."""
+        self.edits.pop(row, None)
+        self.num_logprobs.pop(row, None)
+        self.num_prompt_logprobs.pop(row, None)
+
+    def needs_logits(self, rows: Ints) -> bool:
+        """Whether a row's logits are read or changed beyond what a parameter column says."""
+        if not (self.edits or self.num_logprobs):
+            return False
+        return any(row in self.edits or row in self.num_logprobs for row in rows.tolist())
 
     def _record(self, row: int) -> Floats:
         record = np.zeros(columns.WIDTH)

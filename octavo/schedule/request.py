@@ -1,7 +1,7 @@
 """Request: one sequence on its way through the scheduler. Private to schedule/; n choices are n Requests.
 Knows nothing of pages' owners, of time, or of text."""
 
-from octavo.messages import GenerateRequest, SamplingParams
+from octavo.messages import GenerateRequest, Logprobs, SamplingParams
 
 
 class Request:
@@ -22,10 +22,12 @@ class Request:
         "num_cached",
         "num_preemptions",
         "num_published",
+        "num_scored",
         "params",
         "pending",
         "pooling",
         "prompt_len",
+        "prompt_logprobs",
         "row",
         "seed",
         "sequence",
@@ -54,6 +56,9 @@ class Request:
         self.num_published = 0  # positions below this were offered to the prefix cache
         self.num_cached = 0
         self.num_preemptions = 0
+        # Of prompt tokens from the second on: how many have come, and those that are not on their way to the client yet.
+        self.num_scored = 0
+        self.prompt_logprobs: list[Logprobs] = []
         self.is_swapped = False
         self.is_finished = False
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
@@ -61,6 +66,18 @@ class Request:
     @property
     def length(self) -> int:
         return len(self.tokens) + self.pending
+
+    @property
+    def lacks_scores(self) -> bool:
+        """Whether prompt tokens must be computed for their logprobs: those of a cached prefix are nowhere."""
+        return self.params.prompt_logprobs is not None and self.num_scored < self.prompt_len - 1
+
+    def take_scores(self, start: int, scores: list[Logprobs]) -> None:
+        """What a step that began at position `start` says of prompt tokens: of some for the second time, after a preemption."""
+        assert start <= self.num_scored
+        new = scores[self.num_scored - start :]
+        self.num_scored += len(new)
+        self.prompt_logprobs += new
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -10,8 +10,20 @@ from bisect import insort
 from collections import deque
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from octavo.cache import KVCache
-from octavo.messages import Entering, Finish, FinishReason, GenerateRequest, PageMove, StepPlan, StepResult, TokenDelta
+from octavo.messages import (
+    Entering,
+    Finish,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+    PageMove,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
 from octavo.schedule.order import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
 
@@ -91,6 +103,7 @@ class Scheduler:
         tokens, vectors = iter(result.tokens), iter(result.vectors)
         deltas: list[TokenDelta] = []
         page_size = self.cache.page_size
+        scores = _scores(plan, issued, result) if result.logprobs or result.prompt_logprobs else None
         for request, epoch, start, count, samples in zip(
             issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
@@ -113,6 +126,8 @@ class Scheduler:
                     deltas.append(self._ended(request, token))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
+                if scores is not None:
+                    deltas[-1] = _scored(deltas[-1], request, scores)
         return deltas
 
     @property
@@ -193,7 +208,9 @@ class Scheduler:
             pages = transfer.pages
             request.is_swapped = False
         else:
-            admission = self.cache.admit(request.sequence, request.tokens, spare, reuse=not request.is_whole)
+            admission = self.cache.admit(
+                request.sequence, request.tokens, spare, reuse=not (request.is_whole or request.lacks_scores)
+            )
             if admission is None:
                 return "pages"
             pages = admission.pages
@@ -258,6 +275,7 @@ class Scheduler:
             follower.computed = follower.capacity = leader.prompt_len - 1
             follower.num_published = follower.computed // self.cache.page_size * self.cache.page_size
             follower.num_cached = leader.num_cached
+            follower.num_scored = follower.prompt_len - 1  # the leader brings the prompt's
             draft.enters.append(self._entering(follower, pages))
         leader.followers = []
 
@@ -358,3 +376,21 @@ class Scheduler:
         choices.remove(request)
         if not choices:
             del self._groups[request.id]
+
+
+def _scores(plan: StepPlan, issued: _Issued, result: StepResult) -> dict[int, Logprobs]:
+    """Hand every request the logprobs of its prompt, and give those of sampled tokens by the request's sequence."""
+    tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
+    found = {}
+    for request, start, samples in zip(issued.requests, plan.starts, plan.samples, strict=True):
+        if request.params.prompt_logprobs is not None and start < request.prompt_len - 1:
+            request.take_scores(start, next(prompts))
+        if samples and request.params.logprobs is not None:
+            found[request.sequence] = next(tokens)
+    return found
+
+
+def _scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
+    own = scores.get(request.sequence)
+    of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+    return msgspec.structs.replace(delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt)

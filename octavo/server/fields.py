@@ -28,24 +28,15 @@ MAX_LOGGED = 1000  # names that are remembered as told
 # anyway, so clients that spell out their defaults work. Any other value is refused by name.
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     # vLLM: sampling
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
-    "prompt_logprobs": (),
     "repetition_detection": (),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "watermarking": (False,),
     # vLLM: structured output, today's name and the removed ones
@@ -61,7 +52,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "request_id": (),
     "return_prompt_text": (False,),
-    "return_token_ids": (False,),
     "return_token_offsets": (False,),
     "return_tokens_as_token_ids": (False,),
     "session_id": (),
@@ -138,6 +128,16 @@ class GenerationFields(RequestFields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     n: int | None = None
+    logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
@@ -163,6 +163,15 @@ class GenerationFields(RequestFields):
         if value is not None and len(value) > MAX_STOP_TOKEN_IDS:
             raise PydanticCustomError("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} ids")
         return value
+
+    @field_validator("logit_bias", mode="after")
+    @classmethod
+    def _bias_by_id(cls, value: dict[str, float] | None) -> dict[int, float] | None:
+        if value is None:
+            return None
+        if not all(key.isascii() and key.isdecimal() and len(key) < 19 for key in value):
+            raise PydanticCustomError("logit_bias", "Keys should be token ids")
+        return {int(key): bias for key, bias in value.items()}
 
     @property
     def wants_usage(self) -> bool:
@@ -264,6 +273,11 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         raise InvalidRequest(
             "max_tokens and max_completion_tokens are two names of one limit: give one of them",
             param="max_completion_tokens",
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs come with a whole answer only: leave stream or prompt_logprobs out",
+            param="prompt_logprobs",
         )
 
 

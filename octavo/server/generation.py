@@ -4,12 +4,12 @@ Knows nothing of JSON or of any endpoint."""
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from octavo.errors import RequestFailed
-from octavo.messages import Finish, FinishReason, GenerateRequest, TokenDelta
+from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
 from octavo.server.service import Service
 from octavo.text.stream import TextDelta, TextStream
 
@@ -31,6 +31,8 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     index: int
     delta: TextDelta
+    token_ids: Sequence[int] = ()  # that the text came from, or will
+    logprobs: Sequence[Logprobs] = ()  # of each of those, where asked for
 
 
 @dataclass(slots=True)
@@ -41,6 +43,13 @@ class Whole:
     text: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def as_piece(self) -> Piece:
+        delta = TextDelta(self.text, self.finish_reason, self.stop_reason, self.num_tokens)
+        return Piece(self.index, delta, self.token_ids, self.logprobs)
 
 
 @dataclass(slots=True)
@@ -51,9 +60,18 @@ class _Choice:
 
 
 class Generation:
-    def __init__(self, service: Service, requests: Sequence[GenerateRequest], tokens_per_event: int = 1) -> None:
-        """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside."""
+    def __init__(
+        self,
+        service: Service,
+        requests: Sequence[GenerateRequest],
+        tokens_per_event: int = 1,
+        every_token: bool = False,
+    ) -> None:
+        """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside.
+        `every_token`: a piece for each delta, even where its tokens give no text yet."""
         self._service = service
+        self._every_token = every_token
+        self.prompt_logprobs: list[Sequence[Logprobs]] = [()] * len(requests)
         self._requests = requests
         self._tokens_per_event = tokens_per_event
         self._choices = [
@@ -82,6 +100,9 @@ class Generation:
                 for piece in pieces:
                     choice, delta = choices[piece.index], piece.delta
                     choice.text += delta.text
+                    choice.num_tokens = delta.num_tokens
+                    choice.token_ids += piece.token_ids
+                    choice.logprobs += piece.logprobs
                     if delta.finish_reason is not None:
                         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
         return choices
@@ -144,19 +165,23 @@ class Generation:
     def _advance(self, number: int, deltas: list[TokenDelta]) -> list[Piece]:
         pieces = []
         base = number * len(self._choices[number])  # n is the same for every prompt
-        for index, token_ids, finish in _by_choice(deltas):
+        for delta in deltas:
+            if delta.prompt_logprobs and not self.prompt_logprobs[number]:
+                self.prompt_logprobs[number] = delta.prompt_logprobs
+        for index, token_ids, finish, logprobs in _by_choice(deltas):
             choice = self._choices[number][index]
             if finish is not None:
                 self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
             if choice.finished:
                 continue
-            delta = choice.stream.push(token_ids, finish)
-            choice.num_tokens = delta.num_tokens
-            choice.finished = delta.finish_reason is not None
+            text = choice.stream.push(token_ids, finish)
+            num_new = text.num_tokens - choice.num_tokens  # what came behind a stop string is void
+            choice.num_tokens = text.num_tokens
+            choice.finished = text.finish_reason is not None
             if choice.stream.stopped:  # by a stop string, which the engine knows nothing of
                 self._service.engine.abort(self._requests[number].id, index, "stop")
-            if delta.text or choice.finished:
-                pieces.append(Piece(base + index, delta))
+            if text.text or choice.finished or (self._every_token and num_new):
+                pieces.append(Piece(base + index, text, token_ids[:num_new], logprobs[:num_new]))
         return pieces
 
 
@@ -170,16 +195,20 @@ def _is_due(deltas: list[TokenDelta], num_tokens: int) -> bool:
     return False
 
 
-def _by_choice(deltas: list[TokenDelta]) -> list[tuple[int, list[int], Finish | None]]:
-    """(choice, tokens, end). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
+_Arrived = tuple[int, list[int], Finish | None, tuple[Logprobs, ...]]
+
+
+def _by_choice(deltas: list[TokenDelta]) -> list[_Arrived]:
+    """(choice, tokens, end, logprobs). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
     for delta in deltas:
         if delta.finish is not None and delta.finish.reason == "error":
             raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
     if len(deltas) == 1:
-        return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish)]
-    together: dict[int, tuple[int, list[int], Finish | None]] = {}
+        return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish, deltas[0].logprobs)]
+    together: dict[int, _Arrived] = {}
     for delta in deltas:
         before = together.get(delta.index)
         token_ids = delta.token_ids if before is None else before[1] + delta.token_ids
-        together[delta.index] = (delta.index, token_ids, delta.finish)
+        logprobs = delta.logprobs if before is None else before[3] + delta.logprobs
+        together[delta.index] = (delta.index, token_ids, delta.finish, logprobs)
     return list(together.values())

@@ -1,5 +1,5 @@
 """Fields and prompt ids → GenerateRequests, through the engine's own door.
-Knows nothing of HTTP, of text or of how a prompt was written."""
+Knows nothing of HTTP or of how a prompt was written."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,14 @@ from octavo.engine.door import admit
 from octavo.errors import InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.fields import GenerationFields
+from octavo.text import Text
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
     param: str  # the field it came from, for messages: "prompt", "prompt[3]", "messages"
+    text: str | None = None  # None: it came as token ids, or as a chat
 
 
 LONG_TEXT = 20_000
@@ -33,13 +35,17 @@ def build_requests(
     fields: GenerationFields,
     *,
     report: EngineReport,
-    eos_ids: Sequence[int],
-    default_sampling: Mapping[str, Any],
+    text: Text,
+    logprobs: int | None,
     default_max_tokens: int | None,
     arrived: float,
+    **more: Any,
 ) -> list[GenerateRequest]:
-    """One per prompt. `default_max_tokens` None: all that fits."""
-    values = sampling_values(fields, report, default_sampling)
+    """One per prompt. `default_max_tokens` None: all that fits. `more`: parameters that the endpoint settles by itself."""
+    values = sampling_values(fields, report, text.default_sampling)
+    values |= {"logprobs": logprobs, **more}
+    if fields.bad_words:
+        values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
     max_tokens_param = "max_completion_tokens" if by_other_name else "max_tokens"
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
@@ -57,7 +63,7 @@ def build_requests(
                 prompt.ids,
                 SamplingParams(**{**values, "max_tokens": max_tokens}),
                 report,
-                eos_ids,
+                text.eos_ids,
                 param=prompt.param,
                 max_tokens_param=max_tokens_param,
                 arrived=arrived,
@@ -66,9 +72,26 @@ def build_requests(
     return requests
 
 
+_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids"}
+
+
+def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:
+    """A generation goes on from its prompt's end: what is cut is the beginning."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return ids
+    longest = max(1, report.max_model_len - (fields.max_tokens or fields.max_completion_tokens or 1))
+    if keep != -1 and not 1 <= keep < report.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}",
+            param="truncate_prompt_tokens",
+        )
+    return ids[-(longest if keep == -1 else keep) :]
+
+
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the request says, over what the model's makers advise; max_tokens aside, which depends on the prompt."""
-    given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name != "max_tokens"}
+    given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT}
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     # Beyond the vocabulary means no limit; an unbounded integer would not fit the wire.
     values["top_k"] = min(values.get("top_k", 0), report.vocab_size)

@@ -102,6 +102,9 @@ class SentencePieceTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._pieces.decode(token_ids, skip_special_tokens)
 
+    def spell(self, token_id: int) -> bytes:
+        return self._pieces.piece(token_id, skip_special_tokens=False)
+
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         return self._pieces.detokenizer(prompt_ids, skip_special_tokens)
 

@@ -21,7 +21,8 @@ class TextStream:
     """Feed it every delta of one choice, in order.
 
     A stop string counts if its last character came with a token after the first `min_tokens`; the end-of-sequence and
-    stop ids are masked by the sampler until then. The text of the stop string or stop token is never emitted.
+    stop ids are masked by the sampler until then. The text of the stop string or stop token is emitted where
+    `include_stop_str_in_output` says so, and never otherwise.
     """
 
     def __init__(self, detokenizer: Detokenizer, params: SamplingParams, eos_ids: Collection[int]) -> None:
@@ -45,7 +46,7 @@ class TextStream:
         texts = []
         for at, token_id in enumerate(token_ids):
             self._num_tokens += 1
-            if at == last and token_id == ended_by:
+            if at == last and token_id == ended_by and not self._params.include_stop_str_in_output:
                 break  # the stop token's own text is not part of the answer
             released = self._feed(self._detokenizer.push(token_id))
             texts.append(released.text)
@@ -65,6 +66,8 @@ class TextStream:
 
     def _stop(self, text: str, stop: str) -> TextDelta:
         self.stopped = True
+        if self._params.include_stop_str_in_output:
+            text += stop
         return TextDelta(text, "stop", stop, self._num_tokens)
 
     def _stop_reason(self, ended_by: int | None) -> int | None:

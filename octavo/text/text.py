@@ -85,6 +85,22 @@ class Text:
         """As the vocabulary writes them: "Ġhello", "▁hello". None: no token has this id."""
         return [self._tokenizer.token_name(token_id) for token_id in token_ids]
 
+    def spell(self, token_id: int) -> bytes:
+        """What one token adds to a text: maybe only a part of a character."""
+        return self._tokenizer.spell(token_id)
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The words as they are cut into tokens at the start of a line and after a space. vLLM takes the second only where it
+        has as many tokens as the first: many words that are one token behind a space are two without, and stay allowed."""
+        found: list[list[int]] = []
+        for word in words:
+            plain = self._tokenizer.encode(word.lstrip(), False)
+            spaced = self._tokenizer.encode(" " + word.lstrip(), False)
+            found.append(plain)
+            if plain and spaced[-len(plain) :] != plain:  # else a ban of the one is a ban of the other
+                found.append(spaced)
+        return tuple(map(tuple, found))
+
     @property
     def has_chat_template(self) -> bool:
         return self._template.is_there
@@ -137,5 +153,5 @@ class Text:
 
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> TextStream:
         """For one choice. The text continues the prompt's: see detokenizer.py."""
-        detokenizer = self._tokenizer.detokenizer(prompt_ids, skip_special_tokens=True)
+        detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens)
         return TextStream(detokenizer, params, self.eos_ids)

@@ -43,6 +43,9 @@ class Tokenizer(Protocol):
     def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         """A stream of what follows the prompt."""
 
+    def spell(self, token_id: int) -> bytes:
+        """What one token adds to a text in the middle: maybe less than a character. A control token: its name."""
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its name: "</s>"."""
 
@@ -93,6 +96,11 @@ class LibraryTokenizer:
         if self._pieces is not None:
             return self._pieces.detokenizer(prompt_ids, skip_special_tokens)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt_ids)
+
+    def spell(self, token_id: int) -> bytes:
+        if self._pieces is not None:
+            return self._pieces.piece(token_id, skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "surrogateescape")
 
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)

@@ -26,6 +26,7 @@ class Assembled:
     sample_lens: Ints  # [S] tokens the row holds once the step is done = position of the token to sample
     sample_cells: torch.Tensor  # [S] int64: where in the flattened token table the samples go
     sample_last: Ints  # [S] each row's last token in T
+    last: Ints  # [B] the same of every row, in the plan's order
 
 
 @dataclass(slots=True)
@@ -149,4 +150,4 @@ def assemble(columns: Columns, rows: Rows, staging: Staging) -> Assembled:
     )
     if not one_group:
         batch = batch.in_groups(slots, rows.device_page_tables[:, :, :num_pages].index_select(1, rows_there))
-    return Assembled(batch, sample_rows, sample_lens, sample_cells, layout.last[columns.samples])
+    return Assembled(batch, sample_rows, sample_lens, sample_cells, layout.last[columns.samples], layout.last)

@@ -181,5 +181,7 @@ class Graphs:
 
 
 def is_plain_greedy(state: SamplingState, rows: Ints, lens: Ints) -> bool:
-    """Whether every row takes the likeliest token as the logits come: no penalties, no bans."""
+    """Whether every row takes the likeliest token as the logits come, which nobody wants to see: no penalties, no bans."""
+    if state.needs_logits(rows):
+        return False
     return bool(state.greedy[rows].all() and not state.penalised[rows].any() and not (lens < state.min_len[rows]).any())

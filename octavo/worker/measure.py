@@ -10,7 +10,7 @@ import torch
 
 from octavo.device import Device
 from octavo.errors import ConfigError
-from octavo.messages import DeviceMemory, SamplingParams
+from octavo.messages import MAX_LOGPROBS, DeviceMemory, SamplingParams
 from octavo.worker.assemble import Columns
 from octavo.worker.memory import MiB, in_words
 
@@ -19,7 +19,13 @@ RunStep = Callable[[int, int, bool], object]
 every row; is_plain: greedily, as a CUDA graph would, else by all that a request may ask for (DEMANDING)."""
 
 DEMANDING = SamplingParams(
-    temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, presence_penalty=0.5, frequency_penalty=0.5
+    temperature=1.0,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    logprobs=MAX_LOGPROBS,
 )
 """What makes sampling take the most memory."""
 

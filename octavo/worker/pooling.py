@@ -37,6 +37,7 @@ def take_pooled(
         assembled.sample_lens[others],
         assembled.sample_cells[index],
         assembled.sample_last[others],
+        assembled.last,
     )
 
 

@@ -61,6 +61,7 @@ class Rows:
         """All else of who left is not read again."""
         for row in rows:
             self.pooling.pop(row, None)
+            self.sampling.leave(row)
 
     def update(self, plan: StepPlan) -> None:
         """Apply what the plan says of the rows themselves: who entered, which pages were added."""

@@ -26,7 +26,6 @@ from octavo.layers.model import DecoderModel
 from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.sampling.sampler import sample
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.dummy import dummy_tensors
@@ -40,8 +39,9 @@ from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import PageChanges, Rows
+from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.staging import Staging
-from octavo.worker.step import Step
+from octavo.worker.step import Extras, Step
 from octavo.worker.stores import Stores
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
@@ -215,6 +215,8 @@ class Runner:
         columns = trial_columns(num_tokens, num_rows)
         columns.lens += 0 if self.spec.is_encoder else prefix_len
         self._compute(columns)
+        for row in range(num_rows):  # what nobody asks for any more must cost nothing
+            self.rows.sampling.leave(row)
 
     def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
         """Take the memory that the executor settled on; from now on steps can run. → what there is to say of them."""
@@ -268,24 +270,32 @@ class Runner:
                 return Step(plan.step, None, None)
             return self._send_home(plan.step, *self._compute(columns))
 
-    def _compute(self, columns: Columns) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """A step of any shape, kernel by kernel → the tokens [S] it sampled, and vectors of the rows that are pooled."""
+    def _compute(self, columns: Columns) -> tuple[torch.Tensor | None, Extras | None]:
+        """A step of any shape, kernel by kernel → the tokens [S] it sampled, and what else its rows want."""
         assembled = assemble(columns, self.rows, self.staging)
-        vectors: list[torch.Tensor] = []
-        if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()):
+        extras: Extras | None = None
+        if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()) and not wants_prompt_scores(
+            self.rows.sampling, columns
+        ):
             logits = self._logits(assembled.batch)
         else:
             hidden = self.model.forward(assembled.batch)
+            prompt_scores = score_prompts(self.model, hidden, self.rows, columns, assembled.last)
             counts = columns.counts[columns.samples]
             vectors, assembled = take_pooled(self.model, hidden, assembled, counts, self.rows.pooling)
+            extras = Extras(vectors, None, prompt_scores)
             at = assembled.batch.sample_at
             logits = self.model.logits(hidden.index_select(0, at)) if len(at) else None
         if logits is None:
-            return None, vectors
-        rows, lens = assembled.sample_rows, assembled.sample_lens
-        tokens = sample(logits, self.rows.tokens, self.rows.sampling, rows, lens, native=self._native)
+            return None, extras
+        tokens, scores = sample_scored(
+            logits, self.rows, assembled.sample_rows, assembled.sample_lens, native=self._native
+        )
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
-        return tokens, vectors
+        if scores is not None:
+            extras = extras or Extras()
+            extras.scores = scores
+        return tokens, extras
 
     def _logits(self, batch: Batch) -> torch.Tensor | None:
         """[S, V]; None: nothing is sampled."""
@@ -302,20 +312,26 @@ class Runner:
         rows, lens = columns.rows, columns.lens
         shared = shared_in(self.rows, rows, lens)
         logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))
+        extras: Extras | None = None
         if logits is not None:
-            graphs.store(sample(logits, self.rows.tokens, self.rows.sampling, rows, lens))
+            tokens, scores = sample_scored(logits, self.rows, rows, lens)
+            graphs.store(tokens)
+            extras = None if scores is None else Extras(scores=scores).sent_home()
         done = self.device.event()
         done.record()
-        return Step(number, graphs.answer(len(rows)), done)
+        return Step(number, graphs.answer(len(rows)), done, extras)
 
-    def _send_home(self, number: int, tokens: torch.Tensor | None, vectors: list[torch.Tensor]) -> Step:
-        if tokens is None or not self.device.is_cuda:
-            return Step(number, tokens, None, vectors)
-        home = self._answers[number % len(self._answers)][: len(tokens)]
-        home.copy_(tokens, non_blocking=True)
+    def _send_home(self, number: int, tokens: torch.Tensor | None, extras: Extras | None) -> Step:
+        if not self.device.is_cuda or (tokens is None and extras is None):
+            return Step(number, tokens, None, extras)
+        extras = None if extras is None else extras.sent_home()
+        home = None
+        if tokens is not None:
+            home = self._answers[number % len(self._answers)][: len(tokens)]
+            home.copy_(tokens, non_blocking=True)
         done = self.device.event()
         done.record()
-        return Step(number, home, done, vectors)
+        return Step(number, home, done, extras)
 
     def _fill(self, checkpoint: Checkpoint, available: int) -> None:
         self.check_weights_fit(checkpoint, available)

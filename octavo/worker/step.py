@@ -2,20 +2,35 @@
 Knows nothing of how it is computed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from octavo.device import Event
 from octavo.messages import StepResult
+from octavo.sampling.logprobs import Scores
+
+
+@dataclass(slots=True)
+class Extras:
+    """What a few requests want beside tokens."""
+
+    vectors: Sequence[torch.Tensor] = ()  # of the rows that are pooled
+    scores: Scores | None = None  # of the tokens whose row wants them
+    prompt_scores: list[list[Scores]] = field(default_factory=list)  # of each row that wants them, piece by piece
+
+    def sent_home(self) -> "Extras":
+        scores = None if self.scores is None else self.scores.sent_home()
+        return Extras(self.vectors, scores, [[part.sent_home() for part in parts] for parts in self.prompt_scores])
 
 
 class Step:
     """A step on its way. On a CPU it is done; on a GPU its tokens are copied to the host behind it."""
 
     def __init__(
-        self, number: int, tokens: torch.Tensor | None, done: Event | None, vectors: Sequence[torch.Tensor] = ()
+        self, number: int, tokens: torch.Tensor | None, done: Event | None, extras: Extras | None = None
     ) -> None:
-        self._number, self._tokens, self._done, self._vectors = number, tokens, done, vectors
+        self._number, self._tokens, self._done, self._extras = number, tokens, done, extras
 
     def is_done(self) -> bool:
         return self._done is None or self._done.is_done()
@@ -25,7 +40,16 @@ class Step:
         if self._done is not None:
             self._done.wait()
         tokens = [] if self._tokens is None else self._tokens.tolist()
-        return StepResult(self._number, tokens, [_bytes(vector) for vector in self._vectors])
+        extras = self._extras
+        if extras is None:
+            return StepResult(self._number, tokens)
+        return StepResult(
+            self._number,
+            tokens,
+            [_bytes(vector) for vector in extras.vectors],
+            [] if extras.scores is None else extras.scores.entries(),
+            [[entry for part in parts for entry in part.entries()] for parts in extras.prompt_scores],
+        )
 
 
 def _bytes(vector: torch.Tensor) -> bytes:

@@ -80,7 +80,11 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "return budget",
     ),
     "what must be computed whole is cut": (SCHEDULER, "request.length if request.is_whole else 1", "1"),
-    "what must be computed whole begins in the cache": (SCHEDULER, "reuse=not request.is_whole", "reuse=True"),
+    "what must be computed whole begins in the cache": (
+        SCHEDULER,
+        "reuse=not (request.is_whole or request.lacks_scores)",
+        "reuse=True",
+    ),
     "a window lets go of a page that is still seen": (
         SPAN,
         "max(0, position - window + 1) // page_size if window",

@@ -49,5 +49,15 @@ async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
     assert fields["chat"]["guided_json"] == "refused", "vLLM takes it and does nothing"
     assert fields["chat"]["user"] == fields["completions"]["service_tier"] == "accepted_without_effect"
     assert fields["chat"]["stream_options.continuous_usage_stats"] == "honoured"
+    for name in (
+        "logit_bias",
+        "bad_words",
+        "allowed_token_ids",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "logprobs",
+    ):
+        assert fields["chat"][name] == fields["completions"][name] == "honoured"
+    assert fields["chat"]["top_logprobs"] == fields["completions"]["echo"] == "honoured"
     assert fields["embeddings"]["dimensions"] == fields["tokenize"]["return_token_strs"] == "honoured"
     assert compat["unknown_fields"] == "named back in ignored_fields"

@@ -4,7 +4,7 @@ Knows nothing of the engine beyond Generation, and of templates only that the te
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -13,11 +13,13 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.messages import MAX_LOGPROBS, Logprobs
 from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, Usage
-from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
+from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
 
@@ -35,7 +37,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_reasoning": (True,),
-    "logprobs": (False,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
@@ -54,6 +55,8 @@ MESSAGE_NOT_OFFERED = {"tool_calls", "tool_call_id", "function_call", "audio", "
 
 class ChatRequest(GenerationFields):
     messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
@@ -70,7 +73,8 @@ class Choice(msgspec.Struct, frozen=True):
     message: Message
     finish_reason: str | None
     stop_reason: str | int | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -80,6 +84,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -93,7 +99,8 @@ class ChunkChoice(msgspec.Struct, frozen=True, gc=False):
     delta: Delta
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, gc=False):
@@ -103,6 +110,7 @@ class ChatChunk(msgspec.Struct, frozen=True, gc=False):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last where usage was asked for
+    prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -128,10 +136,21 @@ async def parse(service: Service, fields: ChatRequest) -> Prompt:
     messages = [parse_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages)]
     if not messages:
         raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
-    encode = functools.partial(service.text.encode_chat, max_tokens=service.report.max_model_len)
+    longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
+    encode = functools.partial(service.text.encode_chat, max_tokens=longest)
     size = sum(len(str(message["content"])) for message in messages)
     ids = await asyncio.to_thread(encode, messages) if size > LONG_TEXT else encode(messages)
-    return Prompt(ids, "messages")
+    return Prompt(cut_prompt(ids, fields, service.report), "messages")
+
+
+def num_logprobs(fields: ChatRequest) -> int | None:
+    """None: none are wanted."""
+    top = fields.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", param="top_logprobs")
+    if top and not fields.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (top or 0) if fields.logprobs else None
 
 
 def parse_message(message: dict[str, Any], where: str) -> dict[str, Any]:
@@ -164,13 +183,15 @@ class _Response:
             [prompt],
             fields,
             report=service.report,
-            eos_ids=text.eos_ids,
-            default_sampling=text.default_sampling,
+            text=text,
+            logprobs=num_logprobs(fields),
             default_max_tokens=None,
             arrived=arrived,
         )
-        self._generation = Generation(service, requests, fields.tokens_per_event(service.config.server))
-        self._fields = fields
+        self._is_plain = not (fields.logprobs or fields.return_token_ids)
+        per_event = fields.tokens_per_event(service.config.server)
+        self._generation = Generation(service, requests, per_event, every_token=not self._is_plain)
+        self._fields, self._text, self._prompt = fields, text, prompt
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -178,7 +199,9 @@ class _Response:
         every = fields.wants_usage_in_every_chunk
         quiet: UnsetType | None = None if fields.wants_usage else UNSET
         before = b"".join(
-            self._event([ChunkChoice(index, Delta("assistant", ""))], generation.usage() if every else quiet)
+            self._event(
+                [ChunkChoice(index, Delta("assistant", ""))], generation.usage() if every else quiet, self._prompt_ids()
+            )
             for index in range(generation.num_choices)
         )
         frames = Frames(lambda index, text: ChatChunk(*self._head, [ChunkChoice(index, Delta(content=text))], quiet))
@@ -186,12 +209,12 @@ class _Response:
             async for pieces in steps:
                 if every:
                     usage = generation.usage()
-                    chunks = [self._event([_chunk_choice(piece)], usage) for piece in pieces]
+                    chunks = [self._event([self._chunk_choice(piece)], usage) for piece in pieces]
                 else:
                     chunks = [
                         frames.event(piece.index, piece.delta.text)
-                        if piece.delta.finish_reason is None
-                        else self._event([_chunk_choice(piece)], quiet)
+                        if self._is_plain and piece.delta.finish_reason is None
+                        else self._event([self._chunk_choice(piece)], quiet)
                         for piece in pieces
                     ]
                 yield before + b"".join(chunks)
@@ -201,17 +224,46 @@ class _Response:
     async def collect(self) -> ChatCompletion:
         wholes = await self._generation.whole()
         choices = [
-            Choice(whole.index, Message("assistant", whole.text), whole.finish_reason, whole.stop_reason)
+            Choice(
+                whole.index,
+                Message("assistant", whole.text),
+                whole.finish_reason,
+                whole.stop_reason,
+                self._logprobs(whole.logprobs),
+                self._token_ids(whole.token_ids),
+            )
             for whole in wholes
         ]
-        return ChatCompletion(*self._head, choices, self._generation.usage())
+        scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+        if self._fields.prompt_logprobs is not None:
+            scores = prompt_logprobs(self._text, self._generation.prompt_logprobs[0])
+        return ChatCompletion(*self._head, choices, self._generation.usage(), scores, self._prompt_ids())
 
-    def _event(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> bytes:
-        return event(ChatChunk(*self._head, choices, usage))
+    def _event(
+        self,
+        choices: list[ChunkChoice],
+        usage: Usage | UnsetType | None,
+        prompt_ids: list[int] | UnsetType = UNSET,
+    ) -> bytes:
+        return event(ChatChunk(*self._head, choices, usage, prompt_ids))
 
+    def _chunk_choice(self, piece: Piece) -> ChunkChoice:
+        delta = Delta(content=piece.delta.text) if piece.delta.text else Delta()
+        is_last = piece.delta.finish_reason is not None
+        return ChunkChoice(
+            piece.index,
+            delta,
+            piece.delta.finish_reason,
+            piece.delta.stop_reason if is_last else UNSET,
+            self._logprobs(piece.logprobs),
+            self._token_ids(piece.token_ids),
+        )
 
-def _chunk_choice(piece: Piece) -> ChunkChoice:
-    delta = Delta(content=piece.delta.text) if piece.delta.text else Delta()
-    if piece.delta.finish_reason is None:
-        return ChunkChoice(piece.index, delta)
-    return ChunkChoice(piece.index, delta, piece.delta.finish_reason, piece.delta.stop_reason)
+    def _logprobs(self, entries: Sequence[Logprobs]) -> ChatLogprobs | None:
+        return chat_logprobs(self._text, entries) if self._fields.logprobs else None
+
+    def _token_ids(self, token_ids: Sequence[int]) -> Sequence[int] | UnsetType:
+        return token_ids if self._fields.return_token_ids else UNSET
+
+    def _prompt_ids(self) -> list[int] | UnsetType:
+        return self._prompt.ids if self._fields.return_token_ids else UNSET

@@ -3,7 +3,7 @@ Knows nothing of the engine beyond Generation."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -12,11 +12,13 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
+from octavo.messages import Logprobs
 from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, Usage
-from octavo.server.requests import LONG_TEXT, Prompt, build_requests, new_id
+from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
+from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
 
@@ -26,14 +28,14 @@ MAX_PROMPTS = 1024
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),  # a number here: even 0 asks for the chosen token's
     "suffix": ("",),
 }
 
 
 class CompletionRequest(GenerationFields):
     prompt: Any  # string, list of strings, list of token ids, list of lists of token ids
+    echo: bool | None = None
+    logprobs: int | None = None  # even 0 asks for the chosen token's
 
 
 DIALECT = Dialect("completions", "/v1/completions", CompletionRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
@@ -44,7 +46,10 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
@@ -96,11 +101,14 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
             raise _wrong_prompt(param)
 
     def encode() -> list[Prompt]:
-        words, limit = service.text.encode, service.report.max_model_len
-        return [
-            Prompt(words(item, param=param, max_tokens=limit) if isinstance(item, str) else item, param)
-            for param, item in prompts.items()
-        ]
+        words, report = service.text.encode, service.report
+        limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
+        found = []
+        for param, item in prompts.items():
+            ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
+            kept = cut_prompt(ids, fields, report)
+            found.append(Prompt(kept, param, item if isinstance(item, str) and len(kept) == len(ids) else None))
+        return found
 
     # Many prompts hold up the other streams as one long one does: what counts is all of their text.
     size = sum(len(item) for item in prompts.values() if isinstance(item, str))
@@ -120,18 +128,30 @@ class _Response:
         self, service: Service, fields: CompletionRequest, response_id: str, prompts: list[Prompt], arrived: float
     ) -> None:
         text = service.text
+        # An echo of the prompt alone: a token must be computed all the same, and nobody sees it.
+        self._is_echo_only = bool(fields.echo) and fields.max_tokens == 0
+        if self._is_echo_only:
+            fields = fields.model_copy(update={"max_tokens": 1})
+        of_prompt = fields.prompt_logprobs
+        if fields.echo and fields.logprobs is not None:
+            of_prompt = max(fields.logprobs, of_prompt or 0)
         requests = build_requests(
             response_id,
             prompts,
             fields,
             report=service.report,
-            eos_ids=text.eos_ids,
-            default_sampling=text.default_sampling,
+            text=text,
+            logprobs=fields.logprobs,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             arrived=arrived,
+            prompt_logprobs=of_prompt,
         )
-        self._generation = Generation(service, requests, fields.tokens_per_event(service.config.server))
-        self._fields = fields
+        wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
+        self._is_plain = not (wants_tokens or fields.echo)
+        per_event = fields.tokens_per_event(service.config.server)
+        self._generation = Generation(service, requests, per_event, every_token=wants_tokens)
+        self._fields, self._text, self._prompts = fields, text, prompts
+        self._offsets: dict[int, int] = {}  # of each choice that has begun: characters of its tokens so far
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -142,27 +162,63 @@ class _Response:
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
                 if every:
-                    usage = generation.usage()
-                    yield b"".join([event(Completion(*self._head, [_choice(piece)], usage)) for piece in pieces])
+                    usage = self._usage()
+                    yield b"".join([event(Completion(*self._head, [self._choice(piece)], usage)) for piece in pieces])
                 else:
                     yield b"".join(
                         [
                             frames.event(piece.index, piece.delta.text)
-                            if piece.delta.finish_reason is None
-                            else event(Completion(*self._head, [_choice(piece)], quiet))
+                            if self._is_plain and piece.delta.finish_reason is None
+                            else event(Completion(*self._head, [self._choice(piece)], quiet))
                             for piece in pieces
                         ]
                     )
-        last = event(Completion(*self._head, [], generation.usage())) if fields.wants_usage else b""
+        last = event(Completion(*self._head, [], self._usage())) if fields.wants_usage else b""
         yield last + DONE
 
     async def collect(self) -> Completion:
         wholes = await self._generation.whole()
-        choices = [Choice(whole.index, whole.text, whole.finish_reason, whole.stop_reason) for whole in wholes]
-        return Completion(*self._head, choices, self._generation.usage())
+        choices = [self._choice(whole.as_piece()) for whole in wholes]
+        return Completion(*self._head, choices, self._usage())
 
+    def _usage(self) -> Usage:
+        usage = self._generation.usage()
+        if not self._is_echo_only:
+            return usage
+        return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
 
-def _choice(piece: Piece) -> Choice:
-    if piece.delta.finish_reason is None:
-        return Choice(piece.index, piece.delta.text)
-    return Choice(piece.index, piece.delta.text, piece.delta.finish_reason, piece.delta.stop_reason)
+    def _prompt_scores(self, scores: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None] | UnsetType:
+        count = self._fields.prompt_logprobs
+        return UNSET if count is None else prompt_logprobs(self._text, [entry.cut_to(count) for entry in scores])
+
+    def _choice(self, piece: Piece) -> Choice:
+        """The next of a stream, or the whole: both begin with what is said of the prompt."""
+        fields, delta = self._fields, piece.delta
+        text, token_ids = delta.text, piece.token_ids
+        entries: Sequence[Logprobs | None] = piece.logprobs
+        if self._is_echo_only:
+            text, token_ids, entries = "", (), ()
+        number = piece.index // (fields.n or 1)
+        prompt, scores = self._prompts[number], self._generation.prompt_logprobs[number]
+        is_first = piece.index not in self._offsets
+        if is_first and fields.echo:
+            words = prompt.text if prompt.text is not None else self._text.decode(prompt.ids)
+            text, token_ids = words + text, [*prompt.ids, *token_ids]
+            entries = [None, *scores, *entries]
+        offset = self._offsets.setdefault(piece.index, 0)
+        logprobs = None
+        if fields.logprobs is not None:
+            cut = [entry and entry.cut_to(fields.logprobs) for entry in entries]
+            logprobs = completion_logprobs(self._text, token_ids, cut, offset)
+            self._offsets[piece.index] = offset + sum(map(len, logprobs.tokens))
+        shows_prompt = is_first and bool(fields.return_token_ids)
+        return Choice(
+            piece.index,
+            text,
+            delta.finish_reason,
+            UNSET if delta.finish_reason is None else delta.stop_reason,
+            logprobs,
+            token_ids if fields.return_token_ids else UNSET,
+            prompt.ids if shows_prompt else UNSET,
+            self._prompt_scores(scores),
+        )

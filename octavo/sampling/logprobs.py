@@ -1,0 +1,86 @@
+"""Log-probabilities of tokens, and of the likeliest beside them, as the model gave them.
+Knows nothing of how tokens were chosen, nor of prompts and answers."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from octavo.messages import MAX_LOGPROBS, Logprobs
+from octavo.sampling.state import Ints, SamplingState
+
+_CHUNK = 32  # positions that are held in float64 at once
+IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
+
+
+class Raw(NamedTuple):
+    """Logits of the rows that want logprobs, kept before anything changes them."""
+
+    at: torch.Tensor  # [P] int64: which of the step's samples
+    logits: torch.Tensor  # [P, V]
+    wanted: list[int]  # [P] how many of the likeliest
+
+
+def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | None:
+    """None: nobody wants any."""
+    if not state.num_logprobs:
+        return None
+    found = [(at, state.num_logprobs[row]) for at, row in enumerate(rows.tolist()) if row in state.num_logprobs]
+    if not found:
+        return None
+    at = torch.tensor([at for at, _ in found])
+    at = at.pin_memory().to(logits.device, non_blocking=True) if logits.is_cuda else at
+    return Raw(at, logits.index_select(0, at), [wanted for _, wanted in found])
+
+
+@dataclass(slots=True)
+class Scores:
+    """Logprobs of P positions, on the device or on their way home."""
+
+    token_ids: torch.Tensor  # [P, 1 + K] int64: the token that is there, then the likeliest in falling order
+    logprobs: torch.Tensor  # [P, 1 + K] float32
+    ranks: torch.Tensor  # [P] int64
+    wanted: list[int]  # [P] how many of the likeliest
+
+    def sent_home(self) -> "Scores":
+        """Copies to the host that nobody waits for; on a CPU they are there."""
+        ids, logprobs, ranks = (
+            values.to("cpu", non_blocking=True) for values in (self.token_ids, self.logprobs, self.ranks)
+        )
+        return Scores(ids, logprobs, ranks, self.wanted)
+
+    def entries(self) -> list[Logprobs]:
+        columns = zip(self.ranks.tolist(), self.token_ids.tolist(), self.logprobs.tolist(), self.wanted, strict=True)
+        return [Logprobs(rank, ids[: 1 + count], values[: 1 + count]) for rank, ids, values, count in columns]
+
+
+def score(
+    logits: torch.Tensor,  # [P, V], not changed
+    chosen: torch.Tensor,  # [P] int64: the token at each position
+    wanted: list[int],  # [P]
+) -> Scores:
+    """In chunks, so that many rows of a large vocabulary take little memory beside their logits."""
+    num_best = min(MAX_LOGPROBS, logits.shape[1]) if any(wanted) else 0
+    ends = range(_CHUNK, len(chosen) + _CHUNK, _CHUNK)
+    parts = [_score(logits[end - _CHUNK : end], chosen[end - _CHUNK : end], num_best) for end in ends]
+    ids, logprobs, ranks = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return Scores(ids, logprobs, ranks, wanted)
+
+
+def _score(
+    logits: torch.Tensor, chosen: torch.Tensor, num_best: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token ids, logprobs, ranks), as Scores has them."""
+    logits = logits.float()
+    chosen = chosen.clamp(0, logits.shape[1] - 1)  # a rehearsal samples nothing, and what is there is no token
+    # In float64: the sum's last bit must not depend on how many rows are summed beside it.
+    total = logits.double().logsumexp(-1, keepdim=True)  # [P, 1]
+    own = logits.gather(1, chosen[:, None])  # [P, 1]
+    ranks = (logits > own).sum(-1) + 1
+    ids, values = chosen[:, None], own
+    if num_best:
+        # Always as many as there may be: which of two equals comes first must not depend on what others ask for.
+        best = logits.topk(num_best, -1)
+        ids, values = torch.cat((ids, best.indices), 1), torch.cat((values, best.values), 1)
+    logprobs = (values.double() - total).float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
+    return ids, logprobs.clamp_(min=IMPOSSIBLE), ranks

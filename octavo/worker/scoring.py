@@ -1,0 +1,68 @@
+"""Sampling with logprobs, and logprobs of prompts: what the rows of a step want to know of their logits.
+Knows nothing of requests: which rows those are, and how much they want, stands beside the rows."""
+
+import numpy as np
+import torch
+
+from octavo.kernels.cpu.native import Native
+from octavo.layers.model import DecoderModel
+from octavo.sampling.logprobs import Scores, keep_raw, score
+from octavo.sampling.sampler import sample
+from octavo.sampling.state import Ints, SamplingState
+from octavo.worker.assemble import Columns
+from octavo.worker.rows import Rows
+
+_CHUNK = 32  # prompt positions whose logits are held at once
+
+
+def sample_scored(
+    logits: torch.Tensor,  # [S, V]; may be changed
+    tables: Rows,
+    rows: Ints,  # [S]
+    lens: Ints,  # [S]
+    native: Native | None = None,
+) -> tuple[torch.Tensor, Scores | None]:
+    """Tokens [S], and the logprobs of those whose row wants them. None: nobody does."""
+    raw = keep_raw(logits, tables.sampling, rows)
+    tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native)
+    if raw is None:
+        return tokens, None
+    return tokens, score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
+
+
+def wants_prompt_scores(state: SamplingState, columns: Columns) -> bool:
+    return bool(state.num_prompt_logprobs) and bool(_num_scored(state, columns).any())
+
+
+def score_prompts(
+    model: DecoderModel,
+    hidden: torch.Tensor,  # [T, D]
+    tables: Rows,
+    columns: Columns,
+    last: Ints,  # [B] each planned row's last token in T
+) -> list[list[Scores]]:
+    """For each row that wants them and computes a prompt token which another prompt token follows: of those that follow."""
+    state = tables.sampling
+    counts = _num_scored(state, columns)
+    found: list[list[Scores]] = []
+    for at in counts.nonzero()[0].tolist():
+        row, count = int(columns.rows[at]), int(counts[at])
+        first = int(last[at] - columns.counts[at]) + 1  # in T
+        position = int(columns.lens[at] - columns.counts[at])
+        following = tables.tokens[row, position + 1 : position + 1 + count].long()
+        wanted = state.num_prompt_logprobs[row]
+        parts = []
+        for start in range(0, count, _CHUNK):
+            end = min(start + _CHUNK, count)
+            logits = model.logits(hidden[first + start : first + end].contiguous())
+            parts.append(score(logits, following[start:end], [wanted] * (end - start)))
+        found.append(parts)
+    return found
+
+
+def _num_scored(state: SamplingState, columns: Columns) -> Ints:
+    """[B] positions of each row whose logits say something of the next prompt token, where its occupant wants to know."""
+    wants = np.array([row in state.num_prompt_logprobs for row in columns.rows.tolist()], dtype=np.bool_)
+    left = state.prompt_len[columns.rows] - 1 - (columns.lens - columns.counts)
+    counts: Ints = np.where(wants, np.clip(left, 0, columns.counts), 0)
+    return counts

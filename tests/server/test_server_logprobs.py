@@ -1,0 +1,202 @@
+"""Logprobs, token ids and echoes over HTTP: OpenAI's and vLLM's shapes, streamed and whole, and what is refused."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
+from tests.doubles import EOS, TURN, ScriptedEngine
+from tests.server.conftest import Serve, error_of, events
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"prompt": "xé"},
+}
+ANSWER = [*"aé".encode(), EOS]
+
+
+def entry(token: int, count: int) -> Logprobs:
+    """Numbers that can be told apart: the likeliest are the tokens 98, 99 …"""
+    ids = [token, *range(98, 98 + count)]
+    return Logprobs(3, ids, [-token / 1024, *(-(at + 1) / 8 for at in range(count))])
+
+
+def scored(request: GenerateRequest) -> list[list[TokenDelta]]:
+    """One token a step; each choice gets the same."""
+    params, steps = request.params, []
+    for at, token in enumerate(ANSWER):
+        finish = Finish("stop", EOS) if token == EOS else None
+        own = () if params.logprobs is None else (entry(token, params.logprobs),)
+        of_prompt: tuple[Logprobs, ...] = ()
+        if at == 0 and params.prompt_logprobs is not None:
+            of_prompt = tuple(entry(token, params.prompt_logprobs) for token in request.prompt_ids[1:])
+        steps += [
+            [TokenDelta(request.id, index, [token], finish, b"", own, of_prompt if index == 0 else ())]
+            for index in range(params.n)
+        ]
+    return steps
+
+
+def shown(token: str, logprob: float, *spelled: int) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(spelled)}
+
+
+async def test_chat(serve: Serve) -> None:
+    client = serve(ScriptedEngine(scored))
+    body = {**BODIES[CHAT], "logprobs": True, "top_logprobs": 2}
+    (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
+    top = [shown("b", -0.125, 98), shown("c", -0.25, 99)]
+    # A token that is but a part of a character has its own bytes, and no text that could be shown.
+    expected = [
+        {**shown("a", -97 / 1024, 97), "top_logprobs": top},
+        {**shown("\ufffd", -0xC3 / 1024, 0xC3), "top_logprobs": top},
+        {**shown("\ufffd", -0xA9 / 1024, 0xA9), "top_logprobs": top},
+        {**shown("<|end|>", -0.25, *b"<|end|>"), "top_logprobs": top},
+    ]
+    assert choice["logprobs"] == {"content": expected, "refusal": None}
+    assert choice["message"]["content"] == "aé"
+    chunks = events((await client.post(CHAT, json={**body, "stream": True})).content)
+    streamed = [chunk["choices"][0] for chunk in chunks]
+    assert [*chain.from_iterable(chunk["logprobs"]["content"] for chunk in streamed if chunk["logprobs"])] == expected
+    assert "".join(chunk["delta"].get("content", "") for chunk in streamed) == "aé"
+    (choice,) = (await client.post(CHAT, json={**BODIES[CHAT], "logprobs": True})).json()["choices"]
+    assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[]] * 4
+    (choice,) = (await client.post(CHAT, json={**BODIES[CHAT], "logprobs": False, "top_logprobs": 0})).json()["choices"]
+    assert choice["logprobs"] is None
+
+
+async def test_completions(serve: Serve) -> None:
+    client = serve(ScriptedEngine(scored))
+    body = {**BODIES[COMPLETIONS], "logprobs": 1}
+    (choice,) = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+    expected = {
+        "text_offset": [0, 1, 2, 3],
+        "token_logprobs": [-97 / 1024, -0xC3 / 1024, -0xA9 / 1024, -0.25],
+        "tokens": ["a", "\ufffd", "\ufffd", "<|end|>"],
+        "top_logprobs": [
+            {"a": -97 / 1024, "b": -0.125},
+            {"\ufffd": -0xC3 / 1024, "b": -0.125},
+            {"\ufffd": -0xA9 / 1024, "b": -0.125},
+            {"<|end|>": -0.25, "b": -0.125},
+        ],
+    }
+    assert choice["logprobs"] == expected and choice["text"] == "aé"
+    chunks = events((await client.post(COMPLETIONS, json={**body, "stream": True})).content)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert {name: [*chain.from_iterable(part[name] for part in parts)] for name in expected} == expected
+    (choice,) = (await client.post(COMPLETIONS, json={**body, "logprobs": 0})).json()["choices"]
+    assert choice["logprobs"]["top_logprobs"][0] == {"a": -97 / 1024}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo(serve: Serve, stream: bool) -> None:
+    engine = ScriptedEngine(scored)
+    client = serve(engine)
+    body = {
+        "prompt": ["xé", [121, 122]],
+        "echo": True,
+        "logprobs": 1,
+        "n": 2,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    response = await client.post(COMPLETIONS, json=body)
+    choices = (
+        [choice for chunk in events(response.content) for choice in chunk["choices"]]
+        if stream
+        else response.json()["choices"]
+    )
+    for index, (prompt, ids) in enumerate([("xé", [*"xé".encode()]), ("yz", [121, 122])] * 2):
+        at = (index % 2) * 2 + index // 2
+        own = [choice for choice in choices if choice["index"] == at]
+        assert "".join(choice["text"] for choice in own) == prompt + "aé"
+        assert [*chain.from_iterable(choice["token_ids"] for choice in own)] == [*ids, *ANSWER]
+        assert [choice.get("prompt_token_ids") for choice in own] == [ids, *[None] * (len(own) - 1)]
+        logprobs = [*chain.from_iterable(choice["logprobs"]["token_logprobs"] for choice in own)]
+        assert logprobs == [None, *(-token / 1024 for token in [*ids[1:], *ANSWER])]
+        offsets = [*chain.from_iterable(choice["logprobs"]["text_offset"] for choice in own)]
+        assert offsets == list(range(len(ids) + len(ANSWER)))
+    assert engine.requests[0].params.prompt_logprobs == 1
+
+
+async def test_an_echo_alone(serve: Serve) -> None:
+    """As evaluation harnesses score a text: nothing is generated that anyone sees."""
+    body = {"prompt": "xyz", "echo": True, "max_tokens": 0, "logprobs": 2}
+    answer = (await serve(ScriptedEngine(scored)).post(COMPLETIONS, json=body)).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == "xyz" and choice["logprobs"]["tokens"] == ["x", "y", "z"]
+    assert choice["logprobs"]["token_logprobs"][0] is None and len(choice["logprobs"]["top_logprobs"][1]) == 3
+    assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["total_tokens"] == 3
+
+
+async def test_prompt_logprobs(serve: Serve) -> None:
+    client = serve(ScriptedEngine(scored))
+    (choice,) = (await client.post(COMPLETIONS, json={"prompt": "xy", "prompt_logprobs": 1})).json()["choices"]
+    own = {"logprob": -121 / 1024, "rank": 3, "decoded_token": "y"}
+    best = {"logprob": -0.125, "rank": 1, "decoded_token": "b"}
+    assert choice["prompt_logprobs"] == [None, {"121": own, "98": best}] and choice["logprobs"] is None
+    answer = (await client.post(CHAT, json={**BODIES[CHAT], "prompt_logprobs": 0, "return_token_ids": True})).json()
+    assert answer["prompt_token_ids"][0] == TURN and answer["choices"][0]["token_ids"] == ANSWER
+    assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][1] == {"117": {"logprob": -117 / 1024, "rank": 3, "decoded_token": "u"}}
+
+
+async def test_sampling_fields_reach_the_engine(serve: Serve) -> None:
+    engine = ScriptedEngine(scored)
+    fields = {
+        "logit_bias": {"97": -100, "98": 2.5},
+        "allowed_token_ids": [97, 98],
+        "bad_words": ["ab"],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "truncate_prompt_tokens": 2,
+    }
+    for path, body in BODIES.items():
+        assert (await serve(engine).post(path, json={**body, **fields})).json()["choices"][0][
+            "text" if "prompt" in body else "message"
+        ]
+        request = engine.requests[-1]
+        assert request.params.logit_bias == {97: -100.0, 98: 2.5} and request.params.allowed_token_ids == (97, 98)
+        assert [list(word) for word in request.params.bad_word_ids] == [[97, 98]]
+        assert len(request.prompt_ids) == 2
+    (choice,) = (await serve(engine).post(COMPLETIONS, json={"prompt": "x", **fields})).json()["choices"]
+    assert choice["text"] == "aé<|end|>"
+    (choice,) = (
+        await serve(engine).post(COMPLETIONS, json={"prompt": "x", "stop": ["é"], "include_stop_str_in_output": True})
+    ).json()["choices"]
+    assert choice["text"] == "aé" and choice["stop_reason"] == "é"
+    long = {"prompt": "x" * 5000, "truncate_prompt_tokens": -1, "max_tokens": 10}
+    assert (await serve(engine).post(COMPLETIONS, json=long)).status_code == 200
+    assert len(engine.requests[-1].prompt_ids) == 246
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (CHAT, {"top_logprobs": 2}, "top_logprobs", "logprobs to be true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "between 0 and 20"),
+        (CHAT, {"logprobs": 1}, "logprobs", "boolean"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs", "between 0 and 20"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs", "integer"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answer"),
+        (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
+        (CHAT, {"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        (CHAT, {"logit_bias": {"258": 1}}, "logit_bias", "0 to 257"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias", "between -100 and 100"),
+        (CHAT, {"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+        (CHAT, {"allowed_token_ids": [258]}, "allowed_token_ids", "0 to 257"),
+        (CHAT, {"bad_words": ["a"] * 257}, "bad_words", "at most 256"),
+        (CHAT, {"bad_words": [""]}, "bad_words", "256 characters"),
+        (CHAT, {"truncate_prompt_tokens": 256}, "truncate_prompt_tokens", "1 to 255"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "1 to 255"),
+    ],
+)
+async def test_mistakes_are_named(serve: Serve, path: str, fields: dict[str, Any], param: str, words: str) -> None:
+    engine = ScriptedEngine(scored)
+    error = error_of(await serve(engine).post(path, json={**BODIES[path], **fields}), 400)
+    assert error["param"] == param and words in error["message"] and engine.requests == []
