@@ -69,6 +69,46 @@ def test_stop_strings_and_seeds(client, model):
     assert draw() == draw()
 
 
+def test_logprobs(client, model):
+    arguments = {"model": model, "messages": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**arguments, top_logprobs=3).choices[0].logprobs.content
+    for token in whole:  # greedy: the token is the likeliest, whose logprob is the model's own
+        assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
+        assert -20 < token.logprob <= 0 and bytes(token.bytes).decode() == token.token
+    with client.chat.completions.create(**arguments, top_logprobs=3, stream=True) as stream:
+        streamed = [
+            token
+            for chunk in stream
+            for choice in chunk.choices
+            if choice.logprobs
+            for token in choice.logprobs.content
+        ]
+    assert streamed == whole
+    scored = client.completions.create(
+        model=model, prompt="The sky is blue", max_tokens=0, echo=True, logprobs=2
+    ).choices[0]
+    assert scored.text == "The sky is blue" and "".join(scored.logprobs.tokens) == scored.text
+    assert scored.logprobs.token_logprobs[0] is None and all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    extras = {"return_token_ids": True, "prompt_logprobs": 0}
+    told = client.completions.create(model=model, prompt="The sky is blue", max_tokens=1, extra_body=extras).choices[0]
+    of_prompt = [next(iter(entry.values()))["logprob"] for entry in told.prompt_logprobs[1:]]
+    assert of_prompt == scored.logprobs.token_logprobs[1:] and len(told.prompt_token_ids) == len(of_prompt) + 1
+
+
+def test_biased_and_banned(client, model):
+    arguments = {"model": model, "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**arguments, extra_body={"return_token_ids": True})
+    first = answer.choices[0].token_ids[0]
+    other = client.chat.completions.create(
+        **arguments, logit_bias={str(first): -100}, extra_body={"return_token_ids": True}
+    )
+    assert first not in other.choices[0].token_ids
+    without = client.chat.completions.create(**arguments, extra_body={"bad_words": ["Berlin"]})
+    assert "Berlin" in answer.choices[0].message.content and "Berlin" not in without.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(**arguments, logit_bias={"10000000": 1})
+
+
 def test_errors_are_the_clients_own_types(client, model):
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.chat.completions.create(model="nobody", messages=QUESTION)
