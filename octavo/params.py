@@ -1,0 +1,148 @@
+"""What one request may ask of sampling and of pooling: SamplingParams and PoolingParams, valid by construction.
+Knows nothing of how they travel, nor of tokens, text or tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from octavo.errors import InvalidRequest
+
+# What one request may ask for: each is work in every step that the request is in.
+MAX_LOGPROBS = 20  # of the likeliest tokens at one position
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LEN = 256  # characters
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How to choose tokens. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
+
+    n: int = 1  # independent samples of one prompt
+    temperature: float = 1.0  # 0 (anything below 1e-5): greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: the whole vocabulary
+    min_p: float = 0.0
+    seed: int | None = None  # None: chosen at the door
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = 16  # None: as many as the context holds
+    min_tokens: int = 0
+    stop: Sequence[str] = ()  # a single string is taken as one stop string
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    # Log-probabilities are the model's own: before temperature, bias, penalties and bans. None: none; k: of the token that
+    # is there, and of the k likeliest at its place.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None  # token id → what is added to its logit
+    allowed_token_ids: Sequence[int] | None = None  # None: all
+    bad_words: Sequence[str] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; set by whoever has a tokenizer
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name, ok, limit in (
+            ("n", self.n >= 1, "at least 1"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "between 0 and 100"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("top_k", self.top_k >= -1, "-1, 0 (both: no limit) or positive"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "between 0 and 1"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "between -2 and 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "between -2 and 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("stop", all(self.stop), "non-empty strings"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+        ):
+            if not ok:
+                raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
+            self._check_edits()
+
+    def _check_edits(self) -> None:
+        bias, words, allowed = self.logit_bias or {}, self.bad_words, self.allowed_token_ids
+        if len(bias) > MAX_BIASES:
+            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are taken", "logit_bias")
+        for token, value in bias.items():
+            if not -100 <= value <= 100:
+                raise InvalidRequest(f"logit_bias[{token}] must be between -100 and 100, got {value!r}", "logit_bias")
+        if allowed is not None and not allowed:
+            raise InvalidRequest("allowed_token_ids is empty: nothing could be sampled", "allowed_token_ids")
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are taken", "bad_words")
+        for at, word in enumerate(words):
+            if not word.strip() or len(word) > MAX_BAD_WORD_LEN:
+                raise InvalidRequest(
+                    f"bad_words[{at}] must be a word of at most {MAX_BAD_WORD_LEN} characters", "bad_words"
+                )
+
+    def _check_types(self) -> None:
+        """Exact types, for the wire carries no others: not 50.0 for an integer, nor NumPy's numbers, nor a lone surrogate.
+        That a float is finite follows from its range."""
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
+                raise InvalidRequest(f"{name} must be a plain 64-bit integer, got {value!r}", param=name)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not float and type(value) is not int:
+                raise InvalidRequest(f"{name} must be a plain int or float, got {value!r}", param=name)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if type(getattr(self, name)) is not bool:
+                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, values, fits, kind in (
+            ("stop", stop, _is_text, "a string or a list of strings, all valid Unicode"),
+            ("stop_token_ids", self.stop_token_ids, _is_whole, "a list of 64-bit integers"),
+            ("allowed_token_ids", self.allowed_token_ids, _is_whole, "a list of 64-bit integers"),
+            ("bad_words", self.bad_words, _is_text, "a list of strings, all valid Unicode"),
+        ):
+            if values is None and name == "allowed_token_ids":
+                continue
+            if not isinstance(values, list | tuple) or not all(map(fits, values)):
+                raise InvalidRequest(f"{name} must be {kind}, got {values!r}", param=name)
+            msgspec.structs.force_setattr(self, name, tuple(values))
+        bias = self.logit_bias
+        if bias is not None and not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
+            raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
+
+
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def _is_bias(item: tuple[object, object]) -> bool:
+    return _is_whole(item[0]) and type(item[1]) in (int, float)
+
+
+def _is_text(value: object) -> bool:
+    if type(value) is not str:
+        return False
+    try:
+        return value.isascii() or bool(value.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+Pooling = Literal["cls", "mean", "last"]
+
+
+class PoolingParams(msgspec.Struct, frozen=True, gc=False):
+    """How a prompt's hidden states become one vector. The door has checked it."""
+
+    kind: Pooling  # the first token's, the mean of all tokens', or the last token's
+    normalize: bool = True  # to length 1
+    dimensions: int = 0  # only so many leading numbers, cut before it is normalised; 0: all
