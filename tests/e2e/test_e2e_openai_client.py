@@ -156,7 +156,7 @@ def test_a_bad_request_leaves_the_others_alone(server, model):
         {"model": model, "prompt": [10**9]},
         {"model": model, "prompt": "x", "max_tokens": 10**6},
         {"model": model, "prompt": "x" * 200_000},
-        {"model": model, "prompt": "x", "frobnicate": 1},
+        {"model": model, "prompt": "x", "n": 10**6},
         {"model": model, "prompt": "x", "temperature": "hot"},
     ]
     for body in bad:
