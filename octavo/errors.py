@@ -8,6 +8,7 @@ OctavoError
 │   ├── Unsupported 400         a field or value that Octavo knows of and does not offer
 │   ├── Unauthorized 401        missing or wrong API key
 │   ├── ModelNotFound 404       the model named in the request is not served here
+│   ├── NotFound 404            an object named by its id is not, or no longer, here
 │   ├── TooLarge 413            the request body is over the limit
 │   └── Overloaded 429          refused at the door; carries .retry_after
 ├── EngineError
@@ -61,6 +62,13 @@ class Unauthorized(RequestError):
 
 class ModelNotFound(RequestError):
     """The request names a model that this server does not serve."""
+
+    status = 404
+    type = "not_found_error"
+
+
+class NotFound(RequestError):
+    """An object that the request names by its id is not, or no longer, here."""
 
     status = 404
     type = "not_found_error"

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from octavo.config import Config, split_list
 from octavo.engine.client import EngineClient
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.server.door import Door
+from octavo.server.door import Door, route_of
 from octavo.server.endpoints import routers
 from octavo.server.errors_http import error_response
 from octavo.server.service import Service
@@ -44,4 +44,4 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = InvalidRequest("the request's path or query is malformed")
-    return error_response(error, request.scope["octavo.request_id"], f"{request.method} {request.url.path}")
+    return error_response(error, request.scope["octavo.request_id"], request.method, route_of(request.scope))

@@ -49,16 +49,14 @@ class Door:
                 passage.log()
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or _route(scope) in OPEN_ROUTES:
+        if not self._keys or route_of(scope) in OPEN_ROUTES:
             return
         # Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured.
-        header = next((value for name, value in headers.raw if name == b"authorization"), b"")
-        scheme, _, given = header.partition(b" ")
-        secret = given.strip()
-        if scheme.lower() != b"bearer" or not secret:
+        given = [_secret(name, value) for name, value in headers.raw if name in (b"authorization", b"x-api-key")]
+        if not any(given):
             raise Unauthorized("this server needs an API key: send the header 'Authorization: Bearer KEY'")
         # Every key is compared, in constant time, so that timing tells nothing of any of them.
-        if not sum(hmac.compare_digest(secret, key) for key in self._keys):
+        if not sum(hmac.compare_digest(secret, key) for secret in given for key in self._keys):
             raise Unauthorized("the API key is wrong")
 
     def check_length(self, num_bytes: int) -> None:
@@ -99,7 +97,8 @@ class _Passage:
                 log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self._scope["path"])
             if self._status:
                 raise  # the head is out: only closing the connection can tell the client
-            await error_response(error, self.request_id)(self._scope, self.receive, self.send)
+            method, path = self._scope["method"], route_of(self._scope)
+            await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -129,7 +128,15 @@ def _request_id(given: str) -> str:
     return "req-" + os.urandom(12).hex()
 
 
-def _route(scope: Scope) -> str:
+def _secret(name: bytes, value: bytes) -> bytes:
+    """The key in a header: OpenAI's clients send it as a bearer token, Anthropic's in x-api-key."""
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, bearer = value.partition(b" ")
+    return bearer.strip() if scheme.lower() == b"bearer" else b""
+
+
+def route_of(scope: Scope) -> str:
     """The path as the router sees it: without the prefix under which a proxy serves us."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")

@@ -1,6 +1,8 @@
 """The one place where an error becomes an HTTP status and OpenAI's error body.
 Knows nothing of how errors arise."""
 
+from collections.abc import Callable
+
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -13,6 +15,7 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.Unsupported: "unsupported_parameter",
     errors.Unauthorized: "invalid_api_key",
     errors.ModelNotFound: "model_not_found",
+    errors.NotFound: "not_found",
     errors.TooLarge: "request_too_large",
     errors.Overloaded: "rate_limit_exceeded",
     errors.RequestFailed: "request_failed",
@@ -30,6 +33,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
+
+
+Shape = Callable[[int, ErrorDetail, str], msgspec.Struct]
+"""(status, what happened, request id) → the body that another dialect's clients expect."""
+
+SHAPES: dict[str, Shape] = {}
+"""By path, which covers the paths below it. An endpoint whose dialect is not OpenAI's puts its own here."""
 
 
 class ClientGone(Exception):
@@ -55,15 +65,17 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
 
-def error_response(error: Exception, request_id: str, route: str = "") -> Response:
-    """`route`: method and path, for the errors that are about them."""
-    status, body = describe(error, request_id, route)
+def error_response(error: Exception, request_id: str, method: str = "", path: str = "") -> Response:
+    """`path`: as the router sees it. It says whose dialect is spoken."""
+    status, body = describe(error, request_id, f"{method} {path}")
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+    shape = next((shape for root, shape in SHAPES.items() if path == root or path.startswith(root + "/")), None)
+    told = body if shape is None else shape(status, body.error, request_id)
+    return Response(msgspec.json.encode(told), status, headers, media_type="application/json")
 
 
 def error_event(error: Exception, request_id: str) -> bytes:

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -30,6 +30,13 @@ _MARK = os.urandom(16).hex()  # a text that no other field holds
 
 def event(body: msgspec.Struct) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
+
+
+def typed_event(body: msgspec.Struct) -> bytes:
+    """Of a struct with a tag: the event's name is the type that its data says."""
+    tag = body.__struct_config__.tag
+    assert isinstance(tag, str)
+    return b"event: " + tag.encode() + b"\ndata: " + _encode(body) + b"\n\n"
 
 
 class Frames:
@@ -68,20 +75,30 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
 class EventStream(Response):
     """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
 
-    Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it."""
+    Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it.
+    `tell`: how the dialect says, in a stream that has begun, what ended it."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, service: Service, events: AsyncGenerator[bytes, None], ignored_fields: Sequence[str] = ()
+        self,
+        service: Service,
+        events: AsyncGenerator[bytes, None],
+        ignored_fields: Sequence[str] = (),
+        *,
+        tell: Callable[[Exception, str], bytes] = error_event,
+        keep_alive: bytes = KEEP_ALIVE,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.status_code = 200
         self.background = None
         # A proxy that buffers would turn the stream into one late answer.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self._service = service
         self._events = events
         self._ignored_fields = ignored_fields
+        self._tell = tell
+        self._keep_alive_bytes = keep_alive
         self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
         self._head = asyncio.Lock()  # held while the head goes out: nothing may overtake it
         self._is_head_out = False
@@ -107,13 +124,13 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 if not self._service.stopping or not self._is_head_out:
                     raise
-                last = error_event(_cut_off(), request_id)
+                last = self._tell(_cut_off(), request_id)
             except Exception as error:
                 if not self._is_head_out:
                     raise
                 if not isinstance(error, OctavoError):
                     log.exception("request %s failed in its stream", request_id)
-                last = error_event(error, request_id)
+                last = self._tell(error, request_id)
             finally:
                 if keep_alive is not None:
                     keep_alive.cancel()
@@ -134,7 +151,7 @@ class EventStream(Response):
                 await asyncio.sleep(self._keep_alive_seconds - quiet)
                 continue
             await self._send_head(send)
-            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+            await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
             self._last_sent = time.monotonic()
 
 
