@@ -60,6 +60,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 
 LABELS: dict[str, str] = {
+    "cache_control": "equal prefixes are shared without it",
     "user": "a label for the caller's own books",
     "metadata": "a label for the caller's own books",
     "prompt_cache_key": "equal prefixes are shared without it",
@@ -83,6 +84,23 @@ WITHOUT_EFFECT: dict[str, str] = {
     "thinking_token_budget": "max_tokens is the one limit",
     "verbosity": "this model has no such dial",
     "vllm_xargs": "there is no extension that would read it",
+    # of the Responses API
+    "include.reasoning.encrypted_content": "reasoning is given as plain text, and taken back as such",
+    "prompt_cache_options": "equal prefixes are shared without it",
+    "prompt_cache_retention": "cached prefixes stay until others need their room",
+    "reasoning.context": "the template says which reasoning a model sees again",
+    "reasoning.generate_summary": "reasoning is given in full",
+    "reasoning.mode": "there is one mode",
+    "reasoning.summary": "reasoning is given in full",
+    "stream_options.include_obfuscation": "events are not padded",
+    "text.verbosity": "this model has no such dial",
+    # of Anthropic's
+    "diagnostics": "there is nothing to compare a prompt with",
+    "inference_geo": "everything is computed here",
+    "output_config.effort": "this model has no such dial",
+    "speed": "there is one speed",
+    "thinking.budget_tokens": "max_tokens is the one limit",
+    "thinking.display": "reasoning is given in full",
 }
 """Fields that are not offered and may be passed over, and why: named back, and refused in strict mode. What else is not
 offered is refused in every mode: it says what the answer must be (its shape, its tokens, what it is made from), and another
@@ -110,11 +128,10 @@ class RequestFields(BaseModel):
         return self._ignored
 
 
-class GenerationFields(RequestFields):
-    """Ranges are checked by SamplingParams, which has the limits and the words."""
+class SamplingFields(RequestFields):
+    """How tokens are chosen, by vLLM's names: for every dialect. Ranges are checked by SamplingParams, which has the limits
+    and the words."""
 
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -127,25 +144,11 @@ class GenerationFields(RequestFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    n: int | None = None
     logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    return_token_ids: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
-    # Labels for the caller's own books: taken, and without effect here.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -173,6 +176,27 @@ class GenerationFields(RequestFields):
             raise PydanticCustomError("logit_bias", "Keys should be token ids")
         return {int(key): bias for key, bias in value.items()}
 
+
+class GenerationFields(SamplingFields):
+    """What completions and chat share."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
+    # Labels for the caller's own books: taken, and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
     @property
     def wants_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -187,6 +211,14 @@ class GenerationFields(RequestFields):
 
 
 Body = TypeVar("Body", bound=RequestFields)
+
+
+def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
+    """From another dialect's values, checked as if they had come in a body."""
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
 
 
 @dataclass(frozen=True, slots=True)
