@@ -29,6 +29,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     arrived: float = 0.0  # CLOCK_MONOTONIC seconds at which the server received it
     pooling: PoolingParams | None = None  # a vector of the prompt is wanted, in place of tokens; max_tokens is 1 then
     is_whole: bool = False  # all of the prompt must be computed in one step, and nothing of it come from a cache
+    wants_progress: bool = False  # deltas shall tell how far the prompt is computed
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -96,6 +97,13 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return Logprobs(self.rank, self.token_ids[: 1 + count], self.logprobs[: 1 + count])
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How far a prompt is computed."""
+
+    num_computed: int  # of its tokens, those among them that the prefix cache had
+    num_cached: int
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one choice of one request. A failure travels here too, as `finish`."""
 
@@ -107,6 +115,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprobs: tuple[Logprobs, ...] = ()  # one for each token, where asked for
     # With the first token, where asked for: of each prompt token but the first.
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    progress: Progress | None = None  # where asked for: with each step over the prompt, in a delta without tokens
 
 
 def numbers_of(vector: bytes) -> list[float]:

@@ -10,20 +10,9 @@ from bisect import insort
 from collections import deque
 from typing import Literal, NamedTuple
 
-import msgspec
-
 from octavo.cache import KVCache
-from octavo.messages import (
-    Entering,
-    Finish,
-    FinishReason,
-    GenerateRequest,
-    Logprobs,
-    PageMove,
-    StepPlan,
-    StepResult,
-    TokenDelta,
-)
+from octavo.messages import Entering, Finish, FinishReason, GenerateRequest, PageMove, StepPlan, StepResult, TokenDelta
+from octavo.schedule.extras import progress_of, scored, take_scores
 from octavo.schedule.order import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
 
@@ -57,6 +46,7 @@ class Scheduler:
         self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
         self._in_flight: deque[_Issued] = deque()
         self._leaves: list[int] = []
+        self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
         self._next_sequence = 0
         self._step = 0
 
@@ -69,6 +59,8 @@ class Scheduler:
         self._next_sequence += len(choices)
         self._groups[source.id] = choices
         leader, *leader.followers = choices
+        if source.wants_progress:
+            self._watched.add(leader.sequence)
         self.waiting.add(leader)
 
     def abort(self, request_id: str, index: int = -1) -> bool:
@@ -102,8 +94,10 @@ class Scheduler:
         issued = self._in_flight.popleft()
         tokens, vectors = iter(result.tokens), iter(result.vectors)
         deltas: list[TokenDelta] = []
+        if self._watched:
+            deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
         page_size = self.cache.page_size
-        scores = _scores(plan, issued, result) if result.logprobs or result.prompt_logprobs else None
+        scores = take_scores(plan, issued.requests, result) if result.logprobs or result.prompt_logprobs else None
         for request, epoch, start, count, samples in zip(
             issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
@@ -127,7 +121,7 @@ class Scheduler:
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
-                    deltas[-1] = _scored(deltas[-1], request, scores)
+                    deltas[-1] = scored(deltas[-1], request, scores)
         return deltas
 
     @property
@@ -363,6 +357,7 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True
+        self._watched.discard(request.sequence)
         for other in self._groups[request.id]:
             if request in other.followers:
                 other.followers.remove(request)
@@ -376,21 +371,3 @@ class Scheduler:
         choices.remove(request)
         if not choices:
             del self._groups[request.id]
-
-
-def _scores(plan: StepPlan, issued: _Issued, result: StepResult) -> dict[int, Logprobs]:
-    """Hand every request the logprobs of its prompt, and give those of sampled tokens by the request's sequence."""
-    tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
-    found = {}
-    for request, start, samples in zip(issued.requests, plan.starts, plan.samples, strict=True):
-        if request.params.prompt_logprobs is not None and start < request.prompt_len - 1:
-            request.take_scores(start, next(prompts))
-        if samples and request.params.logprobs is not None:
-            found[request.sequence] = next(tokens)
-    return found
-
-
-def _scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
-    own = scores.get(request.sequence)
-    of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
-    return msgspec.structs.replace(delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt)

@@ -112,6 +112,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
+    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
 
 
 class RequestFields(BaseModel):
@@ -204,6 +205,10 @@ class GenerationFields(SamplingFields):
     @property
     def wants_usage_in_every_chunk(self) -> bool:
         return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_progress)
 
     def tokens_per_event(self, server: ServerConfig) -> int:
         """1 for a whole answer: nobody watches it grow."""

@@ -26,6 +26,14 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens_details: PromptTokensDetails | None
 
 
+class PromptProgress(msgspec.Struct, frozen=True):
+    """How far a prompt is computed. `processed_tokens` may fall: when memory runs out, the youngest request begins again."""
+
+    prompt_tokens: int
+    processed_tokens: int  # those of the prefix cache among them
+    cached_tokens: int
+
+
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text of one choice, or its end. `index` counts over all prompts: prompt × n + choice."""
 
@@ -33,6 +41,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     delta: TextDelta
     token_ids: Sequence[int] = ()  # that the text came from, or will
     logprobs: Sequence[Logprobs] = ()  # of each of those, where asked for
+    progress: PromptProgress | None = None  # of the choice's prompt: then nothing else is new
 
 
 @dataclass(slots=True)
@@ -157,17 +166,25 @@ class Generation:
                     waiting += deltas
                     if not is_first and not _is_due(waiting, self._tokens_per_event):
                         continue
-                    deltas, waiting, is_first = waiting, [], False
+                    deltas, waiting = waiting, []
+                    is_first = is_first and not any(delta.token_ids for delta in deltas)
                 pieces = self._advance(number, deltas)
                 if pieces:
                     yield pieces
 
     def _advance(self, number: int, deltas: list[TokenDelta]) -> list[Piece]:
-        pieces = []
+        pieces: list[Piece] = []
         base = number * len(self._choices[number])  # n is the same for every prompt
+        progress: PromptProgress | None = None
         for delta in deltas:
             if delta.prompt_logprobs and not self.prompt_logprobs[number]:
                 self.prompt_logprobs[number] = delta.prompt_logprobs
+            if delta.progress is not None:  # the newest is enough for a reader that lags
+                told = delta.progress
+                num_prompt = len(self._requests[number].prompt_ids)
+                progress = PromptProgress(num_prompt, told.num_computed, told.num_cached)
+        if progress is not None:
+            pieces.append(Piece(base, TextDelta("", None, None, 0), progress=progress))
         for index, token_ids, finish, logprobs in _by_choice(deltas):
             choice = self._choices[number][index]
             if finish is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from octavo.engine.door import admit
 from octavo.errors import InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
@@ -57,18 +59,17 @@ def build_requests(
         if wanted is None and default_max_tokens is not None:
             # A default is not a wish: it shrinks to the room that the prompt leaves.
             max_tokens = max(1, min(default_max_tokens, report.max_model_len - len(prompt.ids)))
-        requests.append(
-            admit(
-                f"{response_id}-{number}" if len(prompts) > 1 else response_id,
-                prompt.ids,
-                SamplingParams(**{**values, "max_tokens": max_tokens}),
-                report,
-                text.eos_ids,
-                param=prompt.param,
-                max_tokens_param=max_tokens_param,
-                arrived=arrived,
-            )
+        request = admit(
+            f"{response_id}-{number}" if len(prompts) > 1 else response_id,
+            prompt.ids,
+            SamplingParams(**{**values, "max_tokens": max_tokens}),
+            report,
+            text.eos_ids,
+            param=prompt.param,
+            max_tokens_param=max_tokens_param,
+            arrived=arrived,
         )
+        requests.append(msgspec.structs.replace(request, wants_progress=True) if fields.wants_progress else request)
     return requests
 
 

@@ -17,7 +17,7 @@ from octavo.messages import MAX_LOGPROBS, Logprobs
 from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
-from octavo.server.generation import Generation, Piece, Usage
+from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
@@ -111,6 +111,7 @@ class ChatChunk(msgspec.Struct, frozen=True, gc=False):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last where usage was asked for
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -209,12 +210,12 @@ class _Response:
             async for pieces in steps:
                 if every:
                     usage = generation.usage()
-                    chunks = [self._event([self._chunk_choice(piece)], usage) for piece in pieces]
+                    chunks = [self._piece_event(piece, usage) for piece in pieces]
                 else:
                     chunks = [
                         frames.event(piece.index, piece.delta.text)
-                        if self._is_plain and piece.delta.finish_reason is None
-                        else self._event([self._chunk_choice(piece)], quiet)
+                        if self._is_plain and piece.delta.finish_reason is None and piece.progress is None
+                        else self._piece_event(piece, quiet)
                         for piece in pieces
                     ]
                 yield before + b"".join(chunks)
@@ -244,8 +245,13 @@ class _Response:
         choices: list[ChunkChoice],
         usage: Usage | UnsetType | None,
         prompt_ids: list[int] | UnsetType = UNSET,
+        progress: PromptProgress | UnsetType = UNSET,
     ) -> bytes:
-        return event(ChatChunk(*self._head, choices, usage, prompt_ids))
+        return event(ChatChunk(*self._head, choices, usage, prompt_ids, progress))
+
+    def _piece_event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
+        # A choice without text, beside progress: clients that look into every chunk's first choice find one.
+        return self._event([self._chunk_choice(piece)], usage, progress=piece.progress or UNSET)
 
     def _chunk_choice(self, piece: Piece) -> ChunkChoice:
         delta = Delta(content=piece.delta.text) if piece.delta.text else Delta()

@@ -16,7 +16,7 @@ from octavo.messages import Logprobs
 from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
-from octavo.server.generation import Generation, Piece, Usage
+from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
@@ -61,6 +61,7 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     system_fingerprint: str
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -163,13 +164,13 @@ class _Response:
             async for pieces in steps:
                 if every:
                     usage = self._usage()
-                    yield b"".join([event(Completion(*self._head, [self._choice(piece)], usage)) for piece in pieces])
+                    yield b"".join([self._event(piece, usage) for piece in pieces])
                 else:
                     yield b"".join(
                         [
                             frames.event(piece.index, piece.delta.text)
-                            if self._is_plain and piece.delta.finish_reason is None
-                            else event(Completion(*self._head, [self._choice(piece)], quiet))
+                            if self._is_plain and piece.delta.finish_reason is None and piece.progress is None
+                            else self._event(piece, quiet)
                             for piece in pieces
                         ]
                     )
@@ -180,6 +181,11 @@ class _Response:
         wholes = await self._generation.whole()
         choices = [self._choice(whole.as_piece()) for whole in wholes]
         return Completion(*self._head, choices, self._usage())
+
+    def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
+        # A choice without text, beside progress: clients that look into every chunk's first choice find one.
+        choice = self._choice(piece) if piece.progress is None else Choice(piece.index, "")
+        return event(Completion(*self._head, [choice], usage, piece.progress or UNSET))
 
     def _usage(self) -> Usage:
         usage = self._generation.usage()

@@ -1,0 +1,43 @@
+"""What a few requests want beside tokens: logprobs of what a step computed, and how far it brought their prompt.
+Knows nothing of how a step is planned. Where nobody wants any of it, none of this runs."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from octavo.messages import Logprobs, Progress, StepPlan, StepResult, TokenDelta
+from octavo.schedule.request import Request
+
+
+def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> dict[int, Logprobs]:
+    """Hand every request the logprobs of its prompt, and give those of sampled tokens by the request's sequence."""
+    tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
+    found = {}
+    for request, start, samples in zip(requests, plan.starts, plan.samples, strict=True):
+        if request.params.prompt_logprobs is not None and start < request.prompt_len - 1:
+            request.take_scores(start, next(prompts))
+        if samples and request.params.logprobs is not None:
+            found[request.sequence] = next(tokens)
+    return found
+
+
+def scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
+    own = scores.get(request.sequence)
+    of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
+    return msgspec.structs.replace(delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt)
+
+
+def progress_of(
+    plan: StepPlan, requests: Sequence[Request], epochs: Sequence[int], watched: set[int]
+) -> Iterator[TokenDelta]:
+    """A delta without tokens for each watched request that the plan advanced. A request is watched, by its sequence, until
+    its prompt is computed; what a preemption has undone since is no progress."""
+    for request, epoch, start, count in zip(requests, epochs, plan.starts, plan.counts, strict=True):
+        if request.sequence not in watched:
+            continue
+        end = min(start + count, request.prompt_len)
+        if end == request.prompt_len:
+            watched.discard(request.sequence)
+        elif epoch != request.epoch:
+            continue
+        yield TokenDelta(request.id, request.index, [], progress=Progress(end, request.num_cached))
