@@ -124,6 +124,16 @@ class ServerConfig:
     sse_keep_alive_interval: float = knob(
         0.0, "seconds after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never"
     )
+    resume_seconds: float = knob(
+        60.0,
+        "seconds for which a stream whose request set stream_options.resumable goes on, and can be read on, without its "
+        "client; 0: no stream can be resumed",
+    )
+    resume_bytes: int | str = knob(
+        64 * 2**20,
+        "bytes of such streams that each API process keeps, beyond which it drops the longest abandoned",
+        kind="bytes",
+    )
     allowed_origins: str = knob(
         "",
         'origins a browser may call from (CORS), separated by commas or as JSON (["https://a.example"]); *: any',
@@ -208,6 +218,7 @@ class Config:
                 for name, seconds in (
                     ("--shutdown-timeout", self.server.shutdown_timeout),
                     ("--sse-keep-alive-interval", self.server.sse_keep_alive_interval),
+                    ("--resume-seconds", self.server.resume_seconds),
                 )
             ),
         ):

@@ -189,6 +189,7 @@ class AsgiCall:
         self._news = asyncio.Event()
         self.reads = asyncio.Event()  # while clear, what is sent after the first bytes waits in the server
         self.reads.set()
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -196,7 +197,7 @@ class AsgiCall:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(key.lower().encode(), value.encode()) for key, value in (headers or {}).items()],
         }
         self.task = asyncio.create_task(app(scope, self._incoming.get, self._take))

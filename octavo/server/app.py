@@ -36,7 +36,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
             allow_methods=split_list(config.server.allowed_methods),
             allow_headers=split_list(config.server.allowed_headers),
             allow_credentials=config.server.allow_credentials,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "x-stream-id", "retry-after"],
         )
     return app
 

@@ -113,6 +113,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
     include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
+    resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
 class RequestFields(BaseModel):
@@ -209,6 +210,10 @@ class GenerationFields(SamplingFields):
     @property
     def wants_progress(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_progress)
+
+    @property
+    def wants_resumable(self) -> bool:
+        return bool(self.stream_options and self.stream_options.resumable)
 
     def tokens_per_event(self, server: ServerConfig) -> int:
         """1 for a whole answer: nobody watches it grow."""

@@ -11,6 +11,8 @@ from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import EngineReport
+from octavo.server.resume import StreamLogs
+from octavo.server.siblings import Siblings
 from octavo.text import Text
 
 DRAIN_RETRY_AFTER = 5
@@ -29,6 +31,8 @@ class Service:
         self.draining = False  # no new work; what runs may finish
         self.stopping = False  # what still runs is being cut off
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
+        self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
+        self.siblings: Siblings | None = None  # None: this is the only API process
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -72,6 +73,32 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+def stream_answer(
+    service: Service,
+    request: Request,
+    stream_id: str,
+    events: AsyncGenerator[bytes, None],
+    *,
+    ignored: Sequence[str] = (),
+    resumable: bool = False,
+) -> "EventStream":
+    """`events` as a response; resumable: they are numbered, and go on where the connection does not."""
+    if not resumable:
+        return EventStream(service, events, ignored)
+    log = service.logs.open(stream_id, owner_of(request))
+    log.filling = asyncio.create_task(log.fill(events, ignored))
+    service.enter()  # a server that drains waits for it, as for any answer
+    log.filling.add_done_callback(lambda _: service.leave())
+    service.track(log.filling)
+    return EventStream(service, log.read(0), headers={"x-stream-id": stream_id})
+
+
+def owner_of(request: Request) -> bytes:
+    """Who may resume what the request began: whoever comes with the same key. Empty: nobody needs one here."""
+    owner: bytes = request.scope.get("octavo.owner", b"")
+    return owner
+
+
 class EventStream(Response):
     """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
 
@@ -114,7 +141,7 @@ class EventStream(Response):
         last = b""
         async with aclosing(self._events) as events:
             try:
-                first = name_back(await anext(events), self._ignored_fields)
+                first = name_back(await anext(events, b""), self._ignored_fields)
                 await self._send_head(send)
                 self._last_sent = time.monotonic()
                 await send({"type": "http.response.body", "body": first, "more_body": True})

@@ -21,7 +21,7 @@ from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
-from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
+from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """developer is OpenAI's newer name of system; the templates of open models know only the older one."""
@@ -124,9 +124,17 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
-        response = _Response(service, fields, new_id("chatcmpl"), await parse(service, fields), arrived)
+        response_id = new_id("chatcmpl")
+        response = _Response(service, fields, response_id, await parse(service, fields), arrived)
         if fields.stream:
-            return EventStream(service, response.stream(), fields.ignored)
+            return stream_answer(
+                service,
+                request,
+                response_id,
+                response.stream(),
+                ignored=fields.ignored,
+                resumable=fields.wants_resumable,
+            )
         body = await until_gone(service, request.receive, response.collect())
         return json_answer(body, fields.ignored)
 

@@ -20,7 +20,7 @@ from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
-from octavo.server.sse import DONE, EventStream, Frames, event, until_gone
+from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -74,9 +74,17 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
-        response = _Response(service, fields, new_id("cmpl"), await parse(service, fields), arrived)
+        response_id = new_id("cmpl")
+        response = _Response(service, fields, response_id, await parse(service, fields), arrived)
         if fields.stream:
-            return EventStream(service, response.stream(), fields.ignored)
+            return stream_answer(
+                service,
+                request,
+                response_id,
+                response.stream(),
+                ignored=fields.ignored,
+                resumable=fields.wants_resumable,
+            )
         body = await until_gone(service, request.receive, response.collect())
         return json_answer(body, fields.ignored)
 

@@ -1,0 +1,108 @@
+"""A stream whose connection is really cut, read on through whichever API process answers; and a prompt's progress."""
+
+import http.client
+import json
+import os
+import re
+import socket
+import struct
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.servers import Server
+
+RESUME_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(
+        "--api-processes", "2", "--resume-seconds", str(RESUME_SECONDS), "--kv-cache-memory-bytes", "96M",
+        "--max-model-len", "1024", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+    ) as server:  # fmt: skip
+        yield server
+
+
+def connect(server: Server, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+    address = urllib.parse.urlsplit(server.base)
+    assert address.hostname is not None
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
+    connection.request(method, path, None if body is None else json.dumps(body), {"Connection": "close"})
+    return connection.getresponse()
+
+
+def cut(response: http.client.HTTPResponse) -> None:
+    """As a network does it: no goodbye, what was under way is lost."""
+    with socket.socket(fileno=os.dup(response.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing sends a reset
+        response.close()
+
+
+def read_events(response: http.client.HTTPResponse, limit: int | None = None) -> dict[int, str]:
+    """Number → data, to the end or until there are so many."""
+    found: dict[int, str] = {}
+    while limit is None or len(found) < limit:
+        number = response.readline()
+        if not number:
+            break
+        data = response.readline()
+        assert response.readline() == b"\n"
+        found[int(number.removeprefix(b"id: "))] = data.decode().removeprefix("data: ").rstrip("\n")
+    return found
+
+
+def body(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "prompt": "Once upon a time", "max_tokens": num_tokens, "seed": 5, "temperature": 0.8, "ignore_eos": True,
+        "stream": True, "stream_options": {"resumable": True}, **fields,
+    }  # fmt: skip
+
+
+def text_of(events: dict[int, str]) -> str:
+    assert [*events] == [*range(len(events))] and events[len(events) - 1] == "[DONE]"
+    return "".join(json.loads(data)["choices"][0]["text"] for data in [*events.values()][:-1])
+
+
+def test_a_connection_that_was_cut(server: Server) -> None:
+    whole = text_of(read_events(connect(server, "POST", "/v1/completions", body(120))))
+    assert len(whole) > 100
+    for _ in range(2):  # connections are dealt out in turn: this one and the next reach both processes
+        response = connect(server, "POST", "/v1/completions", body(120))
+        stream_id = response.headers["x-stream-id"]
+        assert re.fullmatch("cmpl-[0-9a-f]{32}", stream_id)
+        events = read_events(response, 7)
+        while "[DONE]" not in events.values():
+            cut(response)
+            response = connect(server, "GET", f"/v1/stream/{stream_id}?from={len(events)}")
+            assert response.status == 200
+            events |= read_events(response, 60)
+        assert text_of(events) == whole
+        connect(server, "GET", "/health").read()  # so that the next round begins at the other process
+    assert server.wait_until_idle() == (0, 0, 0)
+
+
+def test_a_client_that_does_not_come_back_ends_its_request(server: Server) -> None:
+    response = connect(server, "POST", "/v1/completions", body(900, n=4))
+    read_events(response, 3)
+    cut(response)
+    assert server.in_use()[0] == 4, "it goes on for a while"
+    assert server.wait_until_idle(60) == (0, 0, 0)
+    assert server.metric("vllm:request_success_total", 'finished_reason="abort"') == 4
+    status = connect(server, "GET", f"/v1/stream/{response.headers['x-stream-id']}").status
+    assert status == 404
+
+
+def test_progress_of_a_prompt_in_chunks_and_from_the_cache(server: Server) -> None:
+    def progress(num_tokens: int) -> list[tuple[int, int, int]]:
+        fields = {"prompt": [1000 + at for at in range(num_tokens)], "stream_options": {"include_progress": True}}
+        response = connect(server, "POST", "/v1/completions", body(2, **fields))
+        chunks = [json.loads(data[6:]) for data in response.read().decode().split("\n\n")[:-2]]
+        told = [tuple(chunk["prompt_progress"].values()) for chunk in chunks if "prompt_progress" in chunk]
+        assert all("prompt_progress" in chunk for chunk in chunks[: len(told)]), "before the first token"
+        return told
+
+    assert progress(200) == [(200, 64, 0), (200, 128, 0), (200, 192, 0), (200, 200, 0)]
+    assert progress(300) == [(300, 256, 192), (300, 300, 192)]
