@@ -12,6 +12,7 @@ AUTO = "auto"
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
+MAX_LOGPROBS = 20  # of the likeliest tokens at one position, the most that any request may ask for
 
 
 def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "", kind: str = "") -> Any:
@@ -114,6 +115,9 @@ class ServerConfig:
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
     max_messages: int = knob(10_000, "most messages of one chat request")
     max_n: int = knob(128, "most choices (n) of one request")
+    max_logprobs: int = knob(
+        MAX_LOGPROBS, f"most of the likeliest tokens whose logprobs one request may ask for, at most {MAX_LOGPROBS}"
+    )
     strict_fields: bool = knob(
         False,
         "refuse requests with a field that is unknown or without effect; off: such fields are named back in ignored_fields",
@@ -212,6 +216,12 @@ class Config:
             ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
             ("--max-messages", self.server.max_messages, self.server.max_messages >= 1, "at least 1"),
             ("--max-n", self.server.max_n, self.server.max_n >= 1, "at least 1"),
+            (
+                "--max-logprobs",
+                self.server.max_logprobs,
+                0 <= self.server.max_logprobs <= MAX_LOGPROBS,
+                f"between 0 and {MAX_LOGPROBS}",
+            ),
             ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
             *(
                 (name, seconds, 0 <= seconds <= MAX_SECONDS, f"between 0 and {MAX_SECONDS}")

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from octavo.config import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.config import Config
-from octavo.params import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.params import Pooling as Pooling
 from octavo.params import PoolingParams as PoolingParams
 from octavo.params import SamplingParams as SamplingParams

@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
+from octavo.config import MAX_LOGPROBS
 from octavo.errors import InvalidRequest
 
 # What one request may ask for: each is work in every step that the request is in.
-MAX_LOGPROBS = 20  # of the likeliest tokens at one position
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters

@@ -303,6 +303,11 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         return
     if fields.n is not None and fields.n > server.max_n:
         raise InvalidRequest(f"n must be at most {server.max_n} (--max-n), got {fields.n}", param="n")
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        count = getattr(fields, name, None)
+        if type(count) is int and not 0 <= count <= server.max_logprobs:
+            limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
+            raise InvalidRequest(f"{name} must be {limit}, got {count}", param=name)
     if fields.stream_interval is not None and fields.stream_interval < 1:
         raise InvalidRequest(
             f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest, Unsupported
-from octavo.messages import MAX_LOGPROBS, Logprobs
+from octavo.messages import Logprobs
 from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
@@ -155,8 +155,6 @@ async def parse(service: Service, fields: ChatRequest) -> Prompt:
 def num_logprobs(fields: ChatRequest) -> int | None:
     """None: none are wanted."""
     top = fields.top_logprobs
-    if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {top}", param="top_logprobs")
     if top and not fields.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     return (top or 0) if fields.logprobs else None
