@@ -30,6 +30,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     pooling: PoolingParams | None = None  # a vector of the prompt is wanted, in place of tokens; max_tokens is 1 then
     is_whole: bool = False  # all of the prompt must be computed in one step, and nothing of it come from a cache
     wants_progress: bool = False  # deltas shall tell how far the prompt is computed
+    submitted: float = 0.0  # CLOCK_MONOTONIC seconds: the order of arrival, whichever API process it came through
+    begun: list[list[int] | None] = []  # it outlived an engine: tokens that each choice has so far; None: it has ended
+    strikes: int = 0  # engines that ended while it ran and since which it has not moved on
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -45,6 +48,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     origin: int
     reply_to: str  # address at which it listens for deltas
+    survivors: list[GenerateRequest] = []  # what an earlier engine had not finished
 
 
 class ReadMetrics(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -61,6 +65,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0
 
 
+class ReadProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with an octavo.engine.progress.Progress as JSON: who waits, for what and how long."""
+
+    call: int
+    origin: int = 0
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Forget every published page. Answered with the number of pages forgotten."""
 
@@ -68,7 +79,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0
 
 
-Control = ReadMetrics | Ping | ResetPrefixCache
+Control = ReadMetrics | ReadProgress | Ping | ResetPrefixCache
 ToEngine = GenerateRequest | Abort | Hello | Control
 
 
@@ -179,12 +190,38 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
-    """The engine is about to end; every open request of it fails with this message."""
+    """The engine is about to end. Whoever has no supervisor fails every open request with this message."""
 
     message: str
 
 
 FromEngine = StepDeltas | Reply | EngineReport | Dying
+
+
+# ── supervisor → API process ────────────────────────────────────────────────────────────────────────
+
+
+class EngineLost(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The engine has ended, and another will be started: open requests wait for it."""
+
+    message: str
+    seated: list[str]  # requests that held a row: one of them may have been the cause
+
+
+class EngineStarted(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A new engine loads. It is to be told what there is to go on with, by a Hello."""
+
+    engine_address: str
+    reply_address: str
+
+
+class EngineGone(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """There will be no other engine: every open request fails with this message."""
+
+    message: str
+
+
+FromSupervisor = EngineLost | EngineStarted | EngineGone
 
 
 # ── executor ⇄ ranks, at start-up ───────────────────────────────────────────────────────────────────

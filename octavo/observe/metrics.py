@@ -65,6 +65,14 @@ class _Open:
         self.max_tokens = request.params.max_tokens or 0
         self.num_left = request.params.n
         self.choices = [_Choice() for _ in range(request.params.n)]
+        for index, tokens in enumerate(request.begun):  # by an engine that has ended
+            if tokens is None:
+                self.choices[index] = _FINISHED
+                self.num_left -= 1
+            elif tokens:
+                # Its first token is not to come again. What it had is counted in its length, and timed from here.
+                self.choices[index].first = self.choices[index].last = now
+                self.choices[index].num_tokens = len(tokens)
 
 
 class EngineMetrics:
@@ -110,6 +118,11 @@ class EngineMetrics:
         self._prompt_tokens += request.prompt_len
         self._prefix_queries += request.prompt_len
         self._prefix_hits += num_cached_tokens
+
+    def times(self, request_id: str, index: int) -> tuple[float, float]:
+        """(arrival, last token) of a choice; 0.0: not known, or not yet."""
+        request = self._open.get(request_id)
+        return (0.0, 0.0) if request is None else (request.arrived, request.choices[index].last)
 
     def preempted(self, times: int = 1) -> None:
         self._num_preemptions += times

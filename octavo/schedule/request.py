@@ -44,8 +44,9 @@ class Request:
         self.seed = choice_seed(params.seed, index)
         self.stop_ids = source.stop_ids
         self.pooling, self.is_whole = source.pooling, source.is_whole
-        self.tokens = list(source.prompt_ids)  # prompt and output, as far as known here
-        self.prompt_len = len(self.tokens)
+        begun = source.begun[index] if source.begun else None
+        self.tokens = [*source.prompt_ids, *(begun or ())]  # prompt and output, as far as known here
+        self.prompt_len = len(source.prompt_ids)
         self.max_len = self.prompt_len + params.max_tokens
         self.min_len = self.prompt_len + params.min_tokens
         self.computed = 0
@@ -57,11 +58,16 @@ class Request:
         self.num_cached = 0
         self.num_preemptions = 0
         # Of prompt tokens from the second on: how many have come, and those that are not on their way to the client yet.
-        self.num_scored = 0
+        # A choice of theirs that has output brought them to the client already.
+        self.num_scored = self.prompt_len - 1 if any(source.begun) else 0
         self.prompt_logprobs: list[Logprobs] = []
         self.is_swapped = False
         self.is_finished = False
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
+
+    @property
+    def has_output(self) -> bool:
+        return len(self.tokens) > self.prompt_len
 
     @property
     def length(self) -> int:

@@ -8,6 +8,7 @@ A request for a vector is one that ends when its prompt is computed; some must b
 
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from octavo.cache import KVCache
@@ -57,7 +58,13 @@ class Scheduler:
         assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at the door"
         choices = [Request(self._next_sequence + i, source, i) for i in range(source.params.n)]
         self._next_sequence += len(choices)
-        self._groups[source.id] = choices
+        if source.begun:
+            choices = [choice for choice in choices if source.begun[choice.index] is not None]
+        self._groups[source.id] = choices[:]
+        if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
+            for choice in choices:
+                self.waiting.add(choice)
+            return
         leader, *leader.followers = choices
         if source.wants_progress:
             self._watched.add(leader.sequence)
@@ -138,6 +145,10 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         return list(self._groups)
 
+    def requests(self) -> Iterator[Request]:
+        """Every choice that is not finished: for those who look, between two steps."""
+        return (choice for choices in self._groups.values() for choice in choices)
+
     def slot_use(self) -> tuple[int, int]:
         """(slots that hold a token, slots allocated), over the pages owned now. Walks every page: not for every step."""
         page_size = self.cache.page_size
@@ -210,7 +221,9 @@ class Scheduler:
             pages = admission.pages
             request.computed = request.num_published = admission.num_cached
             if request.num_preemptions == 0:
-                request.num_cached = admission.num_cached
+                request.num_cached = min(
+                    admission.num_cached, request.prompt_len
+                )  # output is nothing that was asked for
         self.waiting.remove(request)
         self.admitted.append(request)
         self._seat(request)

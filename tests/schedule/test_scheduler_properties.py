@@ -25,6 +25,19 @@ def test_two_thousand_seeded_workloads(has_windows):
         assert total[what] > 200, (what, total)
 
 
+def test_streams_outlive_engines():
+    """At any step, all that is left are the tokens that clients have seen: what follows them is what would have come."""
+    total: Counter[str] = Counter()
+    for seed in range(800):
+        try:
+            total.update(asdict(Workload(seed, has_windows=seed % 3 == 0, is_mortal=True).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("deaths", "survivors", "preemptions", "forks", "aborts"):
+        assert total[what] > 200, (what, total)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(min_value=2**32, max_value=2**64), st.booleans())
 def test_any_workload(seed, has_windows):

@@ -4,6 +4,8 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from octavo.cache import KVCache
 from octavo.cache.span import most_held, pages_of
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
@@ -23,6 +25,8 @@ class Tally:
     vectors: int = 0
     passed: int = 0  # pages that a window has passed
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
+    deaths: int = 0
+    survivors: int = 0  # choices that went on, with tokens, in a new engine
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Workload:
     scheduler_type: type[Scheduler] = Scheduler
     cache_type: type[KVCache] = KVCache
     has_windows: bool = False
+    is_mortal: bool = False  # the engine ends now and then: all that is left of it is what its clients have seen
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -49,12 +54,9 @@ class Workload:
         # What the longest request needs: with less, it could never end.
         least = pages_of(2 * longest, self.page_size, self.windows, self.budget)
         self.num_pages = least + r.choice([0, 1, 3, 20]) * len(self.windows)
-        host_pages = self.num_host_pages = r.choice([0, 0, 3, 30])
-        self.cache = self.cache_type(
-            self.num_pages, self.page_size, host_pages, r.random() < 0.8, None, self.windows, self.budget
-        )
-        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, r.choice([0, 4]))
-        self.device = OracleDevice(self.page_size, self.rows, self.windows)
+        self.num_host_pages = r.choice([0, 0, 3, 30])
+        self.shares, self.swap_min_tokens = r.random() < 0.8, r.choice([0, 4])
+        self._start_engine()
         stems = [[r.randrange(3) for _ in range(longest)] for _ in range(2)]
         self.arrivals: list[tuple[int, GenerateRequest]] = []
         for i in range(r.randrange(1, 12)):
@@ -72,6 +74,13 @@ class Workload:
         self.arrivals.sort(key=lambda pair: pair[0])
         self._want_vectors(random.Random(self.seed + 10**9))
 
+    def _start_engine(self) -> None:
+        self.cache = self.cache_type(
+            self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
+        )
+        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens)
+        self.device = OracleDevice(self.page_size, self.rows, self.windows)
+
     def _want_vectors(self, r: random.Random) -> None:
         """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
         cases without them stay what they were."""
@@ -86,6 +95,9 @@ class Workload:
 
     def run(self) -> Tally:
         r, scheduler = self.random, self.scheduler
+        fate = random.Random(
+            self.seed + 2 * 10**9
+        )  # by dice of its own, so that cases without deaths stay what they were
         sources = {request.id: request for _, request in self.arrivals}
         got: dict[tuple[str, int], list[int]] = {
             (request.id, index): [] for request in sources.values() for index in range(request.params.n)
@@ -127,6 +139,13 @@ class Workload:
                     if delta.finish is not None:
                         finished[key] = delta.finish.reason
             self.check_invariants()
+            if self.is_mortal and fate.random() < 0.1:
+                flight.clear()
+                arrived = [
+                    source for source in sources.values() if all(source is not other for _, other in self.arrivals)
+                ]
+                self._die(arrived, got, finished.keys() | aborted)
+                scheduler = self.scheduler
             step += 1
             assert step < 5000, "livelock"
         for (request_id, index), tokens in got.items():
@@ -146,9 +165,21 @@ class Workload:
                 stopped = want[-1] in source.stop_ids and len(want) >= source.params.min_tokens
                 assert finished[request_id, index] == ("stop" if stopped else "length")
         self._check_all_returned()
-        self.tally.preemptions = scheduler.num_preemptions
+        self.tally.preemptions += scheduler.num_preemptions
         self.tally.hits = self.cache.hit_tokens
         return self.tally
+
+    def _die(self, arrived: list[GenerateRequest], got: dict[tuple[str, int], list[int]], ended: set) -> None:
+        """A new engine, to which clients bring what they have, in the order in which they had come."""
+        self.tally.preemptions += self.scheduler.num_preemptions
+        self._start_engine()
+        self.tally.deaths += 1
+        for source in arrived:
+            keys = [(source.id, index) for index in range(source.params.n)]
+            begun = [None if key in ended else got[key] for key in keys]
+            if any(tokens is not None for tokens in begun):
+                self.scheduler.add(msgspec.structs.replace(source, begun=begun))
+                self.tally.survivors += sum(bool(tokens) for tokens in begun)
 
     def _check_vector(self, source: GenerateRequest, vector: bytes | None, is_aborted: bool) -> None:
         if is_aborted:
