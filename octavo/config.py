@@ -159,6 +159,14 @@ class ServerConfig:
     )
     enable_log_requests: bool = knob(False, "log every request in one line")
     shutdown_timeout: float = knob(30.0, "seconds that running requests get to finish after SIGTERM")
+    step_timeout: float = knob(
+        300.0,
+        "seconds after which an engine whose step does not end is killed, and another goes on with its requests; a tenth of "
+        "that where nothing is computed; 0: never",
+    )
+    max_engine_restarts: int = knob(
+        20, "times in ten minutes that a new engine takes over from one that has ended, before the server gives up"
+    )
 
     @property
     def api_keys(self) -> list[str]:
@@ -229,8 +237,10 @@ class Config:
                     ("--shutdown-timeout", self.server.shutdown_timeout),
                     ("--sse-keep-alive-interval", self.server.sse_keep_alive_interval),
                     ("--resume-seconds", self.server.resume_seconds),
+                    ("--step-timeout", self.server.step_timeout),
                 )
             ),
+            ("--max-engine-restarts", restarts := self.server.max_engine_restarts, restarts >= 0, "at least 0"),
         ):
             if not ok:
                 raise ConfigError(f"{name} must be {limit}, got {value}")

@@ -23,6 +23,7 @@ from octavo.messages import (
     Hello,
     Ping,
     ReadMetrics,
+    ReadProgress,
     Reply,
     ResetPrefixCache,
     StepDeltas,
@@ -123,6 +124,7 @@ class ScriptedEngine(EngineClient):
         self.aborts: list[Abort] = []
         self.num_pings = 0
         self.answers_control = True
+        self.progress = "{}"  # what it answers to ReadProgress
         self.on_step: Callable[[GenerateRequest, int], None] = lambda request, step: None  # before each step
         self.gate = asyncio.Event()  # steps are held while it is clear
         self.gate.set()
@@ -155,10 +157,11 @@ class ScriptedEngine(EngineClient):
                 player = self._players.get(message.request_id)  # type: ignore[assignment]
                 if player is not None and message.index < 0:
                     player.cancel()
-            case Ping() | ReadMetrics() | ResetPrefixCache():
+            case Ping() | ReadMetrics() | ReadProgress() | ResetPrefixCache():
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:
-                    body = "# no metrics\n" if isinstance(message, ReadMetrics) else "pong"
+                    bodies = {ReadMetrics: "# no metrics\n", ReadProgress: self.progress}
+                    body = bodies.get(type(message), "pong")
                     asyncio.get_running_loop().call_soon(self._receive, Reply(message.call, body))
             case Hello():
                 raise AssertionError("nobody says hello to a scripted engine")

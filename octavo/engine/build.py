@@ -8,6 +8,7 @@ from typing import NamedTuple
 from octavo.cache import KVCache
 from octavo.config import Config
 from octavo.engine.loop import EngineLoop
+from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
 from octavo.messages import EngineReport
 from octavo.observe.metrics import EngineMetrics
@@ -22,7 +23,7 @@ class Engine(NamedTuple):
     report: EngineReport
 
 
-def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine:
+def start_engine(config: Config, source: ModelSource, model_name: str, pulse: Pulse | None = None) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change."""
     executor = load_executor(config, source)
     try:
@@ -41,7 +42,7 @@ def start_engine(config: Config, source: ModelSource, model_name: str) -> Engine
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
-    return Engine(EngineLoop(scheduler, executor, EngineMetrics(model_name, report)), report)
+    return Engine(EngineLoop(scheduler, executor, EngineMetrics(model_name, report), pulse=pulse), report)
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:

@@ -4,8 +4,10 @@ Knows nothing of HTTP or text."""
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 
@@ -15,15 +17,20 @@ import zmq.asyncio
 
 from octavo.engine.build import Engine
 from octavo.engine.driver import Driver, Inbox
+from octavo.engine.pulse import Pulse
 from octavo.engine.streams import Streams
-from octavo.errors import EngineDead, EngineUnavailable
+from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.messages import (
     Abort,
     Control,
     Dying,
+    EngineGone,
+    EngineLost,
     EngineReport,
+    EngineStarted,
     FinishReason,
     FromEngine,
+    FromSupervisor,
     GenerateRequest,
     Hello,
     Reply,
@@ -32,18 +39,28 @@ from octavo.messages import (
     TokenDelta,
 )
 
+log = logging.getLogger("octavo.engine")
+
 
 class EngineClient(ABC):
     """Five verbs: submit, abort, deltas, control, close. Used from one event loop."""
 
     def __init__(self, origin: int = 0) -> None:
         self.report: EngineReport | None = None  # None until the engine is ready
+        self.pulse: Pulse | None = None  # None: the engine can only be asked
+        self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
+        self.num_restarts = 0
         self._origin = origin
         self._streams = Streams()
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
+
+    @property
+    def num_open(self) -> int:
+        """Requests of this process that have not ended."""
+        return len(self._streams)
 
     async def ready(self) -> EngineReport:
         """Wait for the engine. Raises EngineDead if it ends before."""
@@ -59,8 +76,9 @@ class EngineClient(ABC):
             raise self._failure
         if self.report is None:
             raise EngineUnavailable("the engine is still starting", retry_after=2)
-        self._streams.open(request.id, request.params.n)
-        self._send(msgspec.structs.replace(request, origin=self._origin))
+        request = msgspec.structs.replace(request, origin=self._origin, submitted=time.monotonic())
+        self._streams.open(request)
+        self._send(request)
 
     def abort(self, request_id: str, index: int = -1, reason: FinishReason = "abort") -> None:
         """No more deltas of this choice (−1: of any choice) are wanted; its row and pages are freed before the next step."""
@@ -79,6 +97,8 @@ class EngineClient(ABC):
     async def control(self, control: Control) -> str:
         if self._failure is not None:
             raise self._failure
+        if self.is_recovering:
+            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
         call = next(self._call_ids)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -113,53 +133,127 @@ class EngineClient(ABC):
         self._failure, self.report = error, None
         self._is_ready.set()
         self._streams.fail(error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: EngineError) -> None:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
 
 
 class ZmqClient(EngineClient):
-    """To the engine process. `engine_address` is where that listens, `reply_address` where this one will."""
+    """To the engine process. `engine_address` is where that listens, `reply_address` where this one will.
 
-    def __init__(self, engine_address: str, reply_address: str, origin: int = 0) -> None:
+    Where a supervisor speaks at `orders_address`, an engine that ends is not the end: open requests wait, and the next engine
+    is told what it needs to go on with them. Each engine has addresses of its own, so that nothing meant for one, or said by
+    one, is ever taken for another's."""
+
+    def __init__(
+        self,
+        engine_address: str,
+        reply_address: str,
+        origin: int = 0,
+        orders_address: str = "",
+        pulse: Pulse | None = None,
+    ) -> None:
         super().__init__(origin)
+        self.pulse = pulse
         self._context = zmq.Context()
-        self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # bounded by the requests that the server has accepted
-        self._to_engine.connect(engine_address)
-        self._from_engine = zmq.asyncio.Context(self._context).socket(zmq.PULL)
-        self._from_engine.set_hwm(0)
-        self._from_engine.bind(reply_address)
-        self._hello = Hello(origin, reply_address)
+        self._async_context = zmq.asyncio.Context(self._context)
         self._encoder = msgspec.msgpack.Encoder()
+        self._to_engine: zmq.Socket[bytes] | None = None  # None: there is no engine
+        self._from_engine: zmq.asyncio.Socket | None = None
+        self._orders: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._addresses = (engine_address, reply_address)
+        if orders_address:
+            self._orders = self._listen(orders_address)
 
     async def ready(self) -> EngineReport:
-        if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
-            self._reader.add_done_callback(self._reader_ended)
-            self._send(self._hello)
+        if self._reader is None and self._to_engine is None:
+            self._connect(*self._addresses)
+            if self._orders is not None:
+                self._listener = asyncio.create_task(self._follow_orders(self._orders))
+                self._listener.add_done_callback(self._reader_ended)
         return await super().ready()
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-        self._from_engine.close(linger=0)
-        self._to_engine.close(linger=200)
+        self._disconnect(linger=200)
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._orders is not None:
+            self._orders.close(linger=0)
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
-        self._to_engine.send(self._encoder.encode(message))
+        if self._to_engine is not None:  # else the next engine's Hello will say it
+            self._to_engine.send(self._encoder.encode(message))
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Dying() if self._orders is not None:
+                log.warning("%s", message.message)  # the supervisor says what comes next
+            case EngineReport():
+                self.is_recovering = False
+                super()._receive(message)
+            case _:
+                super()._receive(message)
+
+    def _listen(self, address: str) -> zmq.asyncio.Socket:
+        socket = self._async_context.socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
+
+    def _connect(self, engine_address: str, reply_address: str) -> None:
+        """To a new engine, which is told what there is to go on with. What follows may be sent before it has loaded."""
+        self._from_engine = self._listen(reply_address)
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.set_hwm(0)  # bounded by the requests that the server has accepted
+        self._to_engine.connect(engine_address)
+        self._reader = asyncio.create_task(self._read(self._from_engine))
+        self._reader.add_done_callback(self._reader_ended)
+        self._send(Hello(self._origin, reply_address, self._streams.survivors()))
+
+    def _disconnect(self, linger: int = 0) -> None:
+        """Tokens of the old engine that did not come this far never were: the next engine computes the same ones."""
+        if self._reader is not None:
+            self._reader.cancel()
+        for socket in (self._from_engine, self._to_engine):
+            if socket is not None:
+                socket.close(linger=linger)
+        self._reader = self._from_engine = self._to_engine = None
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         """Nobody listens to the engine any more: say so, rather than let every request wait."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
             self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
 
-    async def _read(self) -> None:
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)
         while True:
-            self._receive(decoder.decode(await self._from_engine.recv()))
+            self._receive(decoder.decode(await socket.recv()))
+
+    async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
+        decoder = msgspec.msgpack.Decoder(FromSupervisor)
+        while True:
+            self._obey(decoder.decode(await socket.recv()))
+
+    def _obey(self, order: FromSupervisor) -> None:
+        match order:
+            case EngineLost():
+                self._disconnect()
+                self.is_recovering = True
+                self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
+                for name in self._streams.strike(order.seated):
+                    log.error("request %s is given up: it was alone in the engine each time that ended", name)
+            case EngineStarted():
+                self.num_restarts += 1
+                self._connect(order.engine_address, order.reply_address)
+            case EngineGone():
+                self._disconnect()
+                self._fail(EngineDead(order.message))
 
 
 class InProcessClient(EngineClient):

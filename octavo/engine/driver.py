@@ -6,6 +6,8 @@ import queue
 from typing import Protocol
 
 from octavo.engine.build import Engine
+from octavo.engine.reunion import Reunion
+from octavo.errors import EngineUnavailable
 from octavo.messages import (
     Abort,
     Dying,
@@ -15,6 +17,7 @@ from octavo.messages import (
     Hello,
     Ping,
     ReadMetrics,
+    ReadProgress,
     Reply,
     ResetPrefixCache,
     StepDeltas,
@@ -26,6 +29,7 @@ log = logging.getLogger("octavo.engine")
 
 Inbox = queue.SimpleQueue[ToEngine | None]
 """None: stop."""
+_REST_SECONDS = 1.0  # an idle engine says so this often: silence means that it hangs
 
 
 class Outbox(Protocol):
@@ -39,15 +43,19 @@ class Outbox(Protocol):
 
 
 class Driver:
-    def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox) -> None:
+    def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox, num_origins: int = 0) -> None:
+        """`num_origins`: API processes that must have said hello before anything is computed."""
         self._loop, self._report = engine
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
+        self._reunion: Reunion | None = Reunion(num_origins) if num_origins else None  # None: over
 
     def run(self) -> None:
         """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
         try:
             while self._take_in():
+                if self._reunion is not None:
+                    self._reunite(self._reunion)
                 if self._loop.has_work:
                     self._send(self._loop.step())
         except BaseException as error:
@@ -56,8 +64,11 @@ class Driver:
 
     def _take_in(self) -> bool:
         """Every message there is; waits for one if there is nothing else to do. False: stop."""
+        is_idle = not self._loop.has_work
+        if is_idle:
+            self._loop.pulse.rest()
         try:
-            message = self._inbox.get(block=not self._loop.has_work)
+            message = self._inbox.get(is_idle, _REST_SECONDS)
             while message is not None:
                 self._handle(message)
                 message = self._inbox.get_nowait()
@@ -68,20 +79,38 @@ class Driver:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case GenerateRequest():
-                self._add(message)
+                if self._reunion is None:
+                    self._add(message)
+                else:
+                    self._reunion.hold(message)
             case Abort():
                 self._loop.abort(message)
+                if self._reunion is not None:
+                    self._reunion.drop(message)
                 self._forget_if_done(message.request_id)
             case Hello():
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
-            case ReadMetrics() | Ping() | ResetPrefixCache():
+                if self._reunion is not None:
+                    self._reunion.hello(message)
+            case ReadMetrics() | ReadProgress() | Ping() | ResetPrefixCache():
                 self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+
+    def _reunite(self, reunion: Reunion) -> None:
+        while group := reunion.next_group():
+            if any(request.begun for request in group):
+                log.warning("going on with %d requests", len(group))
+            for request in group:
+                self._add(request)
+        if reunion.is_over:
+            self._reunion = None
 
     def _add(self, request: GenerateRequest) -> None:
         """Whatever is wrong with a request that the door let through is this request's failure alone."""
         self._origins[request.id] = request.origin
         try:
+            if request.begun:
+                self._check_room(request)
             self._loop.add(request)
         except Exception as error:
             log.exception("request %s could not be queued", request.id)
@@ -92,6 +121,12 @@ class Driver:
             )
             self._forget_if_done(request.id)
 
+    def _check_room(self, request: GenerateRequest) -> None:
+        """Memory was measured anew: there may be less of it than where the request began."""
+        assert request.params.max_tokens is not None, "resolved at the door"
+        if len(request.prompt_ids) + request.params.max_tokens > self._report.max_model_len:
+            raise EngineUnavailable(f"the engine that took over has room for {self._report.max_model_len} tokens only")
+
     def _send(self, deltas: list[TokenDelta]) -> None:
         """One message per step for each API process."""
         by_origin: dict[int, list[TokenDelta]] = {}
@@ -99,6 +134,8 @@ class Driver:
             by_origin.setdefault(self._origins[delta.request_id], []).append(delta)
         for origin, its_deltas in by_origin.items():
             self._outbox.send(origin, StepDeltas(its_deltas))
+        if self._reunion is not None:
+            self._reunion.note(deltas)
         for delta in deltas:  # only now: several choices of one request may end in one step
             if delta.finish is not None:
                 self._forget_if_done(delta.request_id)
@@ -106,3 +143,5 @@ class Driver:
     def _forget_if_done(self, request_id: str) -> None:
         if not self._loop.scheduler.has(request_id):
             self._origins.pop(request_id, None)
+            if self._reunion is not None:
+                self._reunion.forget(request_id)

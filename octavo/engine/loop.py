@@ -5,8 +5,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
+from octavo.engine.progress import progress_of
+from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
-from octavo.messages import Abort, Control, GenerateRequest, Ping, ReadMetrics, ResetPrefixCache, StepPlan, TokenDelta
+from octavo.messages import (
+    Abort,
+    Control,
+    GenerateRequest,
+    Ping,
+    ReadMetrics,
+    ReadProgress,
+    ResetPrefixCache,
+    StepPlan,
+    TokenDelta,
+)
 from octavo.observe.metrics import EngineMetrics, EngineState
 from octavo.schedule import Scheduler
 
@@ -18,8 +32,11 @@ class EngineLoop:
         executor: Executor,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
+        pulse: Pulse | None = None,
     ) -> None:
+        """`pulse`: where to tell others that the loop turns. None: nobody wants to know."""
         self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
+        self.pulse = Pulse() if pulse is None else pulse
         self._in_flight: deque[StepPlan] = deque()
         self._num_preemptions = 0
 
@@ -29,9 +46,10 @@ class EngineLoop:
 
     def step(self) -> list[TokenDelta]:
         """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known."""
+        self.pulse.begin()
         plan = self.scheduler.plan()
         if not plan.is_empty:
-            self._note_plan()
+            self._note_plan(plan)
             self.executor.submit(plan)
             self._in_flight.append(plan)
         deltas: list[TokenDelta] = []
@@ -42,6 +60,7 @@ class EngineLoop:
             committed = self.scheduler.commit(done, result)
             self.metrics.step(self._clock(), sum(done.counts), committed)
             deltas += committed
+        self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), len(self.scheduler.waiting))
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
@@ -57,6 +76,8 @@ class EngineLoop:
         match control:
             case ReadMetrics():
                 return self.metrics.text(self.state())
+            case ReadProgress():
+                return msgspec.json.encode(progress_of(self.scheduler, self.metrics, self._clock())).decode()
             case Ping():
                 return "pong"
             case ResetPrefixCache():
@@ -83,7 +104,9 @@ class EngineLoop:
     def close(self) -> None:
         self.executor.close()
 
-    def _note_plan(self) -> None:
+    def _note_plan(self, plan: StepPlan) -> None:
+        if plan.leaves or self.scheduler.admitted:
+            self.pulse.seat(plan.leaves, ((request.row, request.id) for request in self.scheduler.admitted))
         if self.scheduler.admitted:
             now = self._clock()
             for request in self.scheduler.admitted:

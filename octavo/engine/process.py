@@ -4,6 +4,7 @@ Knows nothing of HTTP or of what a request says.
 Standard input stays open for as long as the supervisor lives: its end is the order to stop, also when that was killed.
 On standard output goes one JSON line, the EngineReport, once the engine is ready. Logs go to standard error."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -11,6 +12,7 @@ import queue
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 from pathlib import Path
@@ -22,9 +24,12 @@ import zmq
 from octavo.config import Config
 from octavo.engine.build import start_engine
 from octavo.engine.driver import Driver, Inbox
+from octavo.engine.pulse import Pulse
 from octavo.errors import ConfigError
 from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.weights.source import ModelSource
+
+_PR_SET_PDEATHSIG = 1
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
@@ -36,6 +41,8 @@ class EngineOrder(msgspec.Struct, frozen=True):
     model_name: str  # the model's own
     served_name: str  # what clients call it
     address: str  # where to listen for API processes
+    num_servers: int = 0  # API processes that will say hello
+    pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
 
 
 class ZmqOutbox:
@@ -73,16 +80,21 @@ def main() -> int:
     # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _end_with_parent()
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOrder)
+    # Whatever is made for this run only goes where the supervisor cleans up, should we be killed.
+    tempfile.tempdir = str(_folder(order.address))
     report_pipe = _claim_stdout()
     logging.basicConfig(level=logging.WARNING, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
+    pulse = Pulse(order.pulse_fd)
+    pulse.reset()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
     threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, order.address), daemon=True).start()
     threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
-        engine = start_engine(order.config, source, order.served_name)
+        engine = start_engine(order.config, source, order.served_name, pulse)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
@@ -94,11 +106,21 @@ def main() -> int:
     outbox = ZmqOutbox()
     is_stepping.set()
     try:
-        Driver(engine, inbox, outbox).run()
+        Driver(engine, inbox, outbox, order.num_servers).run()
     finally:
         engine.loop.close()
         outbox.close()
     return 0
+
+
+def _end_with_parent() -> None:
+    """Standard input says the same, but not to a process that was stopped or whose threads wait for one that hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _folder(address: str) -> Path:
+    return Path(address.removeprefix("ipc://")).parent
 
 
 def _claim_stdout() -> int:
@@ -127,7 +149,7 @@ def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event, address: str) 
     while os.read(sys.stdin.fileno(), 4096):
         pass
     # The sockets' folder is the supervisor's to remove; if it was killed, nobody else would.
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+    shutil.rmtree(_folder(address), ignore_errors=True)
     if not is_stepping.is_set():  # still loading: nothing to put in order
         os._exit(0)
     inbox.put(None)

@@ -1,24 +1,57 @@
 """Open requests of one asyncio process: deltas come in for all of them at once, each reader takes its own.
-Knows nothing of how the deltas got here."""
+Knows nothing of how the deltas got here.
+
+For every open request it keeps the tokens that have come, which is all that another engine needs to go on with it."""
 
 import asyncio
+from collections.abc import Collection
 
+import msgspec
+
+from octavo.engine.pulse import is_named
 from octavo.errors import OctavoError
-from octavo.messages import TokenDelta
+from octavo.messages import Finish, GenerateRequest, TokenDelta
+
+PROOF_TOKENS = 8
+"""A request that came this much further, in all of its choices together, had no part in the end of the engine before: it would
+have ended the next one on the way."""
+MAX_ALONE = 2
+"""A request that was alone in so many engines when they ended is not given to another one."""
+_MANY_DELTAS = 256
+"""A reader that lags so far behind gets them as one: waiting tokens then cost no more than their ids."""
 
 
 class _Stream:
-    __slots__ = ("deltas", "open_choices", "reader")
+    __slots__ = ("alone", "deltas", "mark", "open_choices", "outputs", "reader", "request", "strikes")
 
-    def __init__(self, num_choices: int) -> None:
-        self.open_choices = set(range(num_choices))
-        self.deltas: list[TokenDelta] = []
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.open_choices = set(range(request.params.n))
+        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # every token that has come
+        self.deltas: list[TokenDelta] = []  # those that the reader has not taken
         self.reader: asyncio.Future[None] | None = None  # what the reader waits for, while it does
+        self.strikes = 0  # engines that ended while it ran, since it last moved on
+        self.alone = 0  # those of them in which nobody else ran
+        self.mark = 0  # tokens that it had at the last of them
 
     def wake(self) -> None:
         reader, self.reader = self.reader, None
         if reader is not None and not reader.done():
             reader.set_result(None)
+
+    def strike(self, seated: Collection[str]) -> None:
+        num_tokens = sum(map(len, self.outputs))
+        if num_tokens >= self.mark + PROOF_TOKENS:
+            self.strikes = self.alone = 0
+        if is_named(self.request.id, seated):
+            self.strikes += 1
+            self.alone += len(seated) == 1
+            self.mark = num_tokens
+
+    def as_survivor(self) -> GenerateRequest:
+        choices = enumerate(self.outputs)
+        begun = [tokens if index in self.open_choices else None for index, tokens in choices]
+        return msgspec.structs.replace(self.request, begun=begun, strikes=self.strikes)
 
 
 class Streams:
@@ -28,21 +61,27 @@ class Streams:
         self._streams: dict[str, _Stream] = {}
         self._failure: OctavoError | None = None
 
-    def open(self, request_id: str, num_choices: int) -> None:
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, request: GenerateRequest) -> None:
         if self._failure is not None:
             raise self._failure
-        assert request_id not in self._streams, "request ids are unique"
-        self._streams[request_id] = _Stream(num_choices)
+        assert request.id not in self._streams, "request ids are unique"
+        self._streams[request.id] = _Stream(request)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             stream = self._streams.get(delta.request_id)
             if stream is not None and delta.index in stream.open_choices:
                 stream.deltas.append(delta)
+                stream.outputs[delta.index] += delta.token_ids
                 if delta.finish is not None:
                     stream.open_choices.discard(delta.index)
                 if stream.reader is not None:
                     stream.wake()
+                elif len(stream.deltas) >= _MANY_DELTAS:
+                    stream.deltas = joined(stream.deltas)
 
     def end_choice(self, request_id: str, index: int) -> None:
         """No more deltas of this choice (−1: of any choice) are wanted."""
@@ -75,3 +114,48 @@ class Streams:
         """Forget the request. True: some of its choices had not ended."""
         stream = self._streams.pop(request_id, None)
         return stream is not None and bool(stream.open_choices)
+
+    # ── when an engine has ended ──
+
+    def strike(self, seated: Collection[str]) -> list[str]:
+        """Note who had a row in the engine that ended. → ids of requests that have ended too many, alone: they are failed."""
+        failed = []
+        for name, stream in self._streams.items():
+            if not stream.open_choices:
+                continue
+            stream.strike(seated)
+            if stream.alone >= MAX_ALONE:
+                message = (
+                    f"request {name} was alone in the engine when that ended, {stream.alone} times in a row: it is given up, "
+                    "and the others go on"
+                )
+                self.deliver(
+                    [TokenDelta(name, i, [], Finish("error", message=message)) for i in [*stream.open_choices]]
+                )
+                failed.append(name)
+        return failed
+
+    def survivors(self) -> list[GenerateRequest]:
+        """What another engine can go on with."""
+        return [stream.as_survivor() for stream in self._streams.values() if stream.open_choices]
+
+
+def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """The same, as one delta for each choice. Vectors come alone and stay so."""
+    together: dict[int, TokenDelta] = {}
+    rest = []
+    for delta in deltas:
+        before = together.get(delta.index)
+        if delta.vector:
+            rest.append(delta)
+        elif before is None:
+            together[delta.index] = delta
+        else:
+            together[delta.index] = msgspec.structs.replace(
+                delta,
+                token_ids=[*before.token_ids, *delta.token_ids],
+                logprobs=(*before.logprobs, *delta.logprobs),
+                prompt_logprobs=before.prompt_logprobs or delta.prompt_logprobs,
+                progress=delta.progress or before.progress,
+            )
+    return [*together.values(), *rest]

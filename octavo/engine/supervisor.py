@@ -1,31 +1,32 @@
-"""The supervisor: `octavo serve`. Starts one engine process and the API processes, tells what they report, stops them in order.
+"""The supervisor: `octavo serve`. Starts the API processes and an engine, another when that ends, and stops them in order.
 Knows nothing of torch, HTTP or tokens."""
 
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 import zmq
 
-from octavo.config import Config, ServerConfig
+from octavo.config import Config
 from octavo.engine.budget import budget_lines
+from octavo.engine.folder import SocketFolder, remove_abandoned
+from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
+from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.process import EngineOrder
+from octavo.engine.pulse import Pulse, shared_memory
 from octavo.engine.reception import Reception
-from octavo.errors import ConfigError
-from octavo.messages import Dying, EngineReport
+from octavo.messages import EngineGone, EngineLost, EngineReport, EngineStarted, FromSupervisor
 from octavo.weights.source import ModelSource, resolve
 
-MAX_FOLDER_LEN = 90
 BACKLOG = 2048
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front names another: the same process without a model
 
@@ -41,38 +42,53 @@ class ServerOrder(msgspec.Struct, frozen=True):
     model_path: str
     model_name: str
     default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
+    orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
+    pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
 
 
-class _Stop(Exception):
-    """SIGTERM or SIGINT arrived."""
+class _Signals:
+    """SIGTERM and SIGINT as bytes to be read, so that they are met where there is nothing half done."""
+
+    def __enter__(self) -> socket.socket:
+        reader, self._writer = socket.socketpair()
+        for end in (reader, self._writer):
+            end.setblocking(False)
+        self._before = [signal.signal(number, _leave_to_wakeup) for number in (signal.SIGTERM, signal.SIGINT)]
+        signal.set_wakeup_fd(self._writer.fileno())
+        self._reader = reader
+        return reader
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), self._before, strict=True):
+            signal.signal(number, handler)
+        self._reader.close()
+        self._writer.close()
 
 
 def serve(config: Config) -> int:
-    """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost, 2 a start-up mistake."""
+    """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost for good, 2 a start-up mistake,
+    3 stopped as told, and some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
     check_certificates(config.server)
-    listener = _listen(config.server.host, config.server.port)
+    listener = listen(config.server.host, config.server.port)
     source = resolve(
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
     )
-    folder = _socket_folder()
+    remove_abandoned()
+    folder = SocketFolder()
     reception = Reception(listener)
     try:
-        with _Processes(config, source, listener, reception, folder) as processes:
-            signal.signal(signal.SIGTERM, _raise_stop)
-            signal.signal(signal.SIGINT, _raise_stop)
-            try:
-                processes.start()
-                return processes.watch(started)
-            except _Stop:
-                _ignore_more_signals()
-                return processes.stop_in_order()
+        with _Signals() as signals, _Supervisor(config, source, listener, reception, folder.path) as supervisor:
+            return supervisor.run(signals, started)
     finally:
         reception.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
-class _Processes:
+class _Supervisor:
+    """One thread, woken by what its processes say or by their end, by signals, and every half second to look at the engine."""
+
     def __init__(
         self, config: Config, source: ModelSource, listener: socket.socket, reception: Reception, folder: Path
     ) -> None:
@@ -82,9 +98,27 @@ class _Processes:
         self._num_servers = config.server.num_api_processes(_num_cores())
         self._engine: subprocess.Popen[bytes] | None = None
         self._servers: list[subprocess.Popen[bytes]] = []
-        self._is_serving = False
+        self._num_engines = 0
+        self._engine_started = 0.0
+        self._is_engine_ready = False
+        self._was_engine_ready = False  # this one, or one before it
+        self._num_ready_servers = 0
+        self._has_served = False
+        self._restarts = Restarts(config.server.max_engine_restarts)
+        self._restart_at: float | None = None
+        self._verdict = ""  # why the engine was killed by us
+        self._drain_until: float | None = None  # None: not draining
+        self._close_until: float | None = None  # None: the engine has not been told to end
+        self._exit_code: int | None = None  # what it will be; None: serving
+        self._is_over = False
+        self._pulse_fd = shared_memory()
+        self._pulse = Pulse(self._pulse_fd)
+        self._watch = Watch(self._pulse, config.server.step_timeout)
+        self._selector = selectors.DefaultSelector()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._orders: list[zmq.Socket[bytes]] = []
 
-    def __enter__(self) -> "_Processes":
+    def __enter__(self) -> "_Supervisor":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -93,186 +127,219 @@ class _Processes:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        self._context.destroy(linger=0)
+        self._selector.close()
+        self._pulse.close()
+        os.close(self._pulse_fd)
 
-    def start(self) -> None:
-        engine_address = f"ipc://{self._folder}/engine"
+    def run(self, signals: socket.socket, started: float) -> int:
+        self._started = started
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
+        self._start_engine()
+        self._start_servers()
+        while not self._is_over:
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                key.data()
+            self._look()
+        assert self._exit_code is not None
+        if self._exit_code in (0, 3):
+            self._say("stopped" if self._exit_code == 0 else "stopped; some requests were cut off")
+        return self._exit_code
+
+    # ── starting ──
+
+    def _start_engine(self) -> None:
+        self._num_engines += 1
+        self._restart_at = None
+        self._is_engine_ready = False
+        self._engine_started = time.monotonic()
         order = EngineOrder(
             self._config,
             str(self._source.path),
             self._source.kind,
             self._source.name,
             self._served_name,
-            engine_address,
+            self._engine_address(),
+            self._num_servers,
+            self._pulse_fd,
         )
-        self._engine = _spawn(ENGINE_MODULE, order)
+        self._engine = _spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
+        self._listen_to(self._engine, self._engine_spoke)
+
+    def _start_servers(self) -> None:
         for origin in range(self._num_servers):
             channel = self._reception.add()
-            server_order = ServerOrder(
+            order = ServerOrder(
                 self._config,
                 channel.fileno(),
                 origin,
-                engine_address,
+                self._engine_address(),
                 self._reply_address(origin),
                 str(self._source.path),
                 self._served_name,
                 dict(self._source.default_sampling),
+                f"ipc://{self._folder}/orders-{origin}",
+                self._pulse_fd,
             )
-            self._servers.append(_spawn("octavo.server.process", server_order, pass_fds=(channel.fileno(),)))
+            orders = self._context.socket(zmq.PUSH)
+            orders.set_hwm(0)
+            orders.connect(order.orders_address)
+            self._orders.append(orders)
+            server = _spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
+            self._servers.append(server)
+            self._listen_to(server, partial(self._server_spoke, server))
             channel.close()
 
-    def watch(self, started: float) -> int:
-        """Print what the processes report, until one of them ends. Each says one line when it is ready."""
-        is_ready: set[int] = set()
-        with selectors.DefaultSelector() as selector:
-            for process in self._all():
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, process)
-            while True:
-                for key, _ in selector.select():
-                    process = key.data
-                    line = process.stdout.readline()
-                    if not line:
-                        return self._lost(process)
-                    is_ready.add(process.pid)
-                    if process is self._engine:
-                        self._engine_is_ready(line)
-                    if len(is_ready) == len(self._all()):
-                        self._is_serving = True
-                        self._say(f"ready after {time.monotonic() - started:.1f} s: {self._url()}")
+    def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
+        assert process.stdout is not None
+        self._selector.register(process.stdout, selectors.EVENT_READ, answer)
 
-    def _engine_is_ready(self, line: bytes) -> None:
+    # ── what happens ──
+
+    def _engine_spoke(self) -> None:
+        """One line, when it is ready; or the end."""
+        assert self._engine is not None and self._engine.stdout is not None
+        line = self._engine.stdout.readline()
+        if not line:
+            self._selector.unregister(self._engine.stdout)
+            return self._engine_ended(self._engine.wait())
+        self._is_engine_ready = True
+        if self._was_engine_ready:
+            self._say(f"the engine is back after {time.monotonic() - self._engine_started:.1f} s")
+            return
+        self._was_engine_ready = True
         # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
         try:
             self._reception.open(BACKLOG)
         except OSError as error:
-            raise _cannot_listen(self._config.server.host, self._config.server.port, error) from None
+            raise cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
+        self._say_if_ready()
 
-    def _url(self) -> str:
-        host, port = self._listener.getsockname()[:2]
-        scheme = "https" if self._config.server.ssl_certfile else "http"
-        return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
+    def _server_spoke(self, server: subprocess.Popen[bytes]) -> None:
+        assert server.stdout is not None
+        if server.stdout.readline():
+            self._num_ready_servers += 1
+            return self._say_if_ready()
+        self._selector.unregister(server.stdout)
+        code = server.wait()
+        if self._exit_code is None:
+            if code == 2:  # a start-up mistake: it has said so
+                self._exit_code, self._is_over = 2, True
+                return
+            self._complain(f"an API process ended unexpectedly ({_describe_exit(code)})")
+            self._drain(1)
+        elif self._exit_code == 0 and code:
+            self._exit_code = 3
+        if all(each.poll() is not None for each in self._servers):
+            self._close_engine()
 
-    def stop_in_order(self) -> int:
-        """API processes first: they refuse what is new and finish what runs; then the engine."""
-        timeout = self._config.server.shutdown_timeout
-        if self._is_serving:
+    def _engine_ended(self, code: int) -> None:
+        if self._close_until is not None:
+            self._is_over = True
+            return
+        if not self._was_engine_ready and code == 2:  # a start-up mistake: it has said so
+            self._exit_code, self._is_over = 2, True
+            return
+        message = self._verdict or f"the engine ended unexpectedly ({_describe_exit(code)})"
+        self._verdict = ""
+        self._complain(message)
+        delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
+        if delay is None:
+            why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
+            self._tell(EngineGone(message + why))
+            return self._drain(1)
+        # A start that failed computed nothing: nobody is to blame for it.
+        self._tell(EngineLost(message, self._pulse.seated() if self._is_engine_ready else []))
+        self._is_engine_ready = False
+        self._restart_at = time.monotonic() + delay
+        self._say("starting another engine; requests wait for it")
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
+            self._start_engine()
+            for origin, orders in enumerate(self._orders):
+                self._send(orders, EngineStarted(self._engine_address(), self._reply_address(origin)))
+        if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
+            self._verdict = f"the engine hangs and is killed: {problem}"
+            self._engine.kill()
+        if self._drain_until is not None and now >= self._drain_until:
+            self._drain_until = None
+            for server in self._servers:
+                server.kill()
+        if self._close_until is not None and now >= self._close_until:
+            self._is_over = True  # and whoever is left is killed
+
+    # ── stopping ──
+
+    def _told_to_stop(self, num_signals: int) -> None:
+        if self._exit_code is not None or num_signals > 1:
+            print("octavo: stopped at once; running requests were cut off", file=sys.stderr)
+            self._exit_code, self._is_over = 130, True
+            return
+        if self._has_served:
+            timeout = self._config.server.shutdown_timeout
             self._say(f"stopping: running requests get up to {timeout:g} s; once more (Ctrl-C, SIGTERM) stops at once")
-        for server in self._servers:
-            server.terminate()
-        deadline = time.monotonic() + timeout + 3
-        unfinished = [server for server in self._servers if not _ended_by(server, deadline)]
-        if self._engine is not None:
+        self._drain(0)
+
+    def _drain(self, exit_code: int) -> None:
+        """API processes first: they refuse what is new and finish what runs; then the engine."""
+        if self._exit_code is None:
+            self._exit_code = exit_code
+            for server in self._servers:
+                server.terminate()
+            self._drain_until = time.monotonic() + self._config.server.shutdown_timeout + 3
+        if all(server.poll() is not None for server in self._servers):
+            self._close_engine()
+
+    def _close_engine(self) -> None:
+        if self._engine is None or self._engine.poll() is not None:
+            self._is_over = True
+        elif self._close_until is None:
+            self._close_until = time.monotonic() + 5
             assert self._engine.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self._engine.stdin.close()
-            _ended_by(self._engine, time.monotonic() + 5)
-        if unfinished or any(server.returncode for server in self._servers):
-            self._say("stopped; some requests were cut off")
-            return 1
-        self._say("stopped")
-        return 0
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> int:
-        """A process ended by itself: a start-up mistake (it has said so), or a failure that ends the server."""
-        code = process.wait()
-        if code == 2:
-            return 2
-        what = "the engine" if process is self._engine else "an API process"
-        message = f"{what} ended unexpectedly ({_describe_exit(code)})"
-        print(f"octavo: error: {message}", file=sys.stderr)
-        if process is self._engine:
-            self._tell_servers(message)
-        self.stop_in_order()
-        return 1
+    # ── words ──
 
-    def _tell_servers(self, message: str) -> None:
-        """Open requests end with an error event instead of silence."""
-        with zmq.Context() as context:
-            for origin in range(len(self._servers)):
-                with context.socket(zmq.PUSH) as push:
-                    push.setsockopt(zmq.LINGER, 500)
-                    push.connect(self._reply_address(origin))
-                    push.send(msgspec.msgpack.encode(Dying(message)))
+    def _tell(self, order: FromSupervisor) -> None:
+        for orders in self._orders:
+            self._send(orders, order)
 
-    def _reply_address(self, origin: int) -> str:
-        return f"ipc://{self._folder}/api-{origin}"
+    def _send(self, orders: "zmq.Socket[bytes]", order: FromSupervisor) -> None:
+        orders.send(msgspec.msgpack.encode(order))
 
-    def _all(self) -> list[subprocess.Popen[bytes]]:
-        return ([self._engine] if self._engine is not None else []) + self._servers
+    def _say_if_ready(self) -> None:
+        if not self._has_served and self._is_engine_ready and self._num_ready_servers == self._num_servers:
+            self._has_served = True
+            self._say(
+                f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
+            )
 
     def _say(self, line: str) -> None:
         print(f"octavo: {line}", file=sys.stderr, flush=True)
 
+    def _complain(self, message: str) -> None:
+        print(f"octavo: error: {message}", file=sys.stderr, flush=True)
 
-def _socket_folder() -> Path:
-    """A folder that only this user can enter. A socket's path has room for about a hundred characters."""
-    folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-    if len(str(folder)) > MAX_FOLDER_LEN:
-        folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="octavo-", dir="/tmp"))
-    return folder
+    def _engine_address(self) -> str:
+        return f"ipc://{self._folder}/engine-{self._num_engines}"
+
+    def _reply_address(self, origin: int) -> str:
+        return f"ipc://{self._folder}/api-{origin}-{self._num_engines}"
+
+    def _all(self) -> list[subprocess.Popen[bytes]]:
+        return ([self._engine] if self._engine is not None else []) + self._servers
 
 
 def _num_cores() -> int:
     """Those this process may use, where the system says so: a container's share, not the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise _cannot_listen(host, port, error) from None
-    return listener
-
-
-def check_certificates(server: ServerConfig) -> None:
-    """Raises ConfigError for files that TLS cannot be spoken with: before a model is loaded, not after."""
-    if not server.ssl_certfile:
-        return
-    import ssl  # most servers stand behind a proxy that has it
-
-    for flag, path in (
-        ("--ssl-certfile", server.ssl_certfile),
-        ("--ssl-keyfile", server.ssl_keyfile),
-        ("--ssl-ca-certs", server.ssl_ca_certs),
-    ):
-        try:
-            with open(path or os.devnull, "rb"):
-                pass
-        except OSError as error:
-            raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): give a PEM file") from None
-
-    def never() -> NoReturn:  # OpenSSL would ask at the terminal, once in each process
-        raise ConfigError("the TLS key has a passphrase: give --ssl-keyfile a key without one")
-
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile or None, never)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"--ssl-certfile {server.ssl_certfile} and its key do not work ({error.reason or error}): give a certificate and "
-            "the private key that belongs to it, both PEM"
-        ) from None
-    try:
-        if server.ssl_ca_certs:
-            context.load_verify_locations(server.ssl_ca_certs)
-    except ssl.SSLError as error:
-        raise ConfigError(
-            f"--ssl-ca-certs {server.ssl_ca_certs} holds no certificates ({error.reason or error}): give a PEM file"
-        ) from None
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host")
 
 
 def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
@@ -291,30 +358,9 @@ def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -
     return process
 
 
-def _ended_by(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    try:
-        process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return False
-    return True
-
-
 def _describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _raise_stop(number: int, frame: object) -> NoReturn:
-    raise _Stop
-
-
-def _ignore_more_signals() -> None:
-    """A second signal while stopping means: now."""
-
-    def stop_now(number: int, frame: object) -> None:
-        print("octavo: stopped at once; running requests were cut off", file=sys.stderr)
-        raise SystemExit(130)
-
-    signal.signal(signal.SIGTERM, stop_now)
-    signal.signal(signal.SIGINT, stop_now)
+def _leave_to_wakeup(number: int, frame: object) -> None:
+    """The byte that the interpreter writes is all there is to do."""

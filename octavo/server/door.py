@@ -19,7 +19,7 @@ from octavo.server.service import Service
 
 log = logging.getLogger("octavo.server")
 
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})
 MAX_REQUEST_ID_LEN = 200
 
 

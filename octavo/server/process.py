@@ -10,6 +10,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -22,11 +23,13 @@ import msgspec
 import uvicorn
 
 from octavo.engine.client import ZmqClient
+from octavo.engine.pulse import Pulse
 from octavo.engine.reception import take_connections
 from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.server.app import build_app
 from octavo.server.service import Service
+from octavo.server.siblings import Siblings
 from octavo.text import Text, load_text
 
 log = logging.getLogger("octavo.server")
@@ -124,20 +127,24 @@ def main() -> int:
 
 async def _run(order: ServerOrder) -> int:
     stop = StopOrder()
-    client = ZmqClient(order.engine_address, order.reply_address, order.origin)
+    pulse = Pulse(order.pulse_fd) if order.pulse_fd >= 0 else None
+    client = ZmqClient(order.engine_address, order.reply_address, order.origin, order.orders_address, pulse)
     try:
         text = await _unless_stopped(stop, _prepare(client, order))
         if text is None:
             return 0
         app = build_app(client, text, order.config, order.model_name)
         service: Service = app.state.service
-        await service.siblings.open(Path(order.reply_address.removeprefix("ipc://")).parent, order.origin)
+        service.siblings = Siblings(Path(order.reply_address.removeprefix("ipc://")).parent, order.origin, service.logs)
+        await service.siblings.open()
         try:
             return await _serve(order, service, _http_server(order, app), stop)
         finally:
             service.siblings.close()
     finally:
         client.close()
+        if stop.abandoned.is_set():  # the supervisor was killed, and the engine with it: nobody else is left to do it
+            shutil.rmtree(Path(order.reply_address.removeprefix("ipc://")).parent, ignore_errors=True)
 
 
 async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:

@@ -21,13 +21,17 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 START_LIMIT_S = 180  # a busy machine is slow; a healthy start takes seconds
 
 
 class Server:
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, module: str = "octavo.cli") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", module, "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
@@ -94,9 +98,16 @@ class Server:
 
     def children(self) -> dict[int, str]:
         """Processes it started: number → command line."""
-        pid = self.process.pid
-        numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return {int(n): Path(f"/proc/{n}/cmdline").read_text().replace("\0", " ") for n in numbers}
+        return {
+            pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in children_of(self.process.pid)
+        }
+
+    def engine(self) -> int:
+        """The number of the engine's process."""
+        (pid,) = (
+            pid for pid, command in self.children().items() if command.rstrip().endswith(("engine", "engine.process"))
+        )
+        return pid
 
     def terminate(self, limit_s: float = 60) -> int:
         self.process.send_signal(signal.SIGTERM)

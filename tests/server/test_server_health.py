@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from octavo.engine.pulse import Pulse
 from octavo.server.endpoints import health, metrics
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
@@ -60,3 +61,66 @@ async def test_metrics_are_the_engines(serve: Serve, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.02)
     engine.answers_control = False
     assert error_of(await client.get("/metrics"), 503)
+
+
+async def test_live_ready_and_the_whole(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    client = serve(engine)
+    engine.pulse = pulse = Pulse()
+    pulse.rest()
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert (await client.get(path)).json() == {"status": "ok"}
+    assert engine.num_pings == 0  # its pulse is proof enough
+    pulse.stalled(3.0)
+    assert "neither turned nor computed" in error_of(await client.get("/health"), 503)["message"]
+    assert (await client.get("/health/ready")).status_code == 200
+    engine.is_recovering = True
+    for path in ("/health", "/health/ready"):
+        assert "started again" in error_of(await client.get(path), 503)["message"]
+    assert (await client.get("/health/live")).status_code == 200
+
+
+async def test_a_long_step_that_computes_is_no_fault(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(health, "FRESH_SECONDS", -1.0)
+    engine = ScriptedEngine()
+    engine.answers_control = False
+    client = serve(engine, step_timeout=3600.0)
+    engine.pulse = Pulse()
+    engine.pulse.begin()
+    assert (await client.get("/health")).status_code == 200
+    engine.pulse.rest()  # idle, and still it does not answer
+    assert (await client.get("/health")).status_code == 503
+
+
+async def test_progress_is_the_engines_own_word_while_it_answers(serve: Serve) -> None:
+    engine = ScriptedEngine()
+    engine.progress = '{"running": 2, "waiting": 1, "oldest_waiting": {"id": "a", "seconds": 7.5, "why": "pages"}}'
+    response = await serve(engine).get("/health/progress")
+    body = response.json()
+    assert response.status_code == 200 and body["status"] == "ok"
+    assert body["oldest_waiting"] == {"id": "a", "seconds": 7.5, "why": "pages"} and body["running"] == 2
+
+
+async def test_progress_of_an_engine_that_hangs_names_who_is_in_its_step(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 0.02)
+    engine = ScriptedEngine()
+    engine.answers_control = False
+    client = serve(engine)
+    engine.pulse = pulse = Pulse()
+    pulse.seat([], [(0, "cmpl-a"), (1, "cmpl-b")])
+    pulse.begin()
+    pulse.end(5, 2, 1)
+    pulse.begin()
+    pulse.stalled(10.0)
+    response = await client.get("/health/progress")
+    body = response.json()
+    assert response.status_code == 503 and body["status"] == "stuck" and body["steps"] == 5
+    assert [each["id"] for each in body["without_progress"]] == ["cmpl-a", "cmpl-b"]
+    assert "has not ended" in body["without_progress"][0]["why"] and body["stalled_s"] == 10.0
+    engine.is_recovering = True
+    assert (await client.get("/health/progress")).json()["status"] == "recovering"
+    engine.die("killed")
+    assert (await client.get("/health/progress")).json()["status"] == "dead"

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from octavo.server import resume
 from octavo.server.app import build_app
+from octavo.server.siblings import Siblings
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
 from tests.server.conftest import Serve, error_of, events
 
@@ -299,7 +300,8 @@ class TestSeveralProcesses:
     async def apps(self, tmp_path: Path) -> object:
         apps = [build(ScriptedEngine(says(TEXT))) for _ in range(3)]
         for number, app in enumerate(apps):
-            await app.state.service.siblings.open(tmp_path, number)
+            app.state.service.siblings = Siblings(tmp_path, number, app.state.service.logs)
+            await app.state.service.siblings.open()
         yield apps
         for app in apps:
             app.state.service.siblings.close()

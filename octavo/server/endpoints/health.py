@@ -1,34 +1,136 @@
-"""GET /health: 200 only while the engine's step loop turns and new requests are taken.
-Knows nothing of what the loop does."""
+"""GET /health: 200 only if a token could be produced now. /health/live, /health/ready, /health/progress: the parts of that.
+Knows nothing of what the engine does: its pulse and its own word say whether it does anything.
+
+live: this process answers. ready: new requests are taken and an engine is there for them. /health: ready, and the engine's loop
+turns. progress: what it is at, who waits and why; 200 or 503 as /health, with the reasons in its body."""
 
 import asyncio
+import sys
 import time
 
+import msgspec
 from fastapi import APIRouter, Response
 
-from octavo.errors import EngineUnavailable
-from octavo.messages import Ping
+from octavo.engine.progress import Progress, Quiet, Status
+from octavo.engine.pulse import Pulse
+from octavo.errors import EngineDead, EngineError, EngineUnavailable
+from octavo.messages import Ping, ReadProgress
 from octavo.server.service import Service
 
 FRESH_SECONDS = 1.0
 """Tokens that came this recently prove the loop turns: no need to ask."""
 PING_SECONDS = 5.0
-"""A step may be long; a loop that does not answer in this time is stuck."""
+"""A step may be long; a loop that does not answer in this time, and cannot be seen to compute, is stuck."""
+STALLED_SECONDS = 2.0
+"""In which an engine that is well has turned, or at least computed something."""
+ANSWER_SECONDS = 1.0
+"""What an engine gets to say what it is at; after that, only what can be seen from here is told."""
 
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
 
+    @router.get("/health/live")
+    async def live() -> Response:
+        return _ok()
+
+    @router.get("/health/ready")
+    async def ready() -> Response:
+        check_ready(service)
+        return _ok()
+
     @router.get("/health")
     async def health() -> Response:
-        service.accept()
-        if time.monotonic() - service.last_heard > FRESH_SECONDS:
-            try:
-                async with asyncio.timeout(PING_SECONDS):
-                    await service.engine.control(Ping(call=0))
-            except TimeoutError:
-                raise EngineUnavailable(f"the engine has not answered for {PING_SECONDS:.0f} s", 5) from None
-            service.heard()
-        return Response(b'{"status":"ok"}', media_type="application/json")
+        check_ready(service)
+        await check_turning(service)
+        return _ok()
+
+    @router.get("/health/progress")
+    async def progress() -> Response:
+        told = await tell_progress(service)
+        return Response(msgspec.json.encode(told), 200 if told.status == "ok" else 503, media_type="application/json")
 
     return router
+
+
+def check_ready(service: Service) -> None:
+    service.accept()
+    if service.engine.is_recovering:
+        raise EngineUnavailable("the engine has ended and is being started again; requests wait for it", 2)
+
+
+async def check_turning(service: Service) -> None:
+    """Raises EngineUnavailable unless the step loop turns."""
+    if time.monotonic() - service.last_heard <= FRESH_SECONDS:
+        return
+    pulse = service.engine.pulse
+    if pulse is not None and _is_seen_turning(pulse, service.config.server.step_timeout):
+        return
+    try:
+        async with asyncio.timeout(PING_SECONDS):
+            await service.engine.control(Ping(call=0))
+    except TimeoutError:
+        raise EngineUnavailable(f"the engine has not answered for {PING_SECONDS:.0f} s", 5) from None
+    service.heard()
+
+
+def _is_seen_turning(pulse: Pulse, step_timeout: float) -> bool:
+    """False: it must be asked. Raises EngineUnavailable where asking is in vain."""
+    if (stalled := pulse.stalled_seconds) > STALLED_SECONDS:
+        raise EngineUnavailable(f"the engine has neither turned nor computed anything for {stalled:.1f} s", 5)
+    age = _age(pulse.beat)
+    if age <= FRESH_SECONDS:
+        return True
+    # A long step: the supervisor would have noted if nothing was computed, where the kernel tells.
+    return pulse.is_stepping and sys.platform == "linux" and age < (step_timeout or float("inf"))
+
+
+async def tell_progress(service: Service) -> Progress:
+    engine, pulse = service.engine, service.engine.pulse
+    told = Progress()
+    status: Status = "ok"
+    try:
+        service.accept()
+        if engine.is_recovering:
+            status = "recovering"
+        else:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                told = msgspec.json.decode(await engine.control(ReadProgress(call=0)), type=Progress)
+    except EngineDead:
+        status = "dead"
+    except EngineError:
+        status = "draining" if service.draining else "recovering" if engine.is_recovering else "starting"
+    except TimeoutError:  # in a long step, or stuck
+        try:
+            await check_turning(service)
+        except EngineError:
+            status = "stuck"
+    seen = {} if pulse is None else _seen(pulse)
+    if status == "stuck" and pulse is not None and pulse.is_stepping:
+        running = _age(pulse.beat)
+        why = f"its step has not ended for {running:.1f} s"
+        seen["without_progress"] = [Quiet(name, round(running, 3), why) for name in pulse.seated()]
+    if status == "recovering":
+        waiting = engine.num_open
+        seen |= {"waiting": waiting, "running": 0, "step_running_s": None, "stalled_s": 0.0}
+    return msgspec.structs.replace(told, status=status, restarts=engine.num_restarts, **seen)
+
+
+def _seen(pulse: Pulse) -> dict[str, object]:
+    """What the engine's pulse tells, whether it answers or not."""
+    return {
+        "steps": pulse.num_steps,
+        "last_step_age_s": round(_age(pulse.last_step), 3) if pulse.last_step else None,
+        "step_running_s": round(_age(pulse.beat), 3) if pulse.is_stepping and pulse.beat else None,
+        "stalled_s": round(pulse.stalled_seconds, 3),
+        "running": pulse.num_running,
+        "waiting": pulse.num_waiting,
+    }
+
+
+def _age(nanoseconds: int) -> float:
+    return (time.monotonic_ns() - nanoseconds) / 1e9
+
+
+def _ok() -> Response:
+    return Response(b'{"status":"ok"}', media_type="application/json")

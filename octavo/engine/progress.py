@@ -1,0 +1,69 @@
+"""Who waits, for what and how long: the answer to whoever asks what an engine is at.
+Knows nothing of HTTP, and changes nothing."""
+
+from typing import Literal
+
+import msgspec
+
+from octavo.observe.metrics import EngineMetrics
+from octavo.schedule import Scheduler
+
+QUIET_SECONDS = 5.0
+"""A request that has had no token for so long is named."""
+MAX_NAMED = 32
+
+Status = Literal["ok", "starting", "recovering", "draining", "stuck", "dead"]
+
+
+class Quiet(msgspec.Struct, frozen=True):
+    """A request without progress, and why."""
+
+    id: str
+    seconds: float  # since its last token; without one, since it arrived
+    why: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    status: Status = "ok"
+    restarts: int = 0  # engines that have taken over from one that ended
+    steps: int = 0
+    last_step_age_s: float | None = None  # None: there was none yet
+    step_running_s: float | None = None  # None: no step is being computed
+    stalled_s: float = 0.0  # neither turned nor computed
+    running: int = 0
+    waiting: int = 0
+    oldest_waiting: Quiet | None = None
+    without_progress: list[Quiet] = []  # those that have waited longest
+
+
+def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Progress:
+    """What the step loop itself can tell, between two steps."""
+    waiting, quiet = [], []
+    for request in scheduler.requests():
+        arrived, last = metrics.times(request.id, request.index)
+        since = now - (last or arrived or now)
+        if request.row < 0 and request in scheduler.waiting:
+            entry = Quiet(request.id, round(since, 3), _why_waiting(scheduler, request.num_preemptions))
+            waiting.append((request.sequence, entry))
+        else:
+            left = request.length - request.computed
+            why = f"prompt: {left} of {request.length} tokens are left to compute" if left > 1 else "its next token"
+            entry = Quiet(request.id, round(since, 3), why)
+        if since >= QUIET_SECONDS:
+            quiet.append(entry)
+    head = scheduler.waiting.head()
+    oldest = next((entry for sequence, entry in waiting if head is not None and sequence == head.sequence), None)
+    return Progress(
+        steps=scheduler.num_steps,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        oldest_waiting=None
+        if oldest is None
+        else msgspec.structs.replace(oldest, why=scheduler.head_waits_for or "order"),
+        without_progress=sorted(quiet, key=lambda entry: -entry.seconds)[:MAX_NAMED],
+    )
+
+
+def _why_waiting(scheduler: Scheduler, num_preemptions: int) -> str:
+    reason = f"in the queue; its head waits for {scheduler.head_waits_for or 'order'}"
+    return f"preempted, {reason}" if num_preemptions else reason

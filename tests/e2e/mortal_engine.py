@@ -1,0 +1,38 @@
+"""A server whose engine ends, as by a fault of its own, when a prompt holds the word DEADLY: all else is the real thing.
+`python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
+
+import os
+import sys
+
+from octavo import cli
+from octavo.config import Config
+from octavo.engine import build, process, supervisor
+from octavo.executor.base import Executor
+from octavo.messages import StepPlan
+from octavo.text import load_text
+from octavo.weights.source import ModelSource
+
+DEADLY = " Mississippi"
+
+
+def load_executor(config: Config, source: ModelSource) -> Executor:
+    from octavo.executor.local import LocalExecutor  # brings torch, which the supervisor can do without
+
+    class MortalExecutor(LocalExecutor):
+        def submit(self, plan: StepPlan) -> None:
+            for entering in plan.enters:
+                ids = entering.token_ids
+                if any(ids[at : at + len(deadly)] == deadly for at in range(len(ids))):
+                    os.abort()
+            super().submit(plan)
+
+    deadly = load_text(source.path).encode(DEADLY)
+    return MortalExecutor(config, source)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        supervisor.ENGINE_MODULE = "tests.e2e.mortal_engine"
+        sys.exit(cli.main(sys.argv[1:]))
+    build.load_executor = load_executor
+    os._exit(process.main())

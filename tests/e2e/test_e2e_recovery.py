@@ -1,0 +1,130 @@
+"""Engines that are killed, that hang, or that a request ends, under real streams: clients see a pause, and every answer whole."""
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.e2e.mortal_engine import DEADLY
+from tests.e2e.servers import Server, is_alive
+
+pytestmark = pytest.mark.model
+
+NUM_STREAMS = 64
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Two API processes; an engine that does not turn for two seconds is killed."""
+    arguments = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20")
+    with Server(*arguments, module="tests.e2e.mortal_engine") as server:
+        yield server
+        assert server.terminate() == 0, server.lines
+
+
+async def story(
+    client: openai.AsyncOpenAI, number: int, begun: list[int]
+) -> tuple[dict[int, str], object, list[float]]:
+    """(texts by choice, usage, logprobs): greedy, seeded, penalised, several choices, with stop strings."""
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": number, "presence_penalty": 0.7, "frequency_penalty": 0.3},
+        {"temperature": 0.8, "seed": number, "n": 2, "stop": ["!", "?"]},
+        {"temperature": 0, "logprobs": 2, "extra_body": {"min_tokens": 30}},
+    ]
+    stream = await client.completions.create(
+        model="",
+        prompt=f"Story number {number}: Once upon a time",
+        max_tokens=40 + number % 5,
+        stream=True,
+        stream_options={"include_usage": True},
+        **kinds[number % 4],
+    )
+    texts: dict[int, str] = {}
+    usage, logprobs = None, []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.logprobs:
+                logprobs += choice.logprobs.token_logprobs
+        begun[number] += 1
+        if chunk.usage:
+            usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
+    return texts, usage, logprobs
+
+
+async def stories(server: Server, fault=None, at: int = 0, num_streams: int = NUM_STREAMS) -> list[tuple]:
+    """The first of them; `fault` comes when every stream has begun and all together have had `at` events."""
+    begun = [0] * num_streams
+    async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=120) as client:
+        tasks = [asyncio.create_task(story(client, number, begun)) for number in range(num_streams)]
+        if fault is not None:
+            while not (all(begun) and sum(begun) >= at):
+                assert not any(task.done() and task.exception() for task in tasks)
+                await asyncio.sleep(0.01)
+            assert sum(task.done() for task in tasks) < NUM_STREAMS
+            fault()
+        return await asyncio.gather(*tasks)
+
+
+def watch_health(server: Server) -> list[tuple[int, str]]:
+    """What /health says, until it has said that something is wrong, and then that all is well."""
+    told = []
+    while not any(status == 503 for status, _ in told) or told[-1][0] != 200:
+        assert server.get("/health/live")[0] == 200
+        told.append(server.get("/health"))
+        time.sleep(0.1)
+    return told
+
+
+@pytest.fixture(scope="module")
+def untroubled(server):
+    return asyncio.run(stories(server))
+
+
+def test_streams_of_a_killed_engine_go_on(server, untroubled):
+    old = server.engine()
+    assert asyncio.run(stories(server, lambda: os.kill(old, signal.SIGKILL), NUM_STREAMS * 12)) == untroubled
+    assert server.engine() != old
+    assert server.wait_until_idle() == (0, 0, 0)
+    assert server.get("/health")[0] == 200
+
+
+def test_streams_of_a_stopped_engine_go_on(server, untroubled):
+    old = server.engine()
+    told: list[tuple[int, str]] = []
+
+    def stop() -> None:
+        os.kill(old, signal.SIGSTOP)
+        threading.Thread(target=lambda: told.extend(watch_health(server))).start()
+
+    assert asyncio.run(stories(server, stop, NUM_STREAMS * 8)) == untroubled
+    assert not is_alive(old)
+    statuses = {status for status, _ in told}
+    assert statuses == {200, 503} and told[-1][0] == 200, told
+    assert server.get("/health/ready")[0] == server.get("/health/progress")[0] == 200
+    assert json.loads(server.get("/health/progress")[1])["restarts"] >= 1
+    (line,) = (line for line in server.lines if "hangs and is killed" in line)
+    assert "nothing is computed; requests in it: cmpl-" in line
+    assert server.wait_until_idle() == (0, 0, 0)
+
+
+def test_what_ends_engines_fails_alone(server, untroubled):
+    refused: list[tuple[int, str]] = []
+
+    async def both() -> list[tuple]:
+        body = {"prompt": f"The river is called{DEADLY} and", "max_tokens": 20, "temperature": 0}
+        poison = asyncio.to_thread(lambda: refused.append(server.post("/v1/completions", body)))
+        (answers, _) = await asyncio.gather(stories(server, num_streams=6), poison)
+        return answers
+
+    assert asyncio.run(both()) == untroubled[:6]
+    ((status, text),) = refused
+    error = json.loads(text)["error"]
+    assert status == 500 and error["code"] == "request_failed" and "request cmpl-" in error["message"]
+    assert server.wait_until_idle() == (0, 0, 0)

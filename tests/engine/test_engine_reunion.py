@@ -1,0 +1,162 @@
+"""Who goes on in a new engine, in what order, and how one request that ends engines is found among many."""
+
+import random
+
+import pytest
+
+from octavo.engine.reunion import Reunion, trials
+from octavo.engine.streams import PROOF_TOKENS, Streams, joined
+from octavo.errors import EngineDead
+from octavo.messages import Abort, Finish, GenerateRequest, Hello, SamplingParams, TokenDelta
+
+
+def request(name: str, submitted: float = 0.0, strikes: int = 0, n: int = 1, begun=()) -> GenerateRequest:
+    params = SamplingParams(max_tokens=100, seed=1, n=n)
+    return GenerateRequest(name, [1, 2], params, [], submitted=submitted, strikes=strikes, begun=[*begun])
+
+
+def names(requests) -> list[str]:
+    return [each.id for each in requests]
+
+
+def test_survivors_come_in_the_order_of_their_arrival_over_all_processes():
+    reunion = Reunion(2)
+    reunion.hello(Hello(0, "", [request("a", 1.0), request("d", 4.0)]))
+    reunion.hold(request("e", 5.0))  # came to the new engine directly
+    assert reunion.next_group() == [] and not reunion.is_over  # another process has not spoken
+    reunion.hello(Hello(1, "", [request("c", 3.0), request("b", 2.0)]))
+    assert names(reunion.next_group()) == ["a", "b", "c", "d"]
+    assert names(reunion.next_group()) == ["e"]
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_the_first_engine_has_nothing_to_wait_for_but_hellos():
+    reunion = Reunion(1)
+    assert not reunion.is_over
+    reunion.hello(Hello(0, ""))
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_a_client_that_leaves_meanwhile_is_not_taken_along():
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", [request("a"), request("b", n=2, begun=[[7], [8]]), request("c")]))
+    reunion.hold(request("d"))
+    reunion.drop(Abort("a"))
+    reunion.drop(Abort("b", 0))
+    reunion.drop(Abort("c", 0))  # its only choice
+    reunion.drop(Abort("d"))
+    (left,) = reunion.next_group()
+    assert left.id == "b" and left.begun == [None, [8]]
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_suspects_are_tried_by_halves_before_the_others():
+    survivors = [request(str(i), i, strikes=2 if i in (1, 3, 5, 7) else i % 2) for i in range(9)]
+    assert [names(group) for group in trials(survivors)] == [["5", "7"], ["1", "3"], ["0", "2", "4", "6", "8"]]
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", survivors))
+    assert names(reunion.next_group()) == ["5", "7"]
+    reunion.note([TokenDelta("5", 0, [1])] * PROOF_TOKENS + [TokenDelta("7", 0, [1])])
+    assert reunion.next_group() == []  # 7 has proved nothing yet
+    reunion.note([TokenDelta("7", 0, [], Finish("stop"))])
+    assert names(reunion.next_group()) == ["1", "3"]
+    reunion.forget("1")  # its client left
+    reunion.note([TokenDelta("3", 0, [1] * PROOF_TOKENS)])
+    assert names(reunion.next_group()) == ["0", "2", "4", "6", "8"]
+    assert reunion.is_over
+
+
+class Server:
+    """Two API processes' streams, and engines that give every seated request tokens until a poisoned one is among them."""
+
+    def __init__(self, num_requests: int, poison: set[str], rows: int) -> None:
+        self.poison, self.rows = poison, rows
+        self.streams = [Streams(), Streams()]
+        self.num_engines = 0
+        self.failed: list[str] = []
+        self.given: dict[str, int] = {}
+        for number in range(num_requests):
+            self.streams[number % 2].open(request(f"r{number}", float(number)))
+            self.given[f"r{number}"] = 0
+
+    def run_engine(self) -> list[str]:
+        """→ who was seated when it ended; nobody: all work is done."""
+        self.num_engines += 1
+        reunion = Reunion(2)
+        for origin, streams in enumerate(self.streams):
+            reunion.hello(Hello(origin, "", streams.survivors()))
+        waiting: list[str] = []
+        seated: list[str] = []
+        while True:
+            while group := reunion.next_group():
+                waiting += names(group)
+            if not waiting and not seated:
+                assert reunion.is_over
+                return []
+            while waiting and len(seated) < self.rows:
+                seated.append(waiting.pop(0))
+            if self.poison.intersection(seated):
+                return seated
+            for name in seated[:]:
+                self.given[name] += 1
+                delta = TokenDelta(name, 0, [5], Finish("length") if self.given[name] == 20 else None)
+                if delta.finish is not None:
+                    seated.remove(name)
+                reunion.note([delta])
+                for streams in self.streams:
+                    streams.deliver([delta])
+
+    def run(self) -> None:
+        while seated := self.run_engine():
+            for streams in self.streams:
+                self.failed += streams.strike(seated)
+            assert self.num_engines < 100
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_poison_is_found_and_everybody_else_goes_on(seed):
+    dice = random.Random(seed)
+    number, rows = dice.randrange(1, 65), dice.choice([1, 4, 16, 64])
+    poison = {f"r{i}" for i in dice.sample(range(number), min(number, dice.choice([1, 1, 2, 3])))}
+    server = Server(number, poison, rows)
+    server.run()
+    assert set(server.failed) == poison and len(server.failed) == len(poison)
+    assert all(count == (0 if name in poison else 20) for name, count in server.given.items())
+    # Two engines to grow suspicious, one for each halving of the rows, one more where a cleared half ran beside the culprit.
+    assert server.num_engines <= 1 + len(poison) * (5 + rows.bit_length())
+
+
+def test_deaths_from_outside_blame_nobody():
+    streams = Streams()
+    for name in "ab":
+        streams.open(request(name))
+    for _ in range(5):
+        streams.deliver([TokenDelta(name, 0, [1] * PROOF_TOKENS) for name in "ab"])
+        assert streams.strike(["a", "b"]) == []
+        assert [each.strikes for each in streams.survivors()] == [1, 1]
+    assert streams.strike(["a"]) == []
+    assert streams.strike(["a"]) == ["a"]  # without any progress, alone, for the second time
+    assert names(streams.survivors()) == ["b"]
+
+
+async def test_who_is_given_up_is_told_by_name():
+    streams = Streams()
+    streams.open(request("a", n=2))
+    streams.strike(["a"])
+    assert streams.strike(["a"]) == ["a"]
+    first, second = await streams.next("a")
+    assert (first.index, second.index) == (0, 1) and first.finish is not None and first.finish.reason == "error"
+    assert "request a was alone" in (first.finish.message or "") and not streams.close("a")
+
+
+async def test_a_reader_that_lags_costs_no_more_than_its_tokens():
+    streams = Streams()
+    streams.open(request("a", n=2))
+    for number in range(5000):
+        streams.deliver([TokenDelta("a", number % 2, [number])])
+    assert len(streams._streams["a"].deltas) < 600
+    deltas = joined(await streams.next("a"))
+    assert [delta.token_ids for delta in deltas] == [[*range(0, 5000, 2)], [*range(1, 5000, 2)]]
+    streams.fail(EngineDead("gone"))
+    with pytest.raises(EngineDead):
+        await streams.next("a")
