@@ -29,7 +29,6 @@ from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.server.app import build_app
 from octavo.server.service import Service
-from octavo.server.siblings import Siblings
 from octavo.text import Text, load_text
 
 log = logging.getLogger("octavo.server")
@@ -135,8 +134,7 @@ async def _run(order: ServerOrder) -> int:
             return 0
         app = build_app(client, text, order.config, order.model_name)
         service: Service = app.state.service
-        service.siblings = Siblings(Path(order.reply_address.removeprefix("ipc://")).parent, order.origin, service.logs)
-        await service.siblings.open()
+        await service.siblings.open(Path(order.reply_address.removeprefix("ipc://")).parent, order.origin)
         try:
             return await _serve(order, service, _http_server(order, app), stop)
         finally:

@@ -32,7 +32,7 @@ class Service:
         self.stopping = False  # what still runs is being cut off
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
-        self.siblings: Siblings | None = None  # None: this is the only API process
+        self.siblings = Siblings()  # the other API processes
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()

@@ -1,83 +1,97 @@
-"""The other API processes of one server: a stream that can be resumed may live in any of them, and a connection may reach any.
-Knows nothing of HTTP: a log's bytes pass from process to process over UNIX sockets, in a folder that only this user can enter.
+"""The API processes of one server ask one another: a connection may reach any of them, what it asks for may lie in another.
+Knows nothing of HTTP or of what is asked: bytes pass over UNIX sockets, in a folder that only this user can enter.
 
-On the wire: one JSON line with what is asked, one with the answer, then chunks behind their length; length 0 is the end."""
+On the wire: one JSON line with the question, one with the answer, then chunks behind their length; length 0 is the end."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
 
-from octavo.errors import EngineUnavailable, InvalidRequest, OctavoError
-from octavo.server.errors_http import error_event
-from octavo.server.resume import StreamLogs
+from octavo.errors import EngineUnavailable, InvalidRequest
 
 log = logging.getLogger("octavo.server")
 
 PATIENCE_SECONDS = 5.0  # with a process that does not answer
-CONNECTION_LOST = "the API process that holds this stream has ended"
+CONNECTION_LOST = "the API process that this was asked of has ended"
+
+Answerer = Callable[[bytes], AsyncGenerator[bytes, None] | None]
+"""A question of one kind → its answer in chunks, now or as they come. None: this process has none. It may raise InvalidRequest:
+it has one, and not the part that was asked for."""
 
 
-class Question(msgspec.Struct, frozen=True):
-    stream_id: str
-    owner: bytes
-    start: int
+class _Question(msgspec.Struct, frozen=True):
+    kind: str
+    body: bytes
 
 
-class Answer(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True):
     is_found: bool
-    refusal: str = ""  # found, but not to be read from there
+    refusal: str = ""  # found, but not to be had as it was asked for
+    param: str | None = None  # what the refusal is about
 
 
 class Siblings:
-    def __init__(self, folder: Path, origin: int, logs: StreamLogs) -> None:
-        self._folder, self._own = folder, folder / f"streams-{origin}"
-        self._logs = logs
+    """Until it is opened there are no others to ask."""
+
+    def __init__(self) -> None:
+        self._answerers: dict[str, Answerer] = {}
+        self._folder: Path | None = None
+        self._own: Path | None = None
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> None:
+    def answer(self, kind: str, answerer: Answerer) -> None:
+        """Answer the others' questions of this kind from now on."""
+        self._answerers[kind] = answerer
+
+    async def open(self, folder: Path, origin: int) -> None:
+        self._folder, self._own = folder, folder / f"sibling-{origin}"
         self._server = await asyncio.start_unix_server(self._serve, self._own)
 
     def close(self) -> None:
         if self._server is not None:
             self._server.close()
 
-    async def find(self, stream_id: str, owner: bytes, start: int) -> AsyncGenerator[bytes, None] | None:
-        """The events, from whichever process has them. None: none has. Raises InvalidRequest where `start` is not kept."""
-        question = msgspec.json.encode(Question(stream_id, owner, start)) + b"\n"
-        for path in sorted(self._folder.glob("streams-*")):
+    async def ask(self, kind: str, body: bytes) -> AsyncGenerator[bytes, None] | None:
+        """The answer of whichever process has one. None: none has. Raises InvalidRequest with the words of one that refuses."""
+        if self._folder is None:
+            return None
+        question = msgspec.json.encode(_Question(kind, body)) + b"\n"
+        for path in sorted(self._folder.glob("sibling-*")):
             if path == self._own:
                 continue
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
-                    reader, writer = await asyncio.open_unix_connection(path)
-                    writer.write(question)
-                    answer = msgspec.json.decode(await reader.readline(), type=Answer)
+                    answer, reader, writer = await _put(question, path)
             except (OSError, TimeoutError, msgspec.DecodeError):  # it has ended, or is about to
                 continue
             if answer.is_found and not answer.refusal:
                 return _chunks(reader, writer)
             writer.close()
             if answer.is_found:
-                raise InvalidRequest(answer.refusal, param="from")
+                raise InvalidRequest(answer.refusal, param=answer.param)
         return None
+
+    async def ask_whole(self, kind: str, body: bytes) -> bytes | None:
+        chunks = await self.ask(kind, body)
+        return None if chunks is None else b"".join([chunk async for chunk in chunks])
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(OSError):
-            question = msgspec.json.decode(await reader.readline(), type=Question)
-            found = self._logs.find(question.stream_id, question.owner)
-            if found is None:
-                return writer.write(_line(Answer(False)))
+            question = msgspec.json.decode(await reader.readline(), type=_Question)
+            answerer = self._answerers.get(question.kind)
             try:
-                found.check(question.start)
+                chunks = None if answerer is None else answerer(question.body)
             except InvalidRequest as error:
-                return writer.write(_line(Answer(True, error.message)))
-            writer.write(_line(Answer(True)))
-            sending = asyncio.create_task(_send(found.read(question.start), writer, question.stream_id))
+                return writer.write(_line(_Answer(True, error.message, error.param)))
+            writer.write(_line(_Answer(chunks is not None)))
+            if chunks is None:
+                return None
+            sending = asyncio.create_task(_send(chunks, writer, question.kind))
             gone = asyncio.create_task(reader.read())  # nothing more is said: its end is the other side's
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             for task in (sending, gone):
@@ -85,25 +99,29 @@ class Siblings:
             await asyncio.gather(sending, gone, return_exceptions=True)
 
 
-async def _send(events: AsyncGenerator[bytes, None], writer: asyncio.StreamWriter, stream_id: str) -> None:
-    async with aclosing(events):
+async def _put(question: bytes, path: Path) -> tuple[_Answer, asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_unix_connection(path)
+    try:
+        writer.write(question)
+        return msgspec.json.decode(await reader.readline(), type=_Answer), reader, writer
+    except BaseException:
+        writer.close()
+        raise
+
+
+async def _send(chunks: AsyncGenerator[bytes, None], writer: asyncio.StreamWriter, kind: str) -> None:
+    async with aclosing(chunks):
         try:
-            async for chunk in events:
-                await _put(writer, chunk)
-        except OctavoError as error:  # what the stream ends with
-            await _put(writer, error_event(error, stream_id))
+            async for chunk in chunks:
+                writer.write(len(chunk).to_bytes(4, "big") + chunk)
+                await writer.drain()
         except OSError:
             return
-        except Exception as error:
-            log.exception("stream %s failed", stream_id)
-            await _put(writer, error_event(error, stream_id))
+        except Exception:  # without its end, the other side sees that it is not whole
+            log.exception("an answer to a sibling's question about %s failed", kind)
+            return
         writer.write((0).to_bytes(4, "big"))
         await writer.drain()
-
-
-async def _put(writer: asyncio.StreamWriter, chunk: bytes) -> None:
-    writer.write(len(chunk).to_bytes(4, "big") + chunk)
-    await writer.drain()
 
 
 async def _chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncGenerator[bytes, None]:
@@ -115,5 +133,5 @@ async def _chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             raise EngineUnavailable(CONNECTION_LOST) from None
 
 
-def _line(answer: Answer) -> bytes:
+def _line(answer: _Answer) -> bytes:
     return msgspec.json.encode(answer) + b"\n"

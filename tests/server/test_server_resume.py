@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from octavo.server import resume
 from octavo.server.app import build_app
-from octavo.server.siblings import Siblings
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
 from tests.server.conftest import Serve, error_of, events
 
@@ -300,8 +299,7 @@ class TestSeveralProcesses:
     async def apps(self, tmp_path: Path) -> object:
         apps = [build(ScriptedEngine(says(TEXT))) for _ in range(3)]
         for number, app in enumerate(apps):
-            app.state.service.siblings = Siblings(tmp_path, number, app.state.service.logs)
-            await app.state.service.siblings.open()
+            await app.state.service.siblings.open(tmp_path, number)
         yield apps
         for app in apps:
             app.state.service.siblings.close()

@@ -1,37 +1,71 @@
 """GET /v1/stream/{id}?from=N: the events of a stream from number N on, for a client whose connection was lost.
 Knows nothing of what the events say."""
 
+import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, OctavoError
+from octavo.server.errors_http import error_event
 from octavo.server.service import Service
 from octavo.server.sse import EventStream, owner_of
 
+logger = logging.getLogger("octavo.server")
+
 MAX_NUMBER_LEN = 15  # digits: no stream has that many events
+KIND = "streams"  # of a question to another API process
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    stream_id: str
+    owner: bytes
+    start: int
 
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
+    service.siblings.answer(KIND, lambda body: find_here(service, msgspec.json.decode(body, type=Wanted)))
 
     @router.get("/v1/stream/{stream_id}")
     async def resume(request: Request, stream_id: str) -> Response:
-        start = first_wanted(request)
-        return EventStream(service, await find(service, stream_id, owner_of(request), start))
+        wanted = Wanted(stream_id, owner_of(request), first_wanted(request))
+        return EventStream(service, await find(service, wanted))
 
     return router
 
 
-async def find(service: Service, stream_id: str, owner: bytes, start: int) -> AsyncGenerator[bytes, None]:
-    log = service.logs.find(stream_id, owner)
+async def find(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None]:
+    log = service.logs.find(wanted.stream_id, wanted.owner)
     if log is not None:
-        log.check(start)
-        return log.read(start)
-    events = None if service.siblings is None else await service.siblings.find(stream_id, owner, start)
+        log.check(wanted.start)
+        return log.read(wanted.start)
+    events = await service.siblings.ask(KIND, msgspec.json.encode(wanted))
     if events is None:
         raise service.logs.missing()
     return events
+
+
+def find_here(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None] | None:
+    """For another process: what the stream ends with is told in its words."""
+    log = service.logs.find(wanted.stream_id, wanted.owner)
+    if log is None:
+        return None
+    log.check(wanted.start)
+    return _with_end(log.read(wanted.start), wanted.stream_id)
+
+
+async def _with_end(events: AsyncGenerator[bytes, None], stream_id: str) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        try:
+            async for chunk in events:
+                yield chunk
+        except Exception as error:
+            if not isinstance(error, OctavoError):
+                logger.exception("stream %s failed", stream_id)
+            yield error_event(error, stream_id)
 
 
 def first_wanted(request: Request) -> int:
