@@ -64,13 +64,13 @@ def byte_text(chat_template: str = CHAT_TEMPLATE, generation_config: str = "{}")
         return load_text(Path(folder))
 
 
-def write_byte_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE) -> None:
-    """tokenizer.json and tokenizer_config.json, as a model's folder has them."""
+def write_byte_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE, special: tuple[str, ...] = ()) -> None:
+    """tokenizer.json and tokenizer_config.json, as a model's folder has them. `special`: further tokens, from 258 on."""
     vocabulary = {character: byte for byte, character in _byte_characters().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>", "<|turn|>"])
+    tokenizer.add_special_tokens(["<|end|>", "<|turn|>", *special])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|end|>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -15,7 +15,7 @@ token is always its own literal text; there it passes through the byte alphabet,
 
 import codecs
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from typing import Protocol
 
@@ -64,25 +64,31 @@ class BytePieces:
             text = text.removeprefix(b" ")
         return text.decode("utf-8", "replace")
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> "ByteDetokenizer":
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept_ids: Collection[int] = ()
+    ) -> "ByteDetokenizer":
         tail = b""
         for token_id in reversed(prompt_ids):
             tail = self.piece(token_id, skip_special_tokens) + tail
             if len(tail) >= MAX_UNFINISHED:
                 break
-        return ByteDetokenizer(self, skip_special_tokens, tail)
+        return ByteDetokenizer(self, skip_special_tokens, tail, kept_ids)
 
 
 class ByteDetokenizer:
     """The incremental twin of BytePieces.decode: a table look-up and a UTF-8 decoder that keeps unfinished characters.
 
     `tail`: the last bytes of the prompt, MAX_UNFINISHED at least where it has as many. They hold all of a character
-    that is not finished, and no byte before them could change what becomes of it.
+    that is not finished, and no byte before them could change what becomes of it. `kept_ids`: special ones that are not
+    skipped.
     """
 
-    def __init__(self, pieces: BytePieces, skip_special_tokens: bool, tail: bytes) -> None:
+    def __init__(
+        self, pieces: BytePieces, skip_special_tokens: bool, tail: bytes, kept_ids: Collection[int] = ()
+    ) -> None:
         self._pieces = pieces
         self._skip_special_tokens = skip_special_tokens
+        self._kept_ids = kept_ids
         self._strip_next = pieces.strips_first_space and not tail
         self._whole = pieces.whole
         self._utf8: codecs.BufferedIncrementalDecoder = Utf8Decoder("replace")
@@ -91,7 +97,7 @@ class ByteDetokenizer:
     def push(self, token_id: int) -> str:
         if not (self._strip_next or self._utf8.buffer) and (text := self._whole.get(token_id)) is not None:
             return text
-        piece = self._pieces.piece(token_id, self._skip_special_tokens)
+        piece = self._pieces.piece(token_id, self._skip_special_tokens and token_id not in self._kept_ids)
         if not piece:
             return ""
         if self._strip_next:

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.config import AUTO
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
+from octavo.text.formats import choose_formats
 from octavo.text.gguf_vocab import (
     gguf_chat_templates,
     gguf_eos_ids,
@@ -43,10 +45,12 @@ def load_text(
     tokenizer: str = "",
     chat_template: str = "",
     default_sampling: Mapping[str, float] | None = None,
+    tool_call_parser: str = AUTO,
+    reasoning_parser: str = AUTO,
 ) -> Text:
     """`source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the model's own vocabulary
     and template. `chat_template`: a file that replaces either's template. `default_sampling`: for what the model's own
-    generation_config.json leaves open."""
+    generation_config.json leaves open. The parsers: see formats.py."""
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
@@ -82,7 +86,8 @@ def load_text(
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
     if sentence is None:  # a vocabulary's own file has its advice beside it
         sentence = read_sentence(model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent)
-    return Text(words, template, sorted(stop_ids), sampling, sentence)
+    formats = choose_formats(template, tool_call_parser, reasoning_parser)
+    return Text(words, template, sorted(stop_ids), sampling, sentence, formats)
 
 
 def _is_gguf(path: Path) -> bool:

@@ -105,8 +105,11 @@ class SentencePieceTokenizer:
     def spell(self, token_id: int) -> bytes:
         return self._pieces.piece(token_id, skip_special_tokens=False)
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        return self._pieces.detokenizer(prompt_ids, skip_special_tokens)
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        kept_ids = {token_id for token in kept if (token_id := self.token_id(token)) is not None}
+        return self._pieces.detokenizer(prompt_ids, skip_special_tokens, kept_ids)
 
     def token_id(self, token: str) -> int | None:
         if token in self._added.id_of:

@@ -1,6 +1,7 @@
 """Chat messages → the prompt text a model was trained on, by its own Jinja template, in a sandbox.
 Knows nothing of tokens; a template comes from the model and is trusted no further than Jinja's sandbox trusts it."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -79,6 +80,19 @@ def _compile(environment: LimitedEnvironment, name: str, source: str) -> Templat
         raise ConfigError(f"the chat template {name!r} cannot be compiled ({reason}); {advice}") from error
 
 
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object to templates that look into it, JSON to those that write it out or join it to a text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: object) -> str:
+        return str(self) + str(other)
+
+    def __radd__(self, other: object) -> str:
+        return str(other) + str(self)
+
+
 class ChatTemplate:
     """`sources`: template text by name; "default" is used, or "tool_use", where there is one, for a request with tools.
 
@@ -87,13 +101,39 @@ class ChatTemplate:
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
-        environment = _environment()
+        self._environment = _environment()
+        self._sources = dict(sources)
+        self._names: dict[str, frozenset[str]] = {}  # that a source reads
         self._variables = dict(variables)
-        self._templates = {name: _compile(environment, name, source) for name, source in sources.items()}
+        self._templates = {name: _compile(self._environment, name, source) for name, source in sources.items()}
 
     @property
     def is_there(self) -> bool:
         return "default" in self._templates
+
+    def source(self, with_tools: bool = False) -> str:
+        """The text of the template that renders a request with, or without, tools. Empty: there is none."""
+        return (self._sources.get("tool_use") if with_tools else None) or self._sources.get("default", "")
+
+    def reads(self, variable: str, with_tools: bool = False) -> bool:
+        """Whether a variable of this name can make a difference."""
+        return variable in self._names_in(self.source(with_tools))
+
+    def _names_in(self, source: str) -> frozenset[str]:
+        if source not in self._names:
+            names = self._environment.parse(source).find_all(nodes.Name)
+            self._names[source] = frozenset(name.name for name in names if name.ctx == "load")
+        return self._names[source]
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message may come first: some templates refuse one, some pass over it."""
+        mark = "Octavo asks whether this is shown."
+        messages = [{"role": "system", "content": mark}, {"role": "user", "content": "Hi"}]
+        try:
+            return mark in self.render(messages)
+        except InvalidRequest:
+            return False
 
     def render(
         self,
@@ -133,10 +173,22 @@ def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     """A message whose content is one string, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param="messages")
-    return {**message, "content": _content(message.get("content"), at)}
+    plain = {**message, "content": plain_content(message.get("content"), at)}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
 
 
-def _content(content: Any, at: int) -> str:
+def _call(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": dict(arguments)}}:
+            return {**call, "function": {**call["function"], "arguments": Arguments(arguments)}}
+        case _:
+            return call
+
+
+def plain_content(content: Any, at: int) -> str:
+    """Of messages[at]: one string, whatever it came as."""
     match content:
         case None:
             return ""

@@ -6,10 +6,12 @@ from typing import Any
 
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
 from octavo.messages import SamplingParams
+from octavo.text.formats import AnswerFormats, choose_formats
 from octavo.text.sentence import Sentence
 from octavo.text.stream import TextStream
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
+from octavo.text.tool_prompt import spell_out
 
 _MAX_SHRINKING = 4
 """Normalizing may shorten a text before it is cut into tokens: composing characters does, by less than this."""
@@ -23,11 +25,13 @@ class Text:
         eos_ids: Sequence[int],
         default_sampling: Mapping[str, float | int] | None = None,
         sentence: Sentence | None = None,
+        formats: AnswerFormats | None = None,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
         self.sentence = sentence or Sentence()
+        self.formats = formats or choose_formats(template)  # of its tool calls and its reasoning
         self._tokenizer = tokenizer
         self._template = template
 
@@ -105,6 +109,10 @@ class Text:
     def has_chat_template(self) -> bool:
         return self._template.is_there
 
+    def template_reads(self, variable: str) -> bool:
+        """Whether the chat template knows a variable of this name: enable_thinking, say."""
+        return self._template.reads(variable)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -138,7 +146,9 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """With look-alikes hidden: see lookalikes.py."""
+        """With look-alikes hidden: see lookalikes.py. A template without a place for tools gets them as messages."""
+        if not self.formats.template_takes_tools:
+            messages, tools = spell_out(messages, tools or (), self._template), None
         hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
         try:
             given = hide([messages, tools, variables])
@@ -151,7 +161,7 @@ class Text:
         except InvalidRequest as error:  # it may quote what was hidden
             raise InvalidRequest(reveal(error.message), param=error.param) from error
 
-    def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """For one choice. The text continues the prompt's: see detokenizer.py."""
-        detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens)
+    def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = (), marks: Sequence[str] = ()) -> TextStream:
+        """For one choice. The text continues the prompt's: see detokenizer.py. `marks`: special tokens that are part of it."""
+        detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)

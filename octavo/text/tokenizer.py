@@ -40,8 +40,10 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The whole decode, as detokenizer.py defines it."""
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
-        """A stream of what follows the prompt."""
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A stream of what follows the prompt. `kept`: special tokens that are not skipped."""
 
     def spell(self, token_id: int) -> bytes:
         """What one token adds to a text in the middle: maybe less than a character. A control token: its name."""
@@ -92,10 +94,19 @@ class LibraryTokenizer:
             return self._pieces.decode(token_ids, skip_special_tokens)
         return str(self._tokenizer.decode(_known(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        kept_ids = {token_id for token in kept if (token_id := self.token_id(token)) is not None}
         if self._pieces is not None:
-            return self._pieces.detokenizer(prompt_ids, skip_special_tokens)
-        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt_ids)
+            return self._pieces.detokenizer(prompt_ids, skip_special_tokens, kept_ids)
+        if not (skip_special_tokens and kept_ids):
+            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt_ids)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        skipped = {token_id for token_id, token in added if token.special} - kept_ids
+        return WindowDetokenizer(
+            lambda ids: self.decode([token_id for token_id in ids if token_id not in skipped], False), prompt_ids
+        )
 
     def spell(self, token_id: int) -> bytes:
         if self._pieces is not None:

@@ -152,3 +152,14 @@ def _moved(schema: Any, place: str) -> Any:
         else:
             moved[key] = _moved(value, place)
     return moved
+
+
+def template_form(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """As chat templates expect them."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+        }
+        for tool in tools
+    ]

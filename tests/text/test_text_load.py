@@ -81,8 +81,9 @@ def test_sampling_advice_is_made_fit_for_use_or_left_out_with_a_word(
 
 
 def test_templates_in_all_their_places(folder: Path, tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "tools"}]
-    assert load_text(write(folder, tokenizer_config={"chat_template": named})).render_chat(HI, tools=[{}]) == "tools"
+    named = [{"name": "default", "template": "named"}, {"name": "tool_use", "template": "{{ tools }}<tool_call>"}]
+    both = load_text(write(folder, tokenizer_config={"chat_template": named}))
+    assert (both.render_chat(HI), both.render_chat(HI, tools=[{}])) == ("named", "[{}]<tool_call>")
     (folder / "chat_template.jinja").write_text("own file")
     assert load_text(folder).render_chat(HI) == "own file"
     override = tmp_path / "mine.txt"

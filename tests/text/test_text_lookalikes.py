@@ -1,6 +1,7 @@
 """What people write never becomes a control token in a chat; what the template writes does.
 Knows nothing of HTTP. The ids are checked against the `tokenizers` library told to take control tokens for text."""
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -153,6 +154,7 @@ def test_a_template_may_do_with_the_words_what_it_likes(source: str) -> None:
     plain = from_folder(functools.partial(save, byte_level()))
     for each in (text, plain):
         each._template = type(each._template)({"default": source}, {})
+        each.formats = dataclasses.replace(each.formats, template_takes_tools=True)
     messages = [{"role": "<|end|>", "content": "\\ufdd0 é \U0002a000 <|start|>", "name": "<|end|>"}]
     arguments: dict[str, Any] = {"tools": TOOLS, "extra": {"deep": ["<|end|>"]}}
     # Without look-alikes to hide the template sees the words as they are.

@@ -42,6 +42,12 @@ class ThinkParser:
         self._stage = self._opening
         self._may_be_content = not format.is_open(prompt)
         self._is_over = False
+        self.has_reasoned = False  # the answer has, or had, a place for reasoning
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the place for reasoning, if there was one, lies behind: all that follows is content."""
+        return self._stage in (self._after, self._content)
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -69,6 +75,7 @@ class ThinkParser:
         return True
 
     def _first(self, events: list[Event]) -> bool:
+        self.has_reasoned = True
         self._held = self._held.lstrip("\r\n")
         if not self._held:
             return False

@@ -1,0 +1,62 @@
+"""How a model's answers are written: the formats of its tool calls and of its reasoning, by its chat template or by a flag.
+Knows nothing of any format, and of templates only their text."""
+
+from dataclasses import dataclass
+
+from octavo.config import AUTO
+from octavo.errors import ConfigError
+from octavo.text.parsers import (
+    ThinkFormat,
+    ToolFormat,
+    find_reasoning_format,
+    find_tool_format,
+    reasoning_format,
+    tool_format,
+)
+from octavo.text.template import ChatTemplate
+from octavo.text.tool_prompt import FORMAT
+
+NONE = "none"  # as a parser's name: answers are left as they are
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    tools: ToolFormat | None  # None: calls stay in the content
+    thinking: ThinkFormat | None  # None: so does reasoning
+    template_takes_tools: bool  # False: they are put into the messages, see tool_prompt.py
+
+
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raises ConfigError for names that nobody has: before a model is loaded, not after."""
+    if tool_call_parser not in (AUTO, NONE):
+        tool_format(tool_call_parser)
+    if reasoning_parser not in (AUTO, NONE):
+        reasoning_format(reasoning_parser)
+
+
+def choose_formats(template: ChatTemplate, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormats:
+    """By name (--tool-call-parser, --reasoning-parser), or what the template shows where that is AUTO.
+
+    A template that takes tools, and shows a format of calls that no parser here reads, is not given them: calls in the
+    common format, asked for in words, are better than calls that nobody understands.
+    """
+    takes_tools = template.reads("tools", with_tools=True)
+    tools: ToolFormat | None = None
+    if tool_call_parser == AUTO:
+        name = find_tool_format(template.source(with_tools=True)) if takes_tools else None
+        takes_tools = name is not None
+        tools = tool_format(name or FORMAT)
+    elif tool_call_parser != NONE:
+        tools = tool_format(tool_call_parser)
+        if not takes_tools and tools is not tool_format(FORMAT):
+            raise ConfigError(
+                f"--tool-call-parser {tool_call_parser}: the model's chat template has no place for tools; give one that has "
+                f"with --chat-template FILE, or leave the flag out: tools are then described in words ({FORMAT} format)"
+            )
+    thinking: ThinkFormat | None = None
+    if reasoning_parser == AUTO:
+        found = find_reasoning_format(template.source())
+        thinking = reasoning_format(found) if found is not None else None
+    elif reasoning_parser != NONE:
+        thinking = reasoning_format(reasoning_parser)
+    return AnswerFormats(tools, thinking, takes_tools)
