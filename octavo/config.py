@@ -153,6 +153,19 @@ class ServerConfig:
     ssl_ca_certs: str = knob(
         "", "TLS: the authorities whose certificates clients must show, a PEM file; empty: none is asked for"
     )
+    tool_call_parser: str = knob(
+        AUTO,
+        "format of the model's tool calls (hermes, llama3_json, mistral, pythonic, deepseek_v3, qwen3_coder, plain_json); auto: "
+        "what its chat template shows, or, where that has no place for tools, hermes asked for in words; none: calls stay text",
+    )
+    reasoning_parser: str = knob(
+        AUTO,
+        "format of the model's reasoning (qwen3, deepseek_r1, mistral); auto: what its chat template shows; none: it stays "
+        "part of the answer",
+    )
+    enable_auto_tool_choice: bool = knob(
+        True, "let requests leave it to the model whether to call a tool (tool_choice auto)"
+    )
     root_path: str = knob("", "path prefix under which a proxy serves this server")
     uvicorn_log_level: str = knob(
         "warning", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug")

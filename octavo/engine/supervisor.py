@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.config import Config
+from octavo.config import AUTO, Config, ServerConfig
 from octavo.engine.budget import budget_lines
 from octavo.engine.folder import SocketFolder, remove_abandoned
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
@@ -71,6 +71,7 @@ def serve(config: Config) -> int:
     3 stopped as told, and some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
     check_certificates(config.server)
+    _check_parsers(config.server)
     listener = listen(config.server.host, config.server.port)
     source = resolve(
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
@@ -335,6 +336,15 @@ class _Supervisor:
 
     def _all(self) -> list[subprocess.Popen[bytes]]:
         return ([self._engine] if self._engine is not None else []) + self._servers
+
+
+def _check_parsers(server: ServerConfig) -> None:
+    """Raises ConfigError for formats that are not known: before a model is loaded, not after."""
+    names = (server.tool_call_parser, server.reasoning_parser)
+    if names != (AUTO, AUTO):
+        from octavo.text.formats import check_parsers  # the templates' engine, which a start need not wait for
+
+        check_parsers(*names)
 
 
 def _num_cores() -> int:

@@ -107,6 +107,13 @@ offered is refused in every mode: it says what the answer must be (its shape, it
 answer would be a wrong one."""
 
 
+INSTEAD: dict[str, str] = {
+    "function_call": "tool_choice, its newer form",
+    "functions": "tools, its newer form",
+}
+"""Fields that are not offered, and what does the same."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -128,6 +135,13 @@ class RequestFields(BaseModel):
     def ignored(self) -> tuple[str, ...]:
         """Fields of the body that have no effect and that the answer names back."""
         return self._ignored
+
+    def pass_over(self, name: str, server: ServerConfig) -> None:
+        """A field of the schema turns out to have no effect on this model."""
+        if server.strict_fields:
+            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[name]}", param=name)
+        log.info("field without effect: %s", name)
+        self._ignored = (*self._ignored, name)
 
 
 class SamplingFields(RequestFields):
@@ -288,7 +302,8 @@ def _is_ignored(name: str, value: object, dialect: Dialect[Body], server: Server
     if value is None or any(type(value) is type(same) and value == same for same in harmless):
         return False
     if server.strict_fields or name not in WITHOUT_EFFECT:
-        raise Unsupported(f"{name} = {_short(value)} is not supported here yet: leave {name} out", param=name)
+        instead = f"use {INSTEAD[name]}" if name in INSTEAD else f"leave {name} out"
+        raise Unsupported(f"{name} = {_short(value)} is not supported here: {instead}", param=name)
     return True
 
 

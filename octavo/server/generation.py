@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.errors import RequestFailed
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
@@ -18,12 +19,17 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     # None: unknown. A stop string ended every choice before the engine could say what it found in its cache.
     prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
@@ -75,16 +81,18 @@ class Generation:
         requests: Sequence[GenerateRequest],
         tokens_per_event: int = 1,
         every_token: bool = False,
+        marks: Sequence[str] = (),
     ) -> None:
         """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside.
-        `every_token`: a piece for each delta, even where its tokens give no text yet."""
+        `every_token`: a piece for each delta, even where its tokens give no text yet. `marks`: special
+        tokens whose text is not skipped."""
         self._service = service
         self._every_token = every_token
         self.prompt_logprobs: list[Sequence[Logprobs]] = [()] * len(requests)
         self._requests = requests
         self._tokens_per_event = tokens_per_event
         self._choices = [
-            [_Choice(service.text.stream(request.params, request.prompt_ids)) for _ in range(request.params.n)]
+            [_Choice(service.text.stream(request.params, request.prompt_ids, marks)) for _ in range(request.params.n)]
             for request in requests
         ]
         self._num_cached: list[int | None] = [None] * len(requests)

@@ -154,6 +154,8 @@ async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:
         tokenizer=model.tokenizer,
         chat_template=model.chat_template,
         default_sampling=order.default_sampling,
+        tool_call_parser=order.config.server.tool_call_parser,
+        reasoning_parser=order.config.server.reasoning_parser,
     )
     text, report = await asyncio.gather(loading, client.ready())
     text.require_fit(report.vocab_size)

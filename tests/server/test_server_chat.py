@@ -125,8 +125,8 @@ async def test_text_parts_and_developer_and_name(serve: Serve) -> None:
         ([{"role": "user", "content": [5]}], "messages"),
         ([{"role": "user", "content": "a", "name": 5}], "messages[0].name"),
         ([{"role": "user", "content": "a", "colour": "red"}], "messages[0].colour"),
-        ([{"role": "tool", "content": "a", "tool_call_id": "x"}], "messages[0].role"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls"),
+        ([{"role": "function", "content": "a", "name": "x"}], "messages[0].role"),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}], "messages[0].tool_calls[0]"),
     ],
 )
 async def test_bad_messages_are_named(serve: Serve, messages: object, param: str) -> None:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.engine.door import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answers import json_answer
-from octavo.server.endpoints.chat import parse_message
+from octavo.server.chat_messages import parse_messages
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
@@ -94,9 +94,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
             "add_special_tokens = true is not supported with messages: their template writes what the model needs",
             param="add_special_tokens",
         )
-    messages = [parse_message(message, f"messages[{at}]") for at, message in enumerate(fields.messages or [])]
-    if not messages:
-        raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
+    messages = parse_messages(fields.messages or [])
 
     def encode() -> list[int]:
         return service.text.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt is not False)

@@ -1,0 +1,108 @@
+"""A conversation to be answered, whatever dialect it came in: its prompt, and how its answers are to be read.
+Knows nothing of any dialect's fields; engines and streams are for others."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.server.answer_events import AnswerShape
+from octavo.server.fields import RequestFields
+from octavo.server.requests import LONG_TEXT
+from octavo.server.service import Service
+from octavo.text import Text
+from octavo.text.parsers import tool_format
+from octavo.text.tools import Tool, ToolChoice, calls_schema, schemas_by_name, template_form
+
+RESERVED = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "chat_template",
+    "documents",
+    "max_tokens",
+    "tokenize",
+)
+"""Names that no variable for the template may have: they are other fields, or none of a request's business."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: list[dict[str, Any]]  # as chat_messages.py makes them
+    tools: list[Tool] = field(default_factory=list)
+    choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of: none where it may not call any."""
+        return [] if self.choice.mode == "none" else self.tools
+
+    def schema(self) -> dict[str, Any] | None:
+        """That the whole answer must validate against. None: the choice of tools enforces nothing."""
+        return calls_schema(self.tools, self.choice)
+
+    def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
+        """`is_constrained`: a grammar says what the answer is from its first token on, so it holds no reasoning."""
+        calls = text.formats.tools if self.offered else None
+        if self.choice.is_enforced:
+            calls, is_constrained = tool_format("plain_json"), True
+        return AnswerShape(
+            tool_format=calls,
+            tools=schemas_by_name(self.offered),
+            think_format=None if is_constrained else text.formats.thinking,
+            is_parallel=self.choice.parallel,
+            include_reasoning=include_reasoning,
+        )
+
+
+def check_choice(choice: ToolChoice, service: Service) -> None:
+    if choice.is_enforced:
+        raise Unsupported("tool_choice can be 'auto' or 'none' here, for now", param="tool_choice")
+    if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
+        raise Unsupported(
+            "tool_choice 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool",
+            param="tool_choice",
+        )
+
+
+def check_variables(variables: Mapping[str, Any], param: str) -> None:
+    for name in variables:
+        if name in RESERVED or not name.isidentifier():
+            raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
+
+
+def effort_variables(service: Service, fields: RequestFields, effort: str | None) -> dict[str, Any]:
+    """`reasoning_effort` as variables that the template reads: itself, or a switch for all of the reasoning."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
+    values = {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
+    known = {name: value for name, value in values.items() if service.text.template_reads(name)}
+    if not known and (effort != "none" or service.text.formats.thinking is not None):
+        fields.pass_over("reasoning_effort", service.config.server)
+    return known
+
+
+async def encode(
+    service: Service, chat: Chat, *, max_tokens: int | None, add_generation_prompt: bool = True
+) -> list[int]:
+    """The prompt's tokens. A long one is made in a thread: others' streams go on meanwhile."""
+    tools = template_form(chat.offered)
+
+    def work() -> list[int]:
+        return service.text.encode_chat(
+            chat.messages,
+            tools=tools or None,
+            max_tokens=max_tokens,
+            add_generation_prompt=add_generation_prompt,
+            **chat.variables,
+        )
+
+    size = sum(len(str(part)) for part in (*chat.messages, *tools))
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
