@@ -15,7 +15,7 @@ PACKAGE = ROOT / "octavo"
 
 # design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "spec", "params", "messages", "observe", "gguf"), 0),
+    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
     **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
     **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
