@@ -193,12 +193,30 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchConfig:
+    files_folder: str = knob(
+        "", "folder that keeps /v1/files and /v1/batches over restarts; empty: a temporary one, removed at the end"
+    )
+    max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes")
+    max_files_bytes: int | str = knob(2 * 2**30, "bytes of all files together, batches' outputs included", kind="bytes")
+    max_files: int = knob(1000, "most files kept at once")
+    batch_concurrency: int | str = knob(
+        AUTO, "requests of all batches that run at once; auto: a quarter of --max-num-seqs", kind="tokens"
+    )
+
+    @property
+    def file_limit(self) -> int:
+        return int(self.max_file_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    batches: BatchConfig = field(default_factory=BatchConfig)
 
     def __post_init__(self) -> None:
         """What can be refused without looking at a model or a machine."""
@@ -244,6 +262,20 @@ class Config:
                 f"between 0 and {MAX_LOGPROBS}",
             ),
             ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
+            ("--max-files", self.batches.max_files, self.batches.max_files >= 1, "at least 1"),
+            *(
+                (name, value, isinstance(value, int) and value >= 1, "at least 1")
+                for name, value in (
+                    ("--max-file-bytes", self.batches.max_file_bytes),
+                    ("--max-files-bytes", self.batches.max_files_bytes),
+                )
+            ),
+            (
+                "--batch-concurrency",
+                self.batches.batch_concurrency,
+                _positive(self.batches.batch_concurrency),
+                "at least 1",
+            ),
             *(
                 (name, seconds, 0 <= seconds <= MAX_SECONDS, f"between 0 and {MAX_SECONDS}")
                 for name, seconds in (

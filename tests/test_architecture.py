@@ -35,6 +35,7 @@ CORRIDORS = {
     ("cli", "bench"),
     ("cli", "talk"),
     ("cli", "doctor"),
+    ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),
 }
 GROUND = {"errors", "config", "spec", "params", "messages", "gguf"}  # what everybody stands on, level 0 too

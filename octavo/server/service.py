@@ -3,17 +3,22 @@ Knows nothing of HTTP, JSON or any endpoint."""
 
 import asyncio
 import functools
+import logging
 import re
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import EngineReport
+from octavo.server.inside import Answer
 from octavo.server.resume import StreamLogs
 from octavo.server.siblings import Siblings
 from octavo.text import Text
+
+log = logging.getLogger("octavo.server")
 
 DRAIN_RETRY_AFTER = 5
 """Seconds after which a client that met a draining server should find its successor."""
@@ -33,6 +38,9 @@ class Service:
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
+        self.ask: Callable[[str, bytes], Awaitable[Answer]] | None = None  # a request from within: build_app knows how
+        self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()
@@ -80,11 +88,24 @@ class Service:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
+    async def run_background(self) -> None:
+        """Until cancelled. What fails is told, and does not take the requests with it."""
+        async with asyncio.TaskGroup() as group:
+            for work in self.background:
+                group.create_task(_told(work()))
+
     def stop(self) -> None:
         """End every running response now: each tells its client why."""
         self.draining = self.stopping = True
         for task in list(self._work):
             task.cancel()
+
+
+async def _told(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("background work failed")
 
 
 @functools.cache
