@@ -8,7 +8,7 @@ TEST_READY := $(VENV)/.octavo-test-ready
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test check bench clean help
+.PHONY: serve test check bench fuzz-api clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -26,12 +26,16 @@ bench: $(READY)  ## host time per step, and 32 requests at once against one afte
 	@$(BIN)/python benchmarks/host_step.py
 	@$(BIN)/octavo bench throughput --compare-sequential $(ARGS)
 
+fuzz-api: $(TEST_READY)  ## schemathesis against a real server on a tiny model (ARGS="--max-examples 500 --document other.json")
+	@[ -x .venv-fuzz/bin/schemathesis ] || { $${PYTHON:-python3} -m venv .venv-fuzz && .venv-fuzz/bin/pip install -q $(PIP_ARGS) 'schemathesis>=4'; }
+	@$(BIN)/python -m scripts.fuzz_api --schemathesis .venv-fuzz/bin/schemathesis $(ARGS)
+
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
+	@rm -rf $(VENV) .venv-fuzz build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 $(READY): pyproject.toml setup.py
 	@bash scripts/setup.sh $(VENV) .

@@ -1,0 +1,117 @@
+"""Schemathesis against a real server on a tiny model: this server's own OpenAPI document, and any other that it should fit.
+Knows nothing of any endpoint. `make fuzz-api` runs it; schemathesis lives in a virtual environment of its own.
+
+What is looked for: answers with a status of 500 or more, statuses and content types that no document names, and bodies, those of
+errors included, that are not what the document says."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.doubles import VOCAB_SIZE, write_byte_tokenizer
+from tests.e2e.servers import Server
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "unsupported_method",
+)
+FOREIGN_CHECKS = ("not_a_server_error", "response_schema_conformance")
+"""Of another server's document: it does not say what our errors are."""
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "eos_token_id": 256,
+}
+NAME = "tiny"
+
+
+@contextmanager
+def tiny_server(*flags: str) -> Iterator[Server]:
+    """Random weights, a vocabulary of bytes, a context of 96 tokens: an answer takes milliseconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        write_byte_tokenizer(Path(folder))
+        sizes = ("--max-model-len", "96", "--kv-cache-memory-bytes", "8M", "--load-format", "dummy")
+        with Server(folder, *sizes, "--served-model-name", NAME, *flags) as server:
+            yield server
+
+
+def with_our_model(document: dict[str, Any]) -> dict[str, Any]:
+    """A document whose requests name our model: every other name is a 404, and would hide the rest of what is asked."""
+
+    def walk(value: Any) -> Any:
+        match value:
+            case dict():
+                changed = {key: walk(inner) for key, inner in value.items()}
+                properties = changed.get("properties")
+                if (
+                    isinstance(properties, dict)
+                    and "model" in properties
+                    and {"messages", "prompt", "input"} & properties.keys()
+                ):
+                    properties["model"] = {"enum": [NAME]}
+                return changed
+            case list():
+                return [walk(inner) for inner in value]
+        return value
+
+    return walk(document)
+
+
+def fuzz(command: str, document: str, base: str, checks: tuple[str, ...], arguments: argparse.Namespace) -> int:
+    return subprocess.call(
+        [
+            command, "run", document, "--url", base, "--checks", ",".join(checks),
+            "--phases", "examples,coverage,fuzzing", "--max-examples", str(arguments.max_examples),
+            "--seed", str(arguments.seed), "--workers", str(arguments.workers), "--request-timeout", "60",
+            "--continue-on-failure", "--suppress-health-check", "all", "--output-truncate", "true",
+        ]
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schemathesis", default="schemathesis", help="the command")
+    parser.add_argument("--document", action="append", default=[], help="another document; its paths come after /v1")
+    parser.add_argument("--max-examples", type=int, default=300, help="of each operation, in the fuzzing phase")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--skip-own", action="store_true")
+    arguments = parser.parse_args()
+    codes = []
+    with tiny_server() as server, tempfile.TemporaryDirectory() as folder:
+        if not arguments.skip_own:
+            codes.append(fuzz(arguments.schemathesis, server.base + "/openapi.json", server.base, CHECKS, arguments))
+        for number, path in enumerate(arguments.document):
+            ours = Path(folder) / f"{number}.json"
+            ours.write_text(json.dumps(with_our_model(json.loads(Path(path).read_text()))))
+            codes.append(fuzz(arguments.schemathesis, str(ours), server.base + "/v1", FOREIGN_CHECKS, arguments))
+        status, text = server.get("/health")
+        assert status == 200, text
+        state = server.wait_until_idle()
+    print(f"left running, waiting, pages in use: {state}; warnings in the server's log:")
+    print("\n".join(sorted({line for line in server.lines if "WARNING" in line or "ERROR" in line})[:20]))
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
