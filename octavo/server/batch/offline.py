@@ -124,10 +124,13 @@ class _Job:
             raise
 
     async def _run(self) -> int | None:
+        num_lines = await asyncio.to_thread(_count_lines, self._lines)
+        if all(line is None for line in self._unanswered()):
+            return None  # no need to load a model in order to ask it nothing
+        self._lines.seek(0)
         model = self._config.model
         source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
         name = model.served_model_name or source.name
-        num_lines = await asyncio.to_thread(_count_lines, self._lines)
         async with _Engine(self._config, source, name) as engine:
             if engine.exit_code is not None:
                 return engine.exit_code
