@@ -33,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     submitted: float = 0.0  # CLOCK_MONOTONIC seconds: the order of arrival, whichever API process it came through
     begun: list[list[int] | None] = []  # it outlived an engine: tokens that each choice has so far; None: it has ended
     strikes: int = 0  # engines that ended while it ran and since which it has not moved on
+    http_id: str = ""  # the HTTP request that it belongs to
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -79,8 +80,50 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0
 
 
-Control = ReadMetrics | ReadProgress | Ping | ResetPrefixCache
-ToEngine = GenerateRequest | Abort | Hello | Control
+class ReadJourneys(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with the journeys, as JSON (observe/journeys.py), of one request or of those in a state, latest first."""
+
+    call: int
+    origin: int = 0
+    request_id: str = ""  # its own id, or that of its HTTP request; empty: every one
+    state: str = ""  # empty: whatever it is
+    limit: int = 100
+    is_raw: bool = False  # only what is not over, as EngineJourneys (observe/stages.py)
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """An API process has answered an HTTP request. The engine process keeps what is known of it, for all of them."""
+
+    ids: list[str]  # the HTTP request's, and those of its GenerateRequests
+    method: str
+    handler: str  # the route's pattern
+    status: int
+    seconds: float
+    journey: bytes = b""  # JSON (observe/journeys.py); empty: there is nothing to tell
+    stages: dict[str, float] = {}  # seconds
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with the engine as it is now: a LiveState (observe/live.py), as JSON."""
+
+    call: int
+    origin: int = 0
+    since: int = 0  # number of the last ended request that was heard of
+
+
+class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with a JSON list of the requests that hold a page."""
+
+    call: int
+    page: int
+    origin: int = 0
+
+
+Control = ReadMetrics | ReadProgress | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
+ToEngine = GenerateRequest | Abort | Hello | Answered | Control
 
 
 # ── engine → API process ────────────────────────────────────────────────────────────────────────────
@@ -140,6 +183,12 @@ class StepDeltas(msgspec.Struct, frozen=True, tag=True, gc=False):
     deltas: list[TokenDelta]
 
 
+class Travelled(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A request's way through the engine, sent before its last tokens are."""
+
+    journey: bytes  # an EngineJourney (observe/stages.py), as msgpack
+
+
 class Reply(msgspec.Struct, frozen=True, tag=True, gc=False):
     """The answer to a Control."""
 
@@ -195,7 +244,7 @@ class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
     message: str
 
 
-FromEngine = StepDeltas | Reply | EngineReport | Dying
+FromEngine = StepDeltas | Travelled | Reply | EngineReport | Dying
 
 
 # ── supervisor → API process ────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,9 @@ def start_engine(config: Config, source: ModelSource, model_name: str, pulse: Pu
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
-    return Engine(EngineLoop(scheduler, executor, EngineMetrics(model_name, report), pulse=pulse), report)
+    metrics = EngineMetrics(model_name, report)
+    loop = EngineLoop(scheduler, executor, metrics, pulse=pulse, max_ring_bytes=int(config.server.journey_bytes))
+    return Engine(loop, report)
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import zmq
@@ -22,6 +22,7 @@ from octavo.engine.streams import Streams
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.messages import (
     Abort,
+    Answered,
     Control,
     Dying,
     EngineGone,
@@ -37,6 +38,7 @@ from octavo.messages import (
     StepDeltas,
     ToEngine,
     TokenDelta,
+    Travelled,
 )
 
 log = logging.getLogger("octavo.engine")
@@ -50,7 +52,10 @@ class EngineClient(ABC):
         self.pulse: Pulse | None = None  # None: the engine can only be asked
         self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
         self.num_restarts = 0
-        self._origin = origin
+        self.origin = origin
+        # Whoever keeps journeys names a request's, and hears of its way through the engine before its last tokens come.
+        self.on_submit: Callable[[GenerateRequest], GenerateRequest] = lambda request: request
+        self.on_travelled: Callable[[bytes], None] = lambda journey: None
         self._streams = Streams()
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
@@ -76,7 +81,7 @@ class EngineClient(ABC):
             raise self._failure
         if self.report is None:
             raise EngineUnavailable("the engine is still starting", retry_after=2)
-        request = msgspec.structs.replace(request, origin=self._origin, submitted=time.monotonic())
+        request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
         self._send(request)
 
@@ -103,10 +108,15 @@ class EngineClient(ABC):
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
-            self._send(msgspec.structs.replace(control, call=call, origin=self._origin))
+            self._send(msgspec.structs.replace(control, call=call, origin=self.origin))
             return await future
         finally:
             del self._calls[call]
+
+    def answered(self, answered: Answered) -> None:
+        """For the engine process to keep; lost if there is none."""
+        if self.report is not None:
+            self._send(answered)
 
     @abstractmethod
     def close(self) -> None:
@@ -119,6 +129,8 @@ class EngineClient(ABC):
         match message:
             case StepDeltas():
                 self._streams.deliver(message.deltas)
+            case Travelled():
+                self.on_travelled(message.journey)
             case Reply():
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():
@@ -214,7 +226,7 @@ class ZmqClient(EngineClient):
         self._to_engine.connect(engine_address)
         self._reader = asyncio.create_task(self._read(self._from_engine))
         self._reader.add_done_callback(self._reader_ended)
-        self._send(Hello(self._origin, reply_address, self._streams.survivors()))
+        self._send(Hello(self.origin, reply_address, self._streams.survivors()))
 
     def _disconnect(self, linger: int = 0) -> None:
         """Tokens of the old engine that did not come this far never were: the next engine computes the same ones."""

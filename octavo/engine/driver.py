@@ -5,25 +5,33 @@ import logging
 import queue
 from typing import Protocol
 
+import msgspec
+
 from octavo.engine.build import Engine
 from octavo.engine.reunion import Reunion
 from octavo.errors import EngineUnavailable
 from octavo.messages import (
     Abort,
+    Answered,
     Dying,
     Finish,
     FromEngine,
     GenerateRequest,
     Hello,
     Ping,
+    ReadJourneys,
+    ReadLive,
     ReadMetrics,
+    ReadPage,
     ReadProgress,
     Reply,
     ResetPrefixCache,
     StepDeltas,
     ToEngine,
     TokenDelta,
+    Travelled,
 )
+from octavo.observe.stages import EngineJourney
 
 log = logging.getLogger("octavo.engine")
 
@@ -49,6 +57,8 @@ class Driver:
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._reunion: Reunion | None = Reunion(num_origins) if num_origins else None  # None: over
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._loop.journal.on_end = self._travelled
 
     def run(self) -> None:
         """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
@@ -93,7 +103,11 @@ class Driver:
                 self._outbox.send(message.origin, self._report)
                 if self._reunion is not None:
                     self._reunion.hello(message)
-            case ReadMetrics() | ReadProgress() | Ping() | ResetPrefixCache():
+            case Answered():
+                self._loop.answered(message)
+            case (
+                ReadMetrics() | ReadProgress() | Ping() | ResetPrefixCache() | ReadJourneys() | ReadLive() | ReadPage()
+            ):
                 self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
 
     def _reunite(self, reunion: Reunion) -> None:
@@ -139,6 +153,10 @@ class Driver:
         for delta in deltas:  # only now: several choices of one request may end in one step
             if delta.finish is not None:
                 self._forget_if_done(delta.request_id)
+
+    def _travelled(self, journey: EngineJourney) -> None:
+        """Called as the request ends: before its last tokens are sent, so that whoever gets these knows how they came."""
+        self._outbox.send(journey.origin, Travelled(self._encode(journey)))
 
     def _forget_if_done(self, request_id: str) -> None:
         if not self._loop.scheduler.has(request_id):

@@ -7,20 +7,27 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.engine.live import Endings, look, page_owners
 from octavo.engine.progress import progress_of
 from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
 from octavo.messages import (
     Abort,
+    Answered,
     Control,
     GenerateRequest,
     Ping,
+    ReadJourneys,
+    ReadLive,
     ReadMetrics,
+    ReadPage,
     ReadProgress,
     ResetPrefixCache,
     StepPlan,
     TokenDelta,
 )
+from octavo.observe.journal import EngineJournal
+from octavo.observe.journeys import MAX_RING_BYTES, JourneyRing, tell_journeys
 from octavo.observe.metrics import EngineMetrics, EngineState
 from octavo.schedule import Scheduler
 
@@ -33,12 +40,16 @@ class EngineLoop:
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
         pulse: Pulse | None = None,
+        max_ring_bytes: int = MAX_RING_BYTES,
     ) -> None:
         """`pulse`: where to tell others that the loop turns. None: nobody wants to know."""
         self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
         self.pulse = Pulse() if pulse is None else pulse
+        self.journal = EngineJournal()
+        self._ring = JourneyRing(max_ring_bytes)
+        self._endings = Endings()
         self._in_flight: deque[StepPlan] = deque()
-        self._num_preemptions = 0
+        self._last_plan: StepPlan | None = None
 
     @property
     def has_work(self) -> bool:
@@ -47,29 +58,56 @@ class EngineLoop:
     def step(self) -> list[TokenDelta]:
         """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known."""
         self.pulse.begin()
+        clock, pace = self._clock, self.metrics.pace
+        started = clock()
         plan = self.scheduler.plan()
+        planned = clock()
+        self._note_plan(plan, planned)
         if not plan.is_empty:
-            self._note_plan(plan)
+            pace.submitted(planned)
             self.executor.submit(plan)
             self._in_flight.append(plan)
-        deltas: list[TokenDelta] = []
+            self._last_plan = plan
         depth = 1 if self.executor.overlap else 0  # plans that may be in flight while the next is made
+        # Where nothing overlaps, handing a step over is computing it.
+        host_seconds = (clock() if depth else planned) - started
+        deltas: list[TokenDelta] = []
         while len(self._in_flight) > depth or (self._in_flight and plan.is_empty):
             result = self.executor.collect()
+            collected = clock()
+            pace.collected(collected)
             done = self._in_flight.popleft()
             committed = self.scheduler.commit(done, result)
-            self.metrics.step(self._clock(), sum(done.counts), committed)
+            now = clock()
+            self._note_commit(done, committed, now)
+            host_seconds += now - collected
             deltas += committed
+        pace.turned(host_seconds)
         self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), len(self.scheduler.waiting))
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
         self.scheduler.add(request)
-        self.metrics.arrived(request, self._clock())
+        now = self._clock()
+        self.metrics.arrived(request, now)
+        self.journal.queued(request, now)
 
     def abort(self, abort: Abort) -> None:
         if self.scheduler.abort(abort.request_id, abort.index):
-            self.metrics.aborted(abort.request_id, abort.index, abort.reason, self._clock())
+            now = self._clock()
+            self.metrics.aborted(abort.request_id, abort.index, abort.reason, now)
+            scheduler = self.scheduler
+            self.journal.returned(scheduler.returned, now)
+            reasons = {(request.id, request.index): abort.reason for request in scheduler.ended}
+            self.journal.ended(scheduler.ended, reasons, now)
+            scheduler.returned, scheduler.ended = [], []
+
+    def answered(self, answered: Answered) -> None:
+        """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
+        self.metrics.answered(answered)
+        self._endings.answered(answered)
+        if answered.journey:
+            self._ring.keep(answered.ids, answered.journey)
 
     def control(self, control: Control) -> str:
         """Every verb that is not a request, in one place. Called between two steps."""
@@ -80,6 +118,16 @@ class EngineLoop:
                 return msgspec.json.encode(progress_of(self.scheduler, self.metrics, self._clock())).decode()
             case Ping():
                 return "pong"
+            case ReadJourneys():
+                live = self.journal.live(self.scheduler.requests(), self._clock(), control.request_id)
+                return tell_journeys(live, self._ring, control)
+            case ReadLive():
+                state = look(
+                    self.scheduler, self.metrics, self._last_plan, self._endings.since(control.since), self._clock()
+                )
+                return msgspec.json.encode(state).decode()
+            case ReadPage():
+                return msgspec.json.encode(page_owners(self.scheduler, self.metrics, control.page)).decode()
             case ResetPrefixCache():
                 return str(self.scheduler.cache.reset_prefixes())
 
@@ -99,19 +147,35 @@ class EngineLoop:
             num_free_pages=len(pool.blank),
             num_filled_slots=scheduler.slot_use()[0],
             num_host_pages_used=scheduler.cache.num_host_used,
+            blocked_seconds=self.journal.waits(self._clock()),
         )
 
     def close(self) -> None:
         self.executor.close()
 
-    def _note_plan(self, plan: StepPlan) -> None:
-        if plan.leaves or self.scheduler.admitted:
-            self.pulse.seat(plan.leaves, ((request.row, request.id) for request in self.scheduler.admitted))
-        if self.scheduler.admitted:
-            now = self._clock()
-            for request in self.scheduler.admitted:
+    def _note_plan(self, plan: StepPlan, now: float) -> None:
+        scheduler, journal = self.scheduler, self.journal
+        if plan.leaves or scheduler.admitted:
+            self.pulse.seat(plan.leaves, ((request.row, request.id) for request in scheduler.admitted))
+        if scheduler.returned:
+            journal.returned(scheduler.returned, now)
+            for leaver in scheduler.returned:
+                self.metrics.preempted(leaver.request.id)
+            scheduler.returned = []
+        if scheduler.admitted:
+            journal.admitted(scheduler.admitted, plan, now)
+            for request in scheduler.admitted:
                 self.metrics.admitted(request.id, now, request.num_cached)
-        preemptions = self.scheduler.num_preemptions
-        if preemptions != self._num_preemptions:
-            self.metrics.preempted(preemptions - self._num_preemptions)
-            self._num_preemptions = preemptions
+        reason = scheduler.head_waits_for
+        journal.planned(plan, scheduler.waiting.head() if reason else None, reason, now)
+        if scheduler.forked:
+            journal.forked(scheduler.forked)
+
+    def _note_commit(self, plan: StepPlan, deltas: list[TokenDelta], now: float) -> None:
+        num_tokens = sum(plan.counts)
+        self.metrics.step(now, num_tokens, deltas)
+        self.journal.committed(plan.step, len(plan.rows), num_tokens, now)
+        if self.scheduler.ended:
+            reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
+            self.journal.ended(self.scheduler.ended, reasons, now)
+            self.scheduler.ended = []

@@ -4,6 +4,7 @@ Knows nothing of HTTP or of what a request says.
 Standard input stays open for as long as the supervisor lives: its end is the order to stop, also when that was killed.
 On standard output goes one JSON line, the EngineReport, once the engine is ready. Logs go to standard error."""
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -27,6 +28,7 @@ from octavo.engine.driver import Driver, Inbox
 from octavo.engine.pulse import Pulse
 from octavo.errors import ConfigError
 from octavo.messages import FromEngine, Hello, ToEngine
+from octavo.observe import logs
 from octavo.weights.source import ModelSource
 
 _PR_SET_PDEATHSIG = 1
@@ -85,7 +87,7 @@ def main() -> int:
     # Whatever is made for this run only goes where the supervisor cleans up, should we be killed.
     tempfile.tempdir = str(_folder(order.address))
     report_pipe = _claim_stdout()
-    logging.basicConfig(level=logging.WARNING, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
+    logs.install(logging.WARNING, order.config.server.log_format)
     pulse = Pulse(order.pulse_fd)
     pulse.reset()
     inbox: Inbox = queue.SimpleQueue()
@@ -161,5 +163,7 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         code = 1
-    sys.stderr.flush()
+    logging.shutdown()
+    with contextlib.suppress(OSError, AttributeError):  # a full disk, or no standard error at all
+        sys.stderr.flush()
     os._exit(code)  # threads that wait on sockets are not worth waiting for

@@ -18,13 +18,13 @@ import zmq
 
 from octavo.config import AUTO, Config, ServerConfig
 from octavo.engine.budget import budget_lines
-from octavo.engine.children import describe_exit, spawn
-from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
+from octavo.engine.folder import SocketFolder, remove_abandoned
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.process import EngineOrder
 from octavo.engine.pulse import Pulse, shared_memory
 from octavo.engine.reception import Reception
+from octavo.engine.standard_streams import hold_standard_streams, say
 from octavo.messages import EngineGone, EngineLost, EngineReport, EngineStarted, FromSupervisor
 from octavo.weights.source import ModelSource, resolve
 
@@ -71,6 +71,7 @@ def serve(config: Config) -> int:
     """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost for good, 2 a start-up mistake,
     3 stopped as told, and some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
+    hold_standard_streams()
     check_certificates(config.server)
     _check_parsers(config.server)
     listener = listen(config.server.host, config.server.port)
@@ -81,11 +82,7 @@ def serve(config: Config) -> int:
     folder = SocketFolder()
     reception = Reception(listener)
     try:
-        with (
-            files_folder(config, folder.path) as config,
-            _Signals() as signals,
-            _Supervisor(config, source, listener, reception, folder.path) as supervisor,
-        ):
+        with _Signals() as signals, _Supervisor(config, source, listener, reception, folder.path) as supervisor:
             return supervisor.run(signals, started)
     finally:
         reception.close()
@@ -169,7 +166,7 @@ class _Supervisor:
             self._num_servers,
             self._pulse_fd,
         )
-        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
+        self._engine = _spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
         self._listen_to(self._engine, self._engine_spoke)
 
     def _start_servers(self) -> None:
@@ -191,7 +188,7 @@ class _Supervisor:
             orders.set_hwm(0)
             orders.connect(order.orders_address)
             self._orders.append(orders)
-            server = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
+            server = _spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
             self._servers.append(server)
             self._listen_to(server, partial(self._server_spoke, server))
             channel.close()
@@ -236,7 +233,7 @@ class _Supervisor:
             if code == 2:  # a start-up mistake: it has said so
                 self._exit_code, self._is_over = 2, True
                 return
-            self._complain(f"an API process ended unexpectedly ({describe_exit(code)})")
+            self._complain(f"an API process ended unexpectedly ({_describe_exit(code)})")
             self._drain(1)
         elif self._exit_code == 0 and code:
             self._exit_code = 3
@@ -250,7 +247,7 @@ class _Supervisor:
         if not self._was_engine_ready and code == 2:  # a start-up mistake: it has said so
             self._exit_code, self._is_over = 2, True
             return
-        message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
+        message = self._verdict or f"the engine ended unexpectedly ({_describe_exit(code)})"
         self._verdict = ""
         self._complain(message)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
@@ -284,7 +281,7 @@ class _Supervisor:
 
     def _told_to_stop(self, num_signals: int) -> None:
         if self._exit_code is not None or num_signals > 1:
-            print("octavo: stopped at once; running requests were cut off", file=sys.stderr)
+            say("stopped at once; running requests were cut off")
             self._exit_code, self._is_over = 130, True
             return
         if self._has_served:
@@ -328,10 +325,10 @@ class _Supervisor:
             )
 
     def _say(self, line: str) -> None:
-        print(f"octavo: {line}", file=sys.stderr, flush=True)
+        say(line)
 
     def _complain(self, message: str) -> None:
-        print(f"octavo: error: {message}", file=sys.stderr, flush=True)
+        say(f"error: {message}")
 
     def _engine_address(self) -> str:
         return f"ipc://{self._folder}/engine-{self._num_engines}"
@@ -355,6 +352,26 @@ def _check_parsers(server: ServerConfig) -> None:
 def _num_cores() -> int:
     """Those this process may use, where the system says so: a container's share, not the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """A process of our own, in a session of its own so that Ctrl-C reaches the supervisor alone. Its standard input stays
+    open for as long as this process lives: that is how it learns of our death."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=pass_fds,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _leave_to_wakeup(number: int, frame: object) -> None:

@@ -44,13 +44,17 @@ class Scrape:
         self._family(f"{name}_total", help, "counter", samples)
 
     def histogram(self, name: str, help: str, histogram: Histogram) -> None:
+        self.histograms(name, help, [({}, histogram)])
+
+    def histograms(self, name: str, help: str, samples: Iterable[tuple[Labels, Histogram]]) -> None:
         self._head(name, help, "histogram")
-        seen = 0
-        for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
-            seen += count
-            self._sample(f"{name}_bucket", {"le": _number(float(bound))}, seen)
-        self._sample(f"{name}_count", {}, seen)
-        self._sample(f"{name}_sum", {}, histogram.total)
+        for labels, histogram in samples:
+            seen = 0
+            for bound, count in zip([*histogram.bounds, float("inf")], histogram.counts, strict=True):
+                seen += count
+                self._sample(f"{name}_bucket", {**labels, "le": _number(float(bound))}, seen)
+            self._sample(f"{name}_count", labels, seen)
+            self._sample(f"{name}_sum", labels, histogram.total)
 
     def text(self) -> str:
         return "\n".join(self._lines) + "\n"
@@ -66,7 +70,7 @@ class Scrape:
 
     def _sample(self, name: str, labels: Labels, value: float) -> None:
         inner = ",".join(f'{key}="{_escape(text)}"' for key, text in {**self._labels, **labels}.items())
-        self._lines.append(f"{name}{{{inner}}} {_number(float(value))}")
+        self._lines.append(f"{name}{{{inner}}} {_number(float(value))}" if inner else f"{name} {_number(float(value))}")
 
 
 def _number(value: float) -> str:

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from octavo.messages import EngineReport, FinishReason, GenerateRequest, TokenDelta
+from octavo.messages import Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
 from octavo.observe.exposition import Histogram, Scrape
+from octavo.observe.http_metrics import HttpMetrics
+from octavo.observe.live import LiveTotals
+from octavo.observe.pace import Pace
 
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -24,6 +27,7 @@ REQUEST_BOUNDS = (
 )  # fmt: skip
 ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100)
 
 PageState = Literal["used", "cached", "free"]
 
@@ -40,6 +44,7 @@ class EngineState:
     num_free_pages: int = 0
     num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
     num_host_pages_used: int = 0
+    blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
 
 
 class _Choice:
@@ -56,11 +61,24 @@ class _Choice:
 class _Open:
     """A request that has not finished."""
 
-    __slots__ = ("admitted", "arrived", "choices", "max_tokens", "num_left", "prompt_len")
+    __slots__ = (
+        "admitted",
+        "arrived",
+        "choices",
+        "http_id",
+        "max_tokens",
+        "most_tokens",
+        "num_cached",
+        "num_left",
+        "num_preemptions",
+        "prompt_len",
+    )
 
     def __init__(self, request: GenerateRequest, now: float) -> None:
         self.arrived = request.arrived or now
+        self.http_id = request.http_id or request.id
         self.admitted = 0.0
+        self.num_cached = self.num_preemptions = self.most_tokens = 0
         self.prompt_len = len(request.prompt_ids)
         self.max_tokens = request.params.max_tokens or 0
         self.num_left = request.params.n
@@ -78,7 +96,9 @@ class _Open:
 class EngineMetrics:
     def __init__(self, model_name: str, report: EngineReport) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._report = report
+        self.report = report
+        self.pace = Pace()
+        self._http = HttpMetrics()
         self._open: dict[str, _Open] = {}
         self._num_steps = 0
         self._num_preemptions = 0
@@ -101,6 +121,9 @@ class EngineMetrics:
         self._iteration = Histogram(ITERATION_BOUNDS)
         self._params_n = Histogram(CHOICES_BOUNDS)
         self._params_max_tokens = Histogram(lengths)
+        self._most_generated = Histogram(lengths)
+        self._prompt_computed = Histogram(lengths)
+        self._preempted = Histogram(PREEMPTION_BOUNDS)
 
     # ── called by the loop ──────────────────────────────────────────────────────────────────────────
 
@@ -114,6 +137,7 @@ class EngineMetrics:
         if request is None or request.admitted:
             return
         request.admitted = now
+        request.num_cached = num_cached_tokens
         self._queue.observe(now - request.arrived)
         self._prompt_tokens += request.prompt_len
         self._prefix_queries += request.prompt_len
@@ -124,8 +148,13 @@ class EngineMetrics:
         request = self._open.get(request_id)
         return (0.0, 0.0) if request is None else (request.arrived, request.choices[index].last)
 
-    def preempted(self, times: int = 1) -> None:
-        self._num_preemptions += times
+    def preempted(self, request_id: str) -> None:
+        self._num_preemptions += 1
+        if (request := self._open.get(request_id)) is not None:
+            request.num_preemptions += 1
+
+    def answered(self, answered: Answered) -> None:
+        self._http.answered(answered)
 
     def step(self, now: float, num_batched_tokens: int, deltas: list[TokenDelta]) -> None:
         """A step is committed; `deltas` is all that it produced, for every API process."""
@@ -166,14 +195,41 @@ class EngineMetrics:
             if request.choices[at] is not _FINISHED:
                 self._finish(request_id, at, reason, now)
 
+    # ── called by those who watch ───────────────────────────────────────────────────────────────────
+
+    def name_of(self, request_id: str) -> str:
+        """The HTTP request's id."""
+        request = self._open.get(request_id)
+        return request_id if request is None else request.http_id
+
+    def arrival_of(self, request_id: str, otherwise: float) -> float:
+        request = self._open.get(request_id)
+        return otherwise if request is None else request.arrived
+
+    def totals(self) -> LiveTotals:
+        return LiveTotals(
+            steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._prefix_hits,
+            generation_tokens=self._generation_tokens,
+            finished=sum(self._finished.values()),
+            preemptions=self._num_preemptions,
+            busy_seconds=self.pace.busy_seconds,
+            first_tokens=self._first_token.count,
+            first_token_seconds=self._first_token.total,
+            token_gaps=self._inter_token.count,
+            token_gap_seconds=self._inter_token.total,
+        )
+
     # ── called for a scrape ─────────────────────────────────────────────────────────────────────────
 
     def text(self, state: EngineState) -> str:
         scrape = Scrape(self._labels)
         self._write_gauges(scrape, state)
         self._write_counters(scrape)
+        self._write_blocked(scrape, state)
         self._write_histograms(scrape)
-        return scrape.text()
+        return scrape.text() + self._http.text()
 
     # ── private ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -188,6 +244,7 @@ class EngineMetrics:
 
     def _finish_choice(self, request: _Open, choice: _Choice, reason: FinishReason, now: float) -> None:
         self._finished[reason] += 1
+        request.most_tokens = max(request.most_tokens, choice.num_tokens)
         self._end_to_end.observe(now - request.arrived)
         self._generation_lens.observe(choice.num_tokens)
         if not choice.first:
@@ -204,9 +261,13 @@ class EngineMetrics:
         self._prompt_lens.observe(request.prompt_len)
         self._params_n.observe(len(request.choices))
         self._params_max_tokens.observe(request.max_tokens)
+        self._most_generated.observe(request.most_tokens)
+        self._preempted.observe(request.num_preemptions)
+        if request.admitted:
+            self._prompt_computed.observe(request.prompt_len - request.num_cached)
 
     def _write_gauges(self, scrape: Scrape, state: EngineState) -> None:
-        report = self._report
+        report = self.report
         pages = state.num_used_pages + state.num_cached_pages + state.num_free_pages
         slots = state.num_used_pages * report.page_size
         states: dict[PageState, int] = {
@@ -223,6 +284,11 @@ class EngineMetrics:
         for name, help, samples in (
             ("vllm:num_requests_running", "Requests that hold a row.", [({}, state.num_running)]),
             ("vllm:num_requests_waiting", "Requests in the queue.", [({}, state.num_waiting)]),
+            (
+                "vllm:num_requests_waiting_by_reason",
+                "Requests in the queue: for room (capacity), or for something that must be there first (deferred).",
+                [({"reason": "capacity"}, state.num_waiting), ({"reason": "deferred"}, 0)],
+            ),
             (
                 "vllm:kv_cache_usage_perc",
                 "Share of KV pages in use, 0 to 1.",
@@ -251,13 +317,30 @@ class EngineMetrics:
             ("vllm:num_preemptions", "Times a running request had to leave its row.", self._num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self._prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._prefix_hits),
+            ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.", self._prefix_hits),
             ("octavo:steps", "Steps carried out.", self._num_steps),
+            ("octavo:device_busy_seconds", "Time in which a step was being computed.", self.pace.busy_seconds),
         ):
             scrape.counter(name, help, [({}, value)])
+        scrape.counter(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their keys and values came from.",
+            [
+                ({"source": "local_compute"}, self._prompt_tokens - self._prefix_hits),
+                ({"source": "local_cache_hit"}, self._prefix_hits),
+            ],
+        )
         scrape.counter(
             "vllm:request_success",
             "Choices that ended, by reason.",
             [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
+        )
+
+    def _write_blocked(self, scrape: Scrape, state: EngineState) -> None:
+        scrape.counter(
+            "octavo:queue_blocked_seconds",
+            "Time in which the first request of the queue could not enter, by what it lacked.",
+            [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
         )
 
     def _write_histograms(self, scrape: Scrape) -> None:
@@ -279,8 +362,16 @@ class EngineMetrics:
             ("iteration_tokens_total", "Tokens computed in a step.", self._iteration),
             ("request_params_n", "n of a finished request.", self._params_n),
             ("request_params_max_tokens", "max_tokens of a finished request.", self._params_max_tokens),
+            ("request_max_num_generation_tokens", "Tokens of a request's longest choice.", self._most_generated),
+            ("request_num_preemptions", "Times that a finished request had to leave its row.", self._preempted),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a finished request that were not found in the prefix cache.",
+                self._prompt_computed,
+            ),
         ):
             scrape.histogram(f"vllm:{name}", help, histogram)
+        scrape.histogram("octavo:host_step_seconds", "Host time of a turn of the step loop.", self.pace.host)
 
 
 _FINISHED = _Choice()

@@ -28,6 +28,14 @@ class _Issued(NamedTuple):
     forking: list[Request]  # leaders whose prompt this plan completes
 
 
+class Returned(NamedTuple):
+    """A request that left its row and is in the queue again."""
+
+    request: Request
+    num_computed: int  # tokens that it had computed
+    is_swapped: bool  # they are on host pages; else they will be computed again
+
+
 class Scheduler:
     def __init__(
         self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
@@ -42,7 +50,11 @@ class Scheduler:
             None  # why the queue's head was not admitted; all behind it wait for order
         )
         self.num_preemptions = 0
-        self.admitted: list[Request] = []  # by the last plan, for those who keep the times
+        # What happened since the last plan was begun, for those who keep the times.
+        self.admitted: list[Request] = []  # in the order of the plan's last rows
+        self.forked: list[Request] = []
+        self.returned: list[Returned] = []
+        self.ended: list[Request] = []
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
         self._in_flight: deque[_Issued] = deque()
@@ -82,7 +94,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [], [])
         issued = _Issued([], [], [])
-        self.admitted = []
+        self.admitted, self.forked, self.returned, self.ended = [], [], [], []
         budget = self._plan_running(draft, issued)
         if budget >= 0:
             self._plan_admissions(draft, issued, budget)
@@ -284,6 +296,7 @@ class Scheduler:
             follower.num_cached = leader.num_cached
             follower.num_scored = follower.prompt_len - 1  # the leader brings the prompt's
             draft.enters.append(self._entering(follower, pages))
+        self.forked += leader.followers
         leader.followers = []
 
     def _publish(self, request: Request, computed: int) -> None:
@@ -319,6 +332,7 @@ class Scheduler:
         """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
         self.num_preemptions += 1
         request.num_preemptions += 1
+        num_computed = request.computed if request.sequence in self.cache.tables else 0
         self._leave(request)
         if request.sequence in self.cache.tables:
             transfer = None
@@ -335,6 +349,7 @@ class Scheduler:
             request.computed = 0
             self._leader_of(request).followers.remove(request)
         request.num_published = 0
+        self.returned.append(Returned(request, num_computed, request.is_swapped))
         self.waiting.add(request)
 
     def _leader_of(self, follower: Request) -> Request:
@@ -363,6 +378,7 @@ class Scheduler:
         for follower in leader.followers:
             if follower.row >= 0:
                 self._leave(follower)
+                self.returned.append(Returned(follower, 0, False))
             follower.computed = 0
             self.waiting.add(follower)
         leader.followers = []
@@ -371,6 +387,7 @@ class Scheduler:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True
         self._watched.discard(request.sequence)
+        self.ended.append(request)
         for other in self._groups[request.id]:
             if request in other.followers:
                 other.followers.remove(request)

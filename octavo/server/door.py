@@ -1,4 +1,4 @@
-"""The door: request ids, API keys, body size, the request log and the last resort against unforeseen errors.
+"""The door: request ids, API keys, body size, journeys' ends and the last resort against unforeseen errors.
 Knows nothing of routes beyond which one is open to all.
 
 Plain ASGI, because Starlette's function middleware puts two queues between a stream and its socket."""
@@ -14,8 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.errors import TooLarge, Unauthorized
+from octavo.observe.journeys import current
 from octavo.server.errors_http import ClientGone, error_response
-from octavo.server.inside import INSIDE
+from octavo.server.journeys import JourneySender
 from octavo.server.service import Service
 
 log = logging.getLogger("octavo.server")
@@ -32,7 +33,6 @@ class Door:
         self._keys = [key.encode() for key in server.api_keys]
         self._prefix = server.root_path.rstrip("/")
         self._max_body_bytes = int(server.max_body_bytes)
-        self._log_requests = server.enable_log_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,17 +41,18 @@ class Door:
         if self._prefix:
             # The router then takes paths with the prefix, from proxies that keep it, and without, from those that cut it.
             scope["root_path"] = self._prefix
-        passage = _Passage(self, scope, receive, send)
+        passage = _Passage(self, self._service, scope, receive, send)
+        token = current.set(passage.journey)
         self._service.enter()
         try:
             await passage.walk(self._app)
         finally:
             self._service.leave()
-            if self._log_requests:
-                passage.log()
+            current.reset(token)
+            passage.end()
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
+        if not self._keys or route_of(scope) in OPEN_ROUTES:
             return
         # Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured.
         given = [_secret(name, value) for name, value in headers.raw if name in (b"authorization", b"x-api-key")]
@@ -63,27 +64,30 @@ class Door:
             raise Unauthorized("the API key is wrong")
         scope["octavo.owner"] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
 
-    def check_length(self, scope: Scope, num_bytes: int) -> None:
-        if num_bytes <= self._max_body_bytes or INSIDE in scope:
-            return
-        limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
-        if num_bytes > limit:
-            raise TooLarge(f"the request body is over the limit of {limit} bytes")
+    def check_length(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            raise TooLarge(f"the request body is over the limit of {self._max_body_bytes} bytes")
 
 
 class _Passage:
     """One request on its way through the door."""
 
-    def __init__(self, door: Door, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, door: Door, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
         self._door = door
+        self._journeys = service.journeys
         self._scope = scope
         self._receive = receive
-        self._send = send
         self._headers = Headers(scope=scope)
         self._num_body_bytes = 0
-        self._started = time.monotonic()
         self._status = 0
         self.request_id = _request_id(self._headers.get("x-request-id", ""))
+        self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"], started)
+        if "traceparent" in self._headers:
+            names = ("traceparent", "tracestate")
+            self.journey.trace_context = {name: self._headers[name] for name in names if name in self._headers}
+        wants_journey = self._headers.get("x-octavo-journey", "") not in ("", "0")
+        self._send = JourneySender(service.journeys, self.journey, send) if wants_journey else send
         scope["octavo.request_id"] = self.request_id
         scope["octavo.send_body"] = (
             send  # past the layers above, for streams whose head is out: none of them minds a body
@@ -94,7 +98,7 @@ class _Passage:
             self._door.check_key(self._scope, self._headers)
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
-                self._door.check_length(self._scope, int(length))
+                self._door.check_length(int(length))
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
@@ -111,21 +115,30 @@ class _Passage:
         message = await self._receive()
         if message["type"] == "http.request":
             self._num_body_bytes += len(message.get("body", b""))
-            self._door.check_length(self._scope, self._num_body_bytes)
+            self._door.check_length(self._num_body_bytes)
+            if not message.get("more_body", False):
+                self.journey.reach("receive")
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._status = message["status"]
+            self._status = self.journey.status = message["status"]
             message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
+        if message["type"] == "http.response.body":
+            if not self.journey.first_byte:
+                self.journey.first_byte = time.monotonic()
+            if not message.get("more_body", False):
+                self.journey.ended = time.monotonic()
 
-    def log(self) -> None:
-        milliseconds = (time.monotonic() - self._started) * 1000
-        log.info(
-            "%s %s %s %d %.0f ms",
-            self.request_id, self._scope["method"], self._scope["path"], self._status, milliseconds,
-        )  # fmt: skip
+    def end(self) -> None:
+        journey = self.journey
+        if self._status == 499 or not journey.ended:
+            journey.status = self._status or 500
+            journey.ended = time.monotonic()
+        route = self._scope.get("route")
+        journey.handler = getattr(route, "path", "") or "none"
+        self._journeys.end(journey)
 
 
 def _request_id(given: str) -> str:

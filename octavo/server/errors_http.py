@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from octavo import errors
+from octavo.observe.journeys import current
 
 CODES: dict[type[errors.OctavoError], str | None] = {
     errors.InvalidRequest: "invalid_value",
@@ -68,6 +69,7 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
 def error_response(error: Exception, request_id: str, method: str = "", path: str = "") -> Response:
     """`path`: as the router sees it. It says whose dialect is spoken."""
     status, body = describe(error, request_id, f"{method} {path}")
+    _note(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -81,4 +83,12 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
 def error_event(error: Exception, request_id: str) -> bytes:
     """An error after the first byte of a stream: an event of its own, then the end."""
     _, body = describe(error, request_id)
+    _note(error)
     return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
+
+
+def _note(error: Exception) -> None:
+    """For the journey and the log: which error it was, and of which field. Its message may quote the client's words."""
+    if (journey := current.get()) is not None:
+        param = getattr(error, "param", None)
+        journey.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__

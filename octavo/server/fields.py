@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.observe.journeys import current
 
 log = logging.getLogger("octavo.server")
 
@@ -276,6 +277,8 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     if ignored:
         fields._ignored = tuple(name[:MAX_NAME_LEN] for name in ignored[:MAX_NAMED_BACK])
     _check_limits(fields, server)
+    if (journey := current.get()) is not None:
+        journey.reach("parse")
     return fields
 
 

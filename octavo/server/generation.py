@@ -2,6 +2,7 @@
 Knows nothing of JSON or of any endpoint."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import RequestFailed
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
+from octavo.observe.journeys import current
 from octavo.server.service import Service
 from octavo.text.stream import TextDelta, TextStream
 
@@ -164,6 +166,7 @@ class Generation:
     async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
         engine, request = self._service.engine, self._requests[number]
         engine.submit(request)
+        journey = current.get()
         waiting: list[TokenDelta] = []
         is_first = True
         async with aclosing(engine.deltas(request.id)) as steps:
@@ -176,7 +179,10 @@ class Generation:
                         continue
                     deltas, waiting = waiting, []
                     is_first = is_first and not any(delta.token_ids for delta in deltas)
+                started = time.monotonic()
                 pieces = self._advance(number, deltas)
+                if journey is not None:
+                    journey.took(started, time.monotonic())
                 if pieces:
                     yield pieces
 
@@ -205,6 +211,8 @@ class Generation:
             choice.finished = text.finish_reason is not None
             if choice.stream.stopped:  # by a stop string, which the engine knows nothing of
                 self._service.engine.abort(self._requests[number].id, index, "stop")
+            if text.finish_reason is not None and (journey := current.get()) is not None:
+                journey.finish(self._requests[number].id, index, text.finish_reason, choice.num_tokens)
             if text.text or choice.finished or (self._every_token and num_new):
                 pieces.append(Piece(base + index, text, token_ids[:num_new], logprobs[:num_new]))
         return pieces

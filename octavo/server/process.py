@@ -27,6 +27,7 @@ from octavo.engine.pulse import Pulse
 from octavo.engine.reception import take_connections
 from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
+from octavo.observe import logs
 from octavo.server.app import build_app
 from octavo.server.service import Service
 from octavo.text import Text, load_text
@@ -112,7 +113,7 @@ class StopOrder:
 def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
     level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
-    logging.basicConfig(level=level, format="octavo: %(levelname)s: %(message)s", stream=sys.stderr)
+    logs.install(level, order.config.server.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
             return runner.run(_run(order))
@@ -204,21 +205,21 @@ async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # what a stream makes and drops has no cycles: look rarely
     serving = asyncio.create_task(server.serve())
-    background = asyncio.create_task(service.run_background())
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     is_clean = await _drain(service, order.config.server.shutdown_timeout, stop)
-    background.cancel()
-    await asyncio.wait({background})
     server.should_exit = True
     await serving
+    if service.traces is not None:
+        await asyncio.to_thread(service.traces.close)
     return 0 if is_clean else 1
 
 
 async def _drain(service: Service, seconds: float, stop: StopOrder) -> bool:
     """Refuse what is new, let what runs finish. False: some of it was cut off."""
     service.draining = True
+    service.live.close()
     await _any_of(service.idle, stop.abandoned, seconds=seconds)
     if service.idle.is_set():
         return True

@@ -6,16 +6,19 @@ import functools
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import EngineReport
-from octavo.server.inside import Answer
+from octavo.observe.journeys import Journey, OpenJourney
+from octavo.observe.logs import request_fields, request_line
+from octavo.server.journeys import Journeys
+from octavo.server.live import LiveFeed
 from octavo.server.resume import StreamLogs
 from octavo.server.siblings import Siblings
+from octavo.server.traces import Traces
 from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
@@ -31,6 +34,14 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.created = int(time.time())
+        self.journeys = Journeys(engine, engine.origin, config.server.log_prompts)
+        self.live = LiveFeed(engine)
+        endpoint = config.server.otlp_traces_endpoint
+        self.traces = Traces(endpoint, model_name, version()) if endpoint else None
+        if self.traces is not None:
+            self.journeys.on_told.append(self.traces.told)
+        if config.server.enable_log_requests:
+            self.journeys.on_told.append(self._log)
         self.idle = asyncio.Event()  # set while no HTTP request is between its first byte and its last
         self.idle.set()
         self.draining = False  # no new work; what runs may finish
@@ -38,9 +49,6 @@ class Service:
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
-        self.ask: Callable[[str, bytes], Awaitable[Answer]] | None = None  # a request from within: build_app knows how
-        self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
-        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()
@@ -88,24 +96,20 @@ class Service:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    async def run_background(self) -> None:
-        """Until cancelled. What fails is told, and does not take the requests with it."""
-        async with asyncio.TaskGroup() as group:
-            for work in self.background:
-                group.create_task(_told(work()))
+    def _log(self, told: Journey, journey: OpenJourney) -> None:
+        line, fields = request_line(told, journey), request_fields(told, journey)
+        if journey.prompts:
+            longest = self.config.server.max_log_len
+            prompts = [self.text.decode(ids, skip_special_tokens=False)[:longest] for ids in journey.prompts]
+            line += f"; prompts {prompts!r}"
+            fields["prompts"] = prompts
+        log.info("%s", line, extra={"fields": fields})
 
     def stop(self) -> None:
         """End every running response now: each tells its client why."""
         self.draining = self.stopping = True
         for task in list(self._work):
             task.cancel()
-
-
-async def _told(work: Coroutine[Any, Any, None]) -> None:
-    try:
-        await work
-    except Exception:
-        log.exception("background work failed")
 
 
 @functools.cache

@@ -7,9 +7,11 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.engine.build import Engine
 from octavo.server.app import build_app
 from octavo.text import Text
 from tests.doubles import ScriptedEngine, byte_text, config
+from tests.server import running
 
 Serve = Callable[..., httpx.AsyncClient]
 
@@ -31,6 +33,21 @@ async def serve() -> AsyncIterator[Serve]:
     for client, engine in opened:
         engine.close()
         await client.aclose()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Callable[..., running.Served]]:
+    """served(engine, **config options) → a server over the real engine loop."""
+    opened: list[running.Served] = []
+
+    def start(engine: Engine | None = None, **options: Any) -> running.Served:
+        opened.append(running.Served(engine or running.engine(), **options))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        await one.http.aclose()
+        one.client.close()
 
 
 def events(body: bytes | str) -> list[Any]:

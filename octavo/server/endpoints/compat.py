@@ -16,7 +16,6 @@ from octavo.server import endpoints
 from octavo.server.answers import json_answer
 from octavo.server.fields import LABELS, WITHOUT_EFFECT, Dialect
 from octavo.server.service import Service
-from octavo.server.shapes import Shape
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
 
@@ -38,9 +37,6 @@ class Compat(msgspec.Struct, frozen=True):
     strict: bool
     unknown_fields: Literal["refused", "named back in ignored_fields"]
     dialects: list[DialectReport]
-
-
-SHAPES = {"GET /v1/compat": Shape(Compat)}
 
 
 def router(service: Service) -> APIRouter:

@@ -14,7 +14,6 @@ from octavo.server.chat_messages import parse_messages
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
-from octavo.server.shapes import Shape
 
 LONG_LIST = 20_000
 """Token ids beyond which decoding would hold up the other streams of this process."""
@@ -56,9 +55,6 @@ class Tokens(msgspec.Struct, frozen=True):
 
 class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
-
-
-SHAPES = {"POST /tokenize": Shape(Tokens), "POST /detokenize": Shape(Detokenized)}
 
 
 def router(service: Service) -> APIRouter:

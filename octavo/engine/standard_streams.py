@@ -1,0 +1,24 @@
+"""What a server says on standard error, and that there is such a thing: whatever becomes of it, serving goes on.
+Knows nothing of what is said."""
+
+import contextlib
+import os
+import sys
+
+
+def say(line: str) -> None:
+    """A full disk or a reader that left is no reason to stop."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"octavo: {line}", file=sys.stderr, flush=True)
+
+
+def hold_standard_streams() -> None:
+    """Where a descriptor from 0 to 2 is closed, what is opened next gets its number, a socket maybe, and every process that
+    we start would write its log there. So each of them is something, if only the null device."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)

@@ -1,0 +1,132 @@
+"""LiveState: the server at this moment, for those who watch it; and what to do about a queue that does not move.
+Knows nothing of who measures or who watches."""
+
+from array import array
+from collections.abc import Mapping
+
+import msgspec
+
+BLOCK = 64
+"""Pages that are compared at once: most of a large map stays as it is from one look to the next."""
+
+
+class LiveRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A row of the batch."""
+
+    row: int
+    request: str  # the HTTP request's id
+    choice: int
+    is_prompt: bool  # it computes a part of its prompt
+    step_tokens: int  # in the last step; 0: it had no room in it
+    length: int  # tokens that it has
+    prompt_len: int
+    max_len: int
+    pages: int
+    owner: int  # its code in the page map
+
+
+class LiveWait(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A request in the queue."""
+
+    request: str
+    reason: str
+    seconds: float
+    prompt_len: int
+    is_preempted: bool
+    host_pages: int  # where it was swapped to
+
+
+class LiveEnd(msgspec.Struct, frozen=True, gc=False):
+    """A request that is over."""
+
+    number: int  # counts up
+    id: str
+    status: int
+    seconds: float
+    stages: dict[str, float]
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+
+class LiveTotals(msgspec.Struct, frozen=True, gc=False):
+    """Counted since the start: rates are differences."""
+
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    finished: int
+    preemptions: int
+    busy_seconds: float
+    first_tokens: int  # ┐ how many times to first token, and their sum
+    first_token_seconds: float  # ┘
+    token_gaps: int
+    token_gap_seconds: float
+
+
+class LiveState(msgspec.Struct, frozen=True, gc=False):
+    time: float
+    step: int
+    totals: LiveTotals
+    num_waiting: int
+    rows: list[LiveRow]
+    waiting: list[LiveWait]  # the first of them
+    blocked_by: str | None  # what the first in the queue lacks
+    advice: str  # in words; empty: nothing has to wait
+    num_pages: int
+    page_size: int
+    max_rows: int
+    max_step_tokens: int
+    num_host_pages: int
+    num_host_pages_used: int
+    num_shared_pages: int
+    num_cached_pages: int
+    num_free_pages: int
+    ended: list[LiveEnd]  # since the look before
+    pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
+
+
+def advice(reason: str | None, num_waiting: int, limits: Mapping[str, int]) -> str:
+    """Why the queue does not move, and which setting is the limit."""
+    if not num_waiting or reason is None:
+        return ""
+    many = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
+    match reason:
+        case "rows":
+            return (
+                f"{many}: all {limits['rows']} rows are taken. Raise --max-num-seqs if pages are free, or add a server."
+            )
+        case "pages":
+            return (
+                f"{many}: the next one needs more KV pages than are free of {limits['pages']}. Raise --kv-cache-memory-bytes "
+                "(or --gpu-memory-utilization), lower --max-model-len or clients' max_tokens, or use smaller pages' types "
+                "(--kv-cache-dtype)."
+            )
+        case "budget":
+            return (
+                f"{many}: the {limits['step_tokens']} tokens of a step are used up by those that run. Raise "
+                "--max-num-batched-tokens if first tokens may come sooner at the cost of the others' pace."
+            )
+    return f"{many}."
+
+
+def changes(before: bytes, after: bytes) -> list[tuple[int, list[int]]]:
+    """Where two page maps of one size differ: (first page, codes from there on). Equal parts are passed over quickly."""
+    assert len(before) == len(after)
+    found: list[tuple[int, list[int]]] = []
+    if before == after:
+        return found
+    old, new = array("H", before), array("H", after)
+    size = 2 * BLOCK
+    for block in range(0, len(after), size):
+        if before[block : block + size] == after[block : block + size]:
+            continue
+        for page in range(block // 2, min(block // 2 + BLOCK, len(new))):
+            if old[page] == new[page]:
+                continue
+            if found and found[-1][0] + len(found[-1][1]) == page:
+                found[-1][1].append(new[page])
+            else:
+                found.append((page, [new[page]]))
+    return found

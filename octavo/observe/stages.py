@@ -1,0 +1,97 @@
+"""The record of a request's way: consecutive stages on one clock, each with its numbers. What engine and server hand on.
+Knows nothing of who measures: times are CLOCK_MONOTONIC seconds, the same in all processes of a machine."""
+
+from typing import Literal
+
+import msgspec
+
+WaitReason = Literal["rows", "pages", "budget", "order", "step"]
+"""What a request in the queue waits for: a free row, free pages, room in the step's token budget, those before it, or only
+the end of the step that runs."""
+StageName = Literal[
+    "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
+    "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: it did not tell
+    "detokenise", "flush", "answer",  # in the API process, after
+]  # fmt: skip
+
+MAX_CHUNKS = 24
+MAX_STAGES = 48
+FOLD_AT = 24
+
+
+class Wait(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """Time in the queue for one reason. While it waited for others (order), `behind` says what the first of them lacked."""
+
+    reason: WaitReason
+    seconds: float
+    steps: int = 0
+    behind: dict[str, float] = {}
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """One step's share of a prompt: tokens start … start + tokens − 1."""
+
+    step: int
+    start: int
+    tokens: int
+    seconds: float  # from its plan to its commit; steps overlap, so these may sum to more than the stage
+    merged: int = 0  # so many further chunks are counted in this one
+
+
+class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """From `start` to `end`. What a stage does not have is left out."""
+
+    name: StageName
+    start: float
+    end: float
+    output_tokens: int = 0  # that became known in it
+    waits: list[Wait] = []  # queue, preempted
+    swapped_tokens: int = 0  # preempted: moved to host pages
+    dropped_tokens: int = 0  # preempted: given up, to be computed again
+    cached_tokens: int = 0  # prefill, recompute: found computed already
+    computed_tokens: int = 0  # prefill, recompute
+    chunks: list[Chunk] = []  # prefill, recompute
+    steps: int = 0  # decode: steps of the engine meanwhile
+    mixed_steps: int = 0  # decode: … in which others' prompts were computed too
+    mean_rows: float = 0.0  # decode: rows of those steps
+    rows: dict[str, int] = {}  # decode: steps by their number of rows (upper bounds)
+    ms: dict[str, int] = {}  # decode: steps by their milliseconds (upper bounds)
+    stages: dict[str, float] = {}  # several: seconds by stage
+    num_stages: int = 0  # several: how many were folded into it
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Track(msgspec.Struct, frozen=True, gc=False):
+    """One choice's way through the engine."""
+
+    index: int
+    stages: list[Stage]
+    output_tokens: int = 0
+    preemptions: int = 0
+    finish_reason: str | None = None  # None: it is still on its way
+
+
+class EngineJourney(msgspec.Struct, frozen=True, gc=False):
+    """A request's way through the engine, from the queue to the last token of each choice."""
+
+    id: str
+    http_id: str  # the HTTP request that it belongs to
+    origin: int  # its API process
+    received: float
+    prompt_tokens: int
+    tracks: list[Track]
+
+
+def fold(stages: list[Stage]) -> None:
+    """Keep a list of consecutive stages short: those in its middle become one, that tells how long it was what."""
+    while len(stages) > MAX_STAGES:
+        first, second = stages[FOLD_AT], stages[FOLD_AT + 1]
+        seconds: dict[str, float] = {}
+        for stage in (first, second):
+            for name, spent in (stage.stages or {stage.name: stage.seconds}).items():
+                seconds[name] = seconds.get(name, 0.0) + spent
+        folded = (first.num_stages or 1) + (second.num_stages or 1)
+        stages[FOLD_AT : FOLD_AT + 2] = [Stage("several", first.start, second.end, stages=seconds, num_stages=folded)]

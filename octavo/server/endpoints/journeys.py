@@ -1,0 +1,82 @@
+"""GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited.
+Knows nothing of how that is measured."""
+
+import asyncio
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from octavo.errors import EngineUnavailable, InvalidRequest, NotFound
+from octavo.messages import ReadJourneys
+from octavo.observe.journeys import STATES, Journey
+from octavo.observe.stages import EngineJourney
+from octavo.server.service import Service
+
+ANSWER_SECONDS = 10.0
+MAX_LIMIT = 1000
+PARAMETERS = ("state", "limit")
+
+_journeys = msgspec.json.Decoder(list[Journey])
+_parts = msgspec.json.Decoder(list[EngineJourney])
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/requests/{request_id:path}")
+    async def one(request_id: str) -> Response:
+        return _json(await _find(service, request_id))
+
+    @router.get("/v1/requests")
+    async def several(request: Request) -> Response:
+        state, limit = _query(request)
+        found = _journeys.decode(await _ask(service, ReadJourneys(call=0, state=state, limit=limit)))
+        # What is not yet with the engine is known to its own API process alone, for the milliseconds that this takes.
+        if state in ("", "running"):
+            found = [journey.tell() for journey in service.journeys.still_here()] + found
+        return _json(_List(found[:limit]))
+
+    return router
+
+
+class _List(msgspec.Struct, frozen=True):
+    data: list[Journey]
+    object: str = "list"
+
+
+async def _find(service: Service, request_id: str) -> Journey:
+    if (mine := service.journeys.find(request_id)) is not None:
+        asked = ReadJourneys(call=0, request_id=mine.id, is_raw=True)
+        return mine.tell(_parts.decode(await _ask(service, asked)) if mine.requests else ())
+    found = _journeys.decode(await _ask(service, ReadJourneys(call=0, request_id=request_id)))
+    if not found:
+        raise NotFound(
+            f"no request {request_id[:200]!r} is on its way here, nor among the last that are kept (--journey-bytes)"
+        )
+    return found[0]
+
+
+def _query(request: Request) -> tuple[str, int]:
+    query = request.query_params
+    for name in query:
+        if name not in PARAMETERS:
+            raise InvalidRequest(f"unknown parameter {name[:60]!r}: there are {', '.join(PARAMETERS)}", param=name[:60])
+    state, limit = query.get("state", ""), query.get("limit", "100")
+    if state and state not in STATES:
+        raise InvalidRequest(f"state must be one of {', '.join(STATES)}, got {state[:60]!r}", param="state")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LIMIT and len(limit) < 9):
+        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit[:60]!r}", param="limit")
+    return state, int(limit)
+
+
+def _json(body: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _ask(service: Service, control: ReadJourneys) -> str:
+    _ = service.report  # while the engine starts there is nobody to ask
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return await service.engine.control(control)
+    except TimeoutError:
+        raise EngineUnavailable(f"the engine has not answered for {ANSWER_SECONDS:.0f} s", 5) from None

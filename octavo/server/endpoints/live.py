@@ -1,0 +1,39 @@
+"""GET /v1/live: the server as it is, a few times a second, as server-sent events; GET /v1/live/pages/{page}: who holds a page.
+Knows nothing of what the events say."""
+
+import asyncio
+
+from fastapi import APIRouter, Response
+
+from octavo.errors import EngineUnavailable, NotFound, Overloaded
+from octavo.messages import ReadPage
+from octavo.server.live import MAX_WATCHERS
+from octavo.server.service import Service
+from octavo.server.sse import EventStream
+
+ANSWER_SECONDS = 10.0
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/live")
+    async def live() -> Response:
+        service.accept()
+        if service.live.is_full:
+            raise Overloaded(f"{MAX_WATCHERS} watch already", retry_after=10)
+        return EventStream(service, service.live.watch())
+
+    @router.get("/v1/live/pages/{page}")
+    async def page_owners(page: str) -> Response:
+        num_pages = service.report.num_pages
+        if not (page.isascii() and page.isdigit() and len(page) < 12 and int(page) < num_pages):
+            raise NotFound(f"there is no page {page[:60]!r}: they go from 0 to {num_pages - 1}", param="page")
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                owners = await service.engine.control(ReadPage(call=0, page=int(page)))
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not answered for {ANSWER_SECONDS:.0f} s", 5) from None
+        return Response(f'{{"page":{int(page)},"owners":{owners}}}', media_type="application/json")
+
+    return router

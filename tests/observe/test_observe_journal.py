@@ -1,0 +1,307 @@
+"""The way through the engine, on the real loop, scheduler and cache, with a clock that ticks and an executor without a model:
+stages without gaps, and numbers that add up, whatever happens."""
+
+import itertools
+import random
+
+import pytest
+
+from octavo.cache import KVCache
+from octavo.engine.loop import EngineLoop
+from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
+from octavo.observe.journal import EngineJournal
+from octavo.observe.metrics import EngineMetrics
+from octavo.observe.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
+from octavo.observe.steps import Look, StepTally, between, histogram
+from octavo.schedule import Scheduler
+
+PAGE_SIZE = 4
+
+
+class Tokens:
+    """Samples token 7 for every row; a vector for a row that is pooled."""
+
+    def __init__(self, overlap: bool, pooled: bool = False) -> None:
+        self.overlap, self._pooled = overlap, pooled
+        self._plans: list[StepPlan] = []
+
+    def start(self) -> EngineReport:
+        raise AssertionError
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.append(plan)
+
+    def collect(self) -> StepResult:
+        plan = self._plans.pop(0)
+        num_samples = sum(plan.samples)
+        if self._pooled:
+            return StepResult(plan.step, [], [b"1234"] * num_samples)
+        return StepResult(plan.step, [7] * num_samples)
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """A loop whose clock moves by one for each look at it."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        rows: int = 8,
+        budget: int = 16,
+        overlap: bool = False,
+        host: int = 0,
+        pooled: bool = False,
+    ) -> None:
+        self.now = 1000.0
+        report = EngineReport("cpu", "float32", 100, 64, rows, budget, PAGE_SIZE, num_pages, host, 1, 1)
+        cache = KVCache(num_pages, PAGE_SIZE, host)
+        scheduler = Scheduler(cache, rows, budget, swap_min_tokens=PAGE_SIZE)
+        self.loop = EngineLoop(scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick)
+        self.told: dict[str, EngineJourney] = {}
+        self.loop.journal.on_end = lambda journey: self.told.update({journey.id: journey})
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int, n: int = 1, pooling: PoolingParams | None = None
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, seed=1, n=n, ignore_eos=True)
+        self.loop.add(GenerateRequest(name, prompt, params, [], http_id=f"http-{name}", pooling=pooling))
+
+    def run(self) -> None:
+        while self.loop.has_work:
+            self.loop.step()
+
+
+def adds_up(track: Track, prompt_len: int) -> None:
+    stages = track.stages
+    for stage, after in itertools.pairwise(stages):
+        assert stage.end == after.start, "a gap, or two stages at once"
+    assert sum(stage.output_tokens for stage in stages) == track.output_tokens
+    assert sum(stage.name == "preempted" for stage in stages) == track.preemptions
+    known = prompt_len
+    for stage in stages:
+        if stage.name in ("queue", "preempted"):
+            assert sum(wait.seconds for wait in stage.waits) == pytest.approx(stage.seconds)
+            for wait in stage.waits:
+                assert wait.reason != "order" or sum(wait.behind.values()) == pytest.approx(wait.seconds)
+        if stage.name == "decode":
+            assert sum(stage.ms.values()) == sum(stage.rows.values()) == stage.steps >= stage.output_tokens
+        if stage.name in ("prefill", "recompute"):
+            assert sum(chunk.tokens for chunk in stage.chunks) == stage.computed_tokens
+            if stage.output_tokens:  # it came to its end
+                assert stage.cached_tokens + stage.computed_tokens == known
+        known += stage.output_tokens
+
+
+def names(track: Track) -> list[str]:
+    return [stage.name for stage in track.stages]
+
+
+def test_one_request_alone() -> None:
+    engine = Engine(num_pages=32, budget=8)
+    engine.add("a", list(range(20)), max_tokens=5)
+    engine.run()
+    (track,) = engine.told["a"].tracks
+    assert engine.told["a"].http_id == "http-a" and engine.told["a"].prompt_tokens == 20
+    assert names(track) == ["queue", "prefill", "decode"] and track.finish_reason == "length"
+    queue, prefill, decode = track.stages
+    assert [wait.reason for wait in queue.waits] == ["step"]
+    assert [(chunk.start, chunk.tokens) for chunk in prefill.chunks] == [(0, 8), (8, 8), (16, 4)]
+    assert prefill.output_tokens == 1 and decode.output_tokens == decode.steps == 4
+    assert decode.mean_rows == 1 and decode.rows == {"1": 4} and decode.mixed_steps == 0
+    assert decode.ms == {"5000": 4}  # the clock ticks four times a step
+    adds_up(track, 20)
+
+
+def test_a_found_prefix_and_steps_shared_with_a_prompt() -> None:
+    engine = Engine(num_pages=32, budget=8)
+    prompt = list(range(12))
+    engine.add("a", prompt, max_tokens=12)
+    engine.loop.step()
+    engine.loop.step()  # its first token is out
+    engine.add("b", prompt, max_tokens=2)
+    engine.run()
+    (first,), (second,) = engine.told["a"].tracks, engine.told["b"].tracks
+    prefill = second.stages[1]
+    assert prefill.cached_tokens == 8 and [(c.start, c.tokens) for c in prefill.chunks] == [(8, 4)]
+    assert first.stages[2].mixed_steps == 1 and set(first.stages[2].rows) == {"1", "2"}
+    adds_up(first, 12)
+    adds_up(second, 12)
+
+
+def test_waits_name_rows_budget_and_order() -> None:
+    engine = Engine(num_pages=64, rows=1, budget=8)
+    for name in "abc":
+        engine.add(name, list(range(8)), max_tokens=3)
+    engine.run()
+    waits = {name: {wait.reason: wait for wait in engine.told[name].tracks[0].stages[0].waits} for name in "abc"}
+    assert set(waits["a"]) == {"step"}
+    assert set(waits["b"]) == {"step", "budget", "rows"} and waits["b"]["rows"].steps == 2
+    assert set(waits["c"]) == {"step", "rows", "order"}
+    # While it stood behind b it waited for whatever b lacked.
+    assert set(waits["c"]["order"].behind) == {"budget", "rows"}
+    for name in "abc":
+        adds_up(engine.told[name].tracks[0], 8)
+
+
+@pytest.mark.parametrize("host", [0, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_request_tells_the_whole_story(overlap: bool, host: int) -> None:
+    # Five pages of four: both prompts fit (two each and one spare), their answers do not.
+    engine = Engine(num_pages=5, budget=16, overlap=overlap, host=host)
+    engine.add("old", list(range(8)), max_tokens=9)
+    engine.add("young", list(range(50, 57)), max_tokens=9)
+    engine.run()
+    (old,), (young,) = engine.told["old"].tracks, engine.told["young"].tracks
+    assert names(old) == ["queue", "prefill", "decode"] and old.preemptions == 0
+    assert young.preemptions == 1 and young.output_tokens == 9 and young.finish_reason == "length"
+    left = young.stages[3]
+    before = 7 + sum(stage.output_tokens for stage in young.stages[:3])
+    assert "pages" in {wait.reason for wait in left.waits}
+    if host:
+        assert names(young) == ["queue", "prefill", "decode", "preempted", "decode"]
+        assert left.dropped_tokens == 0 and before - 1 <= left.swapped_tokens <= before
+    else:
+        assert names(young) == ["queue", "prefill", "decode", "preempted", "recompute", "decode"]
+        assert left.swapped_tokens == 0 and before - 1 <= left.dropped_tokens <= before
+        again = young.stages[4]
+        assert again.cached_tokens + again.computed_tokens == before + left.output_tokens
+    adds_up(old, 8)
+    adds_up(young, 7)
+
+
+def test_choices_share_a_prompt_and_end_apart() -> None:
+    engine = Engine(num_pages=32)
+    engine.add("a", list(range(9)), max_tokens=4, n=3)
+    engine.loop.step()
+    engine.loop.step()
+    engine.loop.abort(Abort("a", 1, "stop"))
+    engine.run()
+    tracks = engine.told["a"].tracks
+    assert [track.finish_reason for track in tracks] == ["length", "stop", "length"]
+    assert [track.stages[1].cached_tokens for track in tracks] == [0, 8, 8]
+    assert tracks[1].output_tokens < tracks[2].output_tokens == 4
+    for track in tracks:
+        adds_up(track, 9)
+
+
+def test_a_leader_that_leaves_sends_its_choices_back_to_the_queue() -> None:
+    engine = Engine(num_pages=32, budget=4)
+    engine.add("a", list(range(9)), max_tokens=4, n=3)
+    engine.loop.step()  # a part of the prompt
+    engine.loop.abort(Abort("a", 0, "abort"))
+    engine.run()
+    tracks = engine.told["a"].tracks
+    assert tracks[0].finish_reason == "abort" and tracks[0].output_tokens == 0
+    assert names(tracks[1])[:4] == ["queue", "prefill", "queue", "prefill"] and tracks[1].preemptions == 0
+    for track in tracks[1:]:
+        adds_up(track, 9)
+
+
+def test_an_embedding_ends_with_its_prompt() -> None:
+    engine = Engine(num_pages=32, pooled=True)
+    engine.add("a", list(range(9)), max_tokens=1, pooling=PoolingParams("last"))
+    engine.run()
+    (track,) = engine.told["a"].tracks
+    assert names(track) == ["queue", "prefill"] and track.output_tokens == 0 and track.finish_reason == "stop"
+    assert track.stages[1].computed_tokens == 9
+
+
+def test_a_request_that_outlived_an_engine_goes_on() -> None:
+    engine = Engine(num_pages=32)
+    params = SamplingParams(max_tokens=6, seed=1, n=3, ignore_eos=True)
+    engine.loop.add(GenerateRequest("a", list(range(9)), params, [], begun=[[7, 7], None, [7]]))
+    (live,) = engine.loop.journal.live(engine.loop.scheduler.requests(), engine.now)
+    assert [track.index for track in live.tracks] == [0, 2]
+    engine.run()
+    tracks = engine.told["a"].tracks
+    assert [(track.index, track.output_tokens) for track in tracks] == [(0, 6), (2, 6)]
+    for track, had in zip(tracks, (2, 1), strict=True):
+        assert names(track) == ["queue", "recompute", "decode"]
+        assert sum(stage.output_tokens for stage in track.stages) == 6 - had
+
+
+def test_what_is_on_its_way_is_told_as_it_stands() -> None:
+    engine = Engine(num_pages=64, rows=1)
+    engine.add("a", list(range(8)), max_tokens=9)
+    engine.add("b", list(range(8)), max_tokens=9)
+    for _ in range(4):
+        engine.loop.step()
+    journal, requests = engine.loop.journal, engine.loop.scheduler.requests()
+    live = {journey.id: journey.tracks[0] for journey in journal.live(requests, engine.now)}
+    assert names(live["a"]) == ["queue", "prefill", "decode"] and live["a"].output_tokens == 4
+    assert names(live["b"]) == ["queue"] and {"rows", "budget"} & {wait.reason for wait in live["b"].stages[0].waits}
+    for track in live.values():
+        adds_up(track, 8)
+    assert [journey.id for journey in journal.live(requests, engine.now, "http-b")] == ["b"]
+    assert [journey.id for journey in journal.live(requests, engine.now, "b")] == ["b"]
+    assert journal.live(requests, engine.now, "c") == []
+    engine.run()
+    assert journal.live([], engine.now) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_happens_it_adds_up(seed: int) -> None:
+    rng = random.Random(seed)
+    host = rng.choice([0, 0, 6, 40])
+    rows, budget = rng.randint(3, 8), rng.randint(3, 24)
+    engine = Engine(rng.randint(8, 24), rows, budget, rng.random() < 0.5, host)
+    prompts: dict[str, int] = {}
+    for number in range(rng.randint(1, 14)):
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            engine.loop.step()
+        name, prompt_len = f"r{number}", rng.randint(1, 14)
+        prompt = list(range(prompt_len)) if rng.random() < 0.5 else [rng.randrange(90) for _ in range(prompt_len)]
+        engine.add(name, prompt, rng.randint(1, 30 - prompt_len), n=rng.choice([1, 1, 1, 2, 3]))
+        prompts[name] = prompt_len
+        if rng.random() < 0.2:
+            victim = rng.choice(list(prompts))
+            engine.loop.abort(Abort(victim, rng.choice([-1, 0, 1]), "stop"))
+    engine.run()
+    assert set(engine.told) == set(prompts), "every request is told of, once it is over"
+    for name, journey in engine.told.items():
+        for track in journey.tracks:
+            assert track.finish_reason in ("length", "stop")
+            adds_up(track, prompts[name])
+    total = sum(track.preemptions for journey in engine.told.values() for track in journey.tracks)
+    assert total == engine.loop.scheduler.num_preemptions
+    assert engine.loop.journal.live([], engine.now) == [] and not engine.loop.journal._prompting
+
+
+def test_a_journal_that_nobody_reads_keeps_nothing() -> None:
+    engine = Engine(num_pages=32)
+    engine.loop.journal = EngineJournal()
+    engine.add("a", [1, 2, 3], max_tokens=3)
+    engine.run()
+    assert engine.loop.journal.live([], engine.now) == []
+
+
+def test_many_stages_are_folded_and_still_sum() -> None:
+    stages = [Stage("decode" if i % 2 else "preempted", float(i), float(i + 1)) for i in range(500)]
+    folded: list[Stage] = []
+    for stage in stages:
+        folded.append(stage)
+        fold(folded)
+    assert len(folded) == MAX_STAGES
+    middle = folded[FOLD_AT]
+    assert middle.name == "several" and middle.num_stages == 500 - MAX_STAGES + 1
+    assert sum(middle.stages.values()) == middle.seconds == middle.num_stages
+    assert folded[0] == stages[0] and folded[-1] == stages[-1]
+    assert all(a.end == b.start for a, b in itertools.pairwise(folded))
+
+
+def test_a_difference_of_totals_tells_of_the_steps_between() -> None:
+    tally = StepTally()
+    tally.add(0.004, 2, 2)
+    first = tally.look()
+    tally.add(0.005, 3, 3)
+    tally.add(9.0, 2000, 4000)
+    steps = between(first, tally.look())
+    assert (steps.num_steps, steps.num_rows, steps.num_mixed) == (2, 2003, 1)
+    assert histogram(steps.by_ms, (1, 2, 3, 5, *range(6, 21))) == {"5": 1, "more": 1}
+    assert between(Look(), first).num_steps == 1

@@ -1,0 +1,187 @@
+"""The live feed, over the real engine loop: it says what the metrics say, sends of pages what changed, and rests unwatched."""
+
+import asyncio
+import base64
+import json
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from octavo.cache import KVCache
+from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
+from octavo.observe.live import advice, changes
+from octavo.server import live
+from tests.doubles import AsgiCall
+from tests.server.conftest import error_of
+from tests.server.running import Served, ask, engine
+
+COMPLETIONS = "/v1/completions"
+
+
+class Watch:
+    """Somebody who watches, and keeps the map of pages up to date by what is sent."""
+
+    def __init__(self, server: Served) -> None:
+        self.call = AsgiCall(server.app, "GET", "/v1/live")
+        self.pages: array[int] = array("H")
+        self._seen = 0
+
+    async def next(self) -> dict[str, Any]:
+        await self.call.until(lambda call: len(call.sent) > self._seen)
+        event = self.call.sent[self._seen]
+        self._seen += 1
+        assert event.startswith(b"data: ") and event.endswith(b"\n\n")
+        state = dict(json.loads(event[6:]))
+        if state["pages"]:
+            self.pages = array("H", base64.b64decode(state["pages"]))
+        for start, codes in state.get("changes", ()):
+            self.pages[start : start + len(codes)] = array("H", codes)
+        return state
+
+    async def until(self, condition: Any) -> dict[str, Any]:
+        while not condition(state := await self.next()):
+            pass
+        return state
+
+    async def leave(self) -> None:
+        self.call.leave()
+        await self.call.done()
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.01)
+
+
+def stream(server: Served, name: str, prompt: str, max_tokens: int) -> AsgiCall:
+    body = json.dumps(ask(prompt, max_tokens, stream=True)).encode()
+    return AsgiCall(server.app, "POST", COMPLETIONS, body, {"x-request-id": name})
+
+
+async def test_rows_queue_pages_and_ends(served: Any) -> None:
+    server = served(engine(max_num_seqs=2, seconds=0.005))
+    watch = Watch(server)
+    empty = await watch.next()
+    assert empty["rows"] == [] and empty["advice"] == "" and list(watch.pages) == [FREE] * 64
+    shared = "s" * 40  # two full pages of 16, and a part of one
+    first = stream(server, "first", shared + "1", 180)
+    await watch.until(lambda state: [row[1] for row in state["rows"]] == ["first"])
+    second = stream(server, "second", shared + "2", 150)
+    state = await watch.until(lambda state: len(state["rows"]) == 2)
+    rows = {row[1]: row for row in state["rows"]}
+    assert state["num_shared_pages"] == list(watch.pages).count(SHARED) == 2
+    assert {rows["first"][9], rows["second"][9]} <= set(watch.pages)
+    assert rows["first"][6] == 41 and rows["first"][7] == 41 + 180 and rows["second"][8] >= 3
+    page = watch.pages.index(SHARED)
+    owners = (await server.http.get(f"/v1/live/pages/{page}")).json()
+    assert owners == {"page": page, "owners": ["first", "second"]}
+    third = stream(server, "third", "x", 2)
+    state = await watch.until(lambda state: state["num_waiting"] == 1)
+    assert [(wait[0], wait[1]) for wait in state["waiting"]] == [("third", "rows")] and state["blocked_by"] == "rows"
+    assert state["advice"].startswith("1 request waits: all 2 rows are taken. Raise --max-num-seqs")
+    metrics = (await server.http.get("/metrics")).text
+    assert 'vllm:num_requests_running{model_name="byte-model",engine="0"} 2.0' in metrics
+    first.leave()
+    state = await watch.until(lambda state: any(end["id"] == "third" for end in state["ended"]))
+    (end,) = [end for end in state["ended"] if end["id"] == "third"]
+    assert end["status"] == 200 and end["output_tokens"] == 2 and end["stages"]["queue"] > 0
+    second.leave()
+    for call in (first, second, third):
+        await call.done()
+    state = await watch.until(lambda state: not state["rows"])
+    assert set(watch.pages) == {FREE, CACHED} and state["num_cached_pages"] == list(watch.pages).count(CACHED) > 2
+    assert state["totals"]["finished"] == 3 and state["totals"]["generation_tokens"] > 2
+    await watch.leave()
+
+
+async def test_nothing_is_asked_while_nobody_watches_and_each_watcher_gets_the_whole_first(served: Any) -> None:
+    server = served()
+    feed = server.app.state.service.live
+    assert feed._task is None
+    one, two = Watch(server), Watch(server)
+    assert (await one.next())["pages"] and (await two.next())["pages"]
+    assert not (await one.next())["pages"]
+    late = Watch(server)
+    assert (await late.next())["pages"] and not (await late.next())["pages"]
+    for watch in (one, two, late):
+        await watch.leave()
+    task = feed._task
+    if task is not None:
+        await asyncio.wait_for(task, 10)
+    assert feed._task is None and not feed._watchers
+
+
+async def test_a_server_that_drains_ends_the_feed(served: Any) -> None:
+    server = served()
+    watch = Watch(server)
+    await watch.next()
+    server.app.state.service.live.close()
+    await watch.call.done()
+
+
+async def test_a_watcher_that_does_not_read_is_let_go(served: Any) -> None:
+    server = served()
+    slow, quick = Watch(server), Watch(server)
+    await slow.next()
+    slow.call.reads.clear()
+    feed = server.app.state.service.live
+    while len(feed._watchers) == 2:
+        await quick.next()
+    slow.call.reads.set()
+    await slow.call.done()
+    await quick.leave()
+
+
+async def test_bad_questions(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = served()
+    for page in ("64", "-1", "x", "9" * 30):
+        assert "from 0 to 63" in error_of(await server.http.get(f"/v1/live/pages/{page}"), 404)["message"]
+    monkeypatch.setattr(live, "MAX_WATCHERS", 0)
+    response = await server.http.get("/v1/live")
+    assert error_of(response, 429) and response.headers["retry-after"] == "10"
+
+
+def test_the_map_of_pages_tells_each_state() -> None:
+    cache = KVCache(12, 4, num_host_pages=4)
+    first, second = list(range(10)), [*range(8), 50, 51]
+    cache.admit(7, first)
+    cache.publish(7, first, 10)
+    cache.admit(9, second)
+    cache.admit(11, [90, 91])
+    cache.release(11)
+    codes = page_map(cache)
+    tables = {sequence: cache.tables[sequence][0].pages for sequence in (7, 9)}
+    assert [codes[page] for page in tables[7]] == [SHARED, SHARED, owner_code(7)]
+    assert [codes[page] for page in tables[9]] == [SHARED, SHARED, owner_code(9)]
+    assert codes.count(FREE) == 8 and owners_of(cache, tables[7][0]) == [7, 9] and owners_of(cache, 11) == []
+    cache.release(7)
+    cache.release(9)
+    codes = page_map(cache)
+    assert codes.count(CACHED) == 2 and codes.count(FREE) == 10
+    assert owner_code(5) != owner_code(6) and 3 <= owner_code(2**40) < 2**16
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_changes_make_one_map_of_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    before = array("H", [rng.randrange(9) for _ in range(rng.choice([0, 1, 63, 64, 65, 1000]))])
+    after = array("H", before)
+    for _ in range(rng.choice([0, 1, 5, 200]) if after else 0):
+        after[rng.randrange(len(after))] = rng.randrange(70000 % 2**16)
+    told = changes(before.tobytes(), after.tobytes())
+    for start, codes in told:
+        before[start : start + len(codes)] = array("H", codes)
+    assert before == after and sum(len(codes) for _, codes in told) <= 200
+
+
+def test_advice_names_the_limit() -> None:
+    limits = {"rows": 8, "pages": 100, "step_tokens": 512}
+    for reason, flag in (
+        ("rows", "--max-num-seqs"),
+        ("pages", "--kv-cache-memory-bytes"),
+        ("budget", "--max-num-batched-tokens"),
+    ):
+        assert flag in advice(reason, 3, limits) and advice(reason, 3, limits).startswith("3 requests wait: ")
+    assert advice(None, 3, limits) == "" and advice("rows", 0, limits) == ""
