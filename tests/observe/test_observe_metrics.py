@@ -1,14 +1,20 @@
-"""EngineMetrics against hand-computed values, and its text against Prometheus' own parser."""
+"""EngineMetrics against hand-computed values, its text against Prometheus' own parser, and the dashboard against both."""
 
+import json
+import re
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.messages import EngineReport, Finish, GenerateRequest, SamplingParams, TokenDelta
+from octavo.messages import Answered, EngineReport, Finish, GenerateRequest, SamplingParams, TokenDelta
 from octavo.observe.exposition import Histogram, Scrape
 from octavo.observe.metrics import EngineMetrics, EngineState
+from octavo.observe.pace import Pace
+
+DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "octavo.json"
 
 REPORT = EngineReport(
     device="cpu (1 thread)",
@@ -36,7 +42,8 @@ def samples(metrics: EngineMetrics, state: EngineState | None = None) -> dict[tu
     for family in text_string_to_metric_families(metrics.text(state or EngineState())):
         for sample in family.samples:
             extra = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
-            assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
+            if not sample.name.startswith("http_"):
+                assert sample.labels["model_name"] == "m" and sample.labels["engine"] == "0"
             found[sample.name, ",".join(extra.values())] = sample.value
     return found
 
@@ -53,39 +60,54 @@ def one_request_life() -> EngineMetrics:
     return metrics
 
 
-def test_every_name_that_dashboards_read_is_there() -> None:
+# Each of these is given a value in one of the tests below.
+METRICS = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
+    "vllm:prompt_tokens_total": "counter",
+    "vllm:generation_tokens_total": "counter",
+    "vllm:request_success_total": "counter",
+    "vllm:num_preemptions_total": "counter",
+    "vllm:prefix_cache_queries_total": "counter",
+    "vllm:prefix_cache_hits_total": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_inference_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "octavo:kv_pages": "gauge",
+    "octavo:kv_slot_use_ratio": "gauge",
+    "octavo:host_pages_used": "gauge",
+    "octavo:steps_total": "counter",
+    "octavo:waiting_by_reason": "gauge",
+    "octavo:host_step_seconds": "histogram",
+    "octavo:device_busy_seconds_total": "counter",
+    "octavo:queue_blocked_seconds_total": "counter",
+    "vllm:num_requests_waiting_by_reason": "gauge",
+    "vllm:prompt_tokens_cached_total": "counter",
+    "vllm:prompt_tokens_by_source_total": "counter",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_num_preemptions": "histogram",
+    "vllm:request_prefill_kv_computed_tokens": "histogram",
+    "http_requests_total": "counter",
+    "http_request_duration_seconds": "histogram",
+    "http_request_duration_highr_seconds": "histogram",
+}
+
+
+def test_every_name_that_dashboards_read_is_there_and_no_other() -> None:
     text = EngineMetrics("m", REPORT).text(EngineState(waiting_by_reason={"pages": 1}))
-    for name, kind in {
-        "vllm:num_requests_running": "gauge",
-        "vllm:num_requests_waiting": "gauge",
-        "vllm:kv_cache_usage_perc": "gauge",
-        "vllm:cache_config_info": "gauge",
-        "vllm:prompt_tokens_total": "counter",
-        "vllm:generation_tokens_total": "counter",
-        "vllm:request_success_total": "counter",
-        "vllm:num_preemptions_total": "counter",
-        "vllm:prefix_cache_queries_total": "counter",
-        "vllm:prefix_cache_hits_total": "counter",
-        "vllm:time_to_first_token_seconds": "histogram",
-        "vllm:inter_token_latency_seconds": "histogram",
-        "vllm:request_time_per_output_token_seconds": "histogram",
-        "vllm:e2e_request_latency_seconds": "histogram",
-        "vllm:request_queue_time_seconds": "histogram",
-        "vllm:request_inference_time_seconds": "histogram",
-        "vllm:request_prefill_time_seconds": "histogram",
-        "vllm:request_decode_time_seconds": "histogram",
-        "vllm:request_prompt_tokens": "histogram",
-        "vllm:request_generation_tokens": "histogram",
-        "vllm:iteration_tokens_total": "histogram",
-        "vllm:request_params_n": "histogram",
-        "vllm:request_params_max_tokens": "histogram",
-        "octavo:kv_pages": "gauge",
-        "octavo:kv_slot_use_ratio": "gauge",
-        "octavo:host_pages_used": "gauge",
-        "octavo:steps_total": "counter",
-        "octavo:waiting_by_reason": "gauge",
-    }.items():
-        assert f"# TYPE {name} {kind}\n" in text
+    assert dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M)) == METRICS
 
 
 def test_counters_and_times_of_one_request() -> None:
@@ -94,6 +116,9 @@ def test_counters_and_times_of_one_request() -> None:
     assert found["vllm:generation_tokens_total", ""] == 3
     assert found["vllm:prefix_cache_queries_total", ""] == 10
     assert found["vllm:prefix_cache_hits_total", ""] == 4
+    assert found["vllm:prompt_tokens_cached_total", ""] == 4
+    assert found["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 4
+    assert found["vllm:prompt_tokens_by_source_total", "local_compute"] == 6
     assert found["vllm:request_success_total", "stop"] == 1
     assert found["vllm:request_success_total", "length"] == 0
     assert found["octavo:steps_total", ""] == 4
@@ -111,6 +136,9 @@ def test_counters_and_times_of_one_request() -> None:
         "vllm:iteration_tokens_total": 14,
         "vllm:request_params_n": 1,
         "vllm:request_params_max_tokens": 20,
+        "vllm:request_max_num_generation_tokens": 3,
+        "vllm:request_num_preemptions": 0,
+        "vllm:request_prefill_kv_computed_tokens": 6,
     }
     for name, expected in sums.items():
         assert found[f"{name}_sum", ""] == pytest.approx(expected), name
@@ -131,6 +159,7 @@ def test_choices_are_counted_each_and_their_request_once() -> None:
     metrics.step(104.0, 1, [TokenDelta("a", 2, [5], Finish("length"))])
     found = samples(metrics)
     assert found["vllm:request_params_n_sum", ""] == 3 and found["vllm:request_params_n_count", ""] == 1
+    assert found["vllm:request_max_num_generation_tokens_sum", ""] == 2
     assert found["vllm:prompt_tokens_total", ""] == 10
     assert found["vllm:generation_tokens_total", ""] == 6
     assert found["vllm:request_success_total", "length"] == 2
@@ -175,12 +204,17 @@ def test_a_second_admission_is_not_a_second_wait() -> None:
     metrics = EngineMetrics("m", REPORT)
     metrics.arrived(request("a"), now=100.0)
     metrics.admitted("a", 101.0, 0)
-    metrics.preempted(2)
+    metrics.preempted("a")
+    metrics.preempted("a")
+    metrics.preempted("never seen")
     metrics.admitted("a", 150.0, 8)
+    metrics.aborted("a", -1, "abort", 151.0)
     found = samples(metrics)
+    assert found["vllm:request_num_preemptions_sum", ""] == 2 and found["vllm:request_num_preemptions_count", ""] == 1
+    assert found["vllm:request_prefill_kv_computed_tokens_sum", ""] == 10
     assert found["vllm:request_queue_time_seconds_sum", ""] == 1.0
     assert found["vllm:prompt_tokens_total", ""] == 10
-    assert found["vllm:num_preemptions_total", ""] == 2
+    assert found["vllm:num_preemptions_total", ""] == 3
 
 
 def test_gauges_show_pages_and_waste() -> None:
@@ -193,6 +227,7 @@ def test_gauges_show_pages_and_waste() -> None:
         num_free_pages=20,
         num_filled_slots=96,
         num_host_pages_used=1,
+        blocked_seconds={"pages": 2.5},
     )
     found = samples(EngineMetrics("m", REPORT), state)
     assert found["vllm:num_requests_running", ""] == 3
@@ -202,6 +237,10 @@ def test_gauges_show_pages_and_waste() -> None:
     assert found["octavo:kv_pages", "cached"] == 4
     assert found["octavo:waiting_by_reason", "order"] == 1
     assert found["octavo:host_pages_used", ""] == 1
+    assert found["octavo:queue_blocked_seconds_total", "pages"] == 2.5
+    assert found["octavo:queue_blocked_seconds_total", "rows"] == 0
+    assert found["vllm:num_requests_waiting_by_reason", "capacity"] == 2
+    assert found["vllm:num_requests_waiting_by_reason", "deferred"] == 0
     assert found["vllm:cache_config_info", "16,32,4,float32"] == 1
 
 
@@ -241,3 +280,47 @@ def test_cache_dtype_is_what_the_pages_hold() -> None:
 
     assert label(REPORT) == "float32"
     assert label(msgspec.structs.replace(REPORT, kv_dtype="fp8")) == "fp8"
+
+
+def test_host_time_and_busy_time_of_overlapping_steps() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    pace = metrics.pace
+    pace.submitted(10.0)
+    pace.turned(0.0004)
+    pace.submitted(10.5)  # while the first is computed
+    pace.collected(11.0)  # 10 … 11
+    pace.turned(0.002)
+    pace.collected(11.75)  # 11 … 11.75: it began when the one before it ended
+    pace.submitted(20.0)
+    pace.collected(20.25)  # after a time of nothing to do
+    found = samples(metrics)
+    assert found["octavo:device_busy_seconds_total", ""] == 2.0
+    assert found["octavo:host_step_seconds_sum", ""] == pytest.approx(0.0024)
+    assert found["octavo:host_step_seconds_bucket", "0.0005"] == 1 and found["octavo:host_step_seconds_count", ""] == 2
+    assert Pace().host.count == 0
+
+
+def test_http_requests_by_route() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    for handler, status, seconds in (("/a", 200, 0.3), ("/a", 204, 0.7), ("/a", 404, 0.05), ("/metrics", 200, 1.0)):
+        metrics.answered(Answered(["x"], "POST", handler, status, seconds))
+    found = samples(metrics)
+    assert found["http_requests_total", "/a,POST,2xx"] == 2 and found["http_requests_total", "/a,POST,4xx"] == 1
+    assert not [key for key in found if "/metrics" in key[1]]
+    assert found["http_request_duration_seconds_bucket", "/a,POST,0.1"] == 1
+    assert found["http_request_duration_seconds_bucket", "/a,POST,0.5"] == 2
+    assert found["http_request_duration_seconds_sum", "/a,POST"] == pytest.approx(1.05)
+    assert found["http_request_duration_highr_seconds_bucket", "0.75"] == 3
+    assert found["http_request_duration_highr_seconds_count", ""] == 3
+
+
+def test_the_dashboard_names_nothing_that_is_not_there() -> None:
+    board = json.loads(DASHBOARD.read_text())
+    metrics = EngineMetrics("m", REPORT)
+    metrics.answered(Answered(["x"], "POST", "/a", 200, 0.1))
+    known = {name for name, _ in samples(metrics, EngineState(waiting_by_reason={"pages": 1}))}
+    texts = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    texts += [variable["query"] for variable in board["templating"]["list"]]
+    named = {name for text in texts for name in re.findall(r"\b(?:vllm:|octavo:|http_)\w+", text)}
+    assert len(named) > 20 and named <= known, named - known
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
