@@ -1,4 +1,4 @@
-"""`octavo serve | chat | complete | bench | run-batch | doctor`: reads the command line, runs the command, turns errors into one line and a code.
+"""`octavo serve | chat | complete | top | bench | doctor`: reads the command line, runs the command, turns errors into one line and a code.
 Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
 
 import argparse
@@ -48,8 +48,8 @@ def build_parser() -> Parser:
     _add_serve(commands)
     _add_chat(commands)
     _add_complete(commands)
+    _add_top(commands)
     add_bench(commands)
-    _add_run_batch(commands)
     _add_doctor(commands)
     return parser
 
@@ -160,41 +160,28 @@ def _complete(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ── run-batch ───────────────────────────────────────────────────────────────────────────────────────
+# ── top ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _add_run_batch(commands: Any) -> None:
+def _add_top(commands: Any) -> None:
     parser = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests, without a server",
-        description="Answer every request of IN, OpenAI's batch format, one JSON object in a line, into OUT, one in a line too. What "
-        "OUT holds already is not asked again: after a break, the same command goes on. Exit code 3: some answers are errors.",
+        "top",
+        help="watch a running server: rows, queue, pages, what requests wait for",
+        description="Watch a running Octavo server in the terminal until Ctrl-C.",
     )
-    for name, text in (("input", "file of requests"), ("output", "file of answers; made, or gone on with")):
-        parser.add_argument(name, metavar=name.upper(), nargs="?", default=None, help=text)
-        parser.add_argument(
-            f"-{name[0]}", f"--{name}-file", metavar="FILE", default=None, help=f"the same as {name.upper()}"
-        )
     parser.add_argument(
-        "--max-concurrency", type=count, metavar="N", help="requests under way at once (default: 2 for each row)"
+        "--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
     )
-    add_config_flags(parser, OFFLINE, positional=False)
-    parser.set_defaults(run=_run_batch)
+    parser.add_argument("--api-key", metavar="KEY", help="its key; also OCTAVO_API_KEY")
+    parser.add_argument("--once", action="store_true", help="print one look and exit")
+    parser.set_defaults(run=_top)
 
 
-def _run_batch(arguments: argparse.Namespace) -> int:
-    paths = []
-    for name in ("input", "output"):
-        given = [path for path in (getattr(arguments, name), getattr(arguments, f"{name}_file")) if path is not None]
-        if len(given) != 1:
-            raise ConfigError(f"give {name.upper()} once: octavo run-batch INPUT OUTPUT, or -i INPUT -o OUTPUT")
-        paths += given
-    if arguments.max_concurrency == 0:
-        raise ConfigError("--max-concurrency must be at least 1, got 0")
-    config = config_from(arguments, {})
-    from octavo.server.batch.offline import run_batch
+def _top(arguments: argparse.Namespace) -> int:
+    from octavo import top
 
-    return run_batch(config, paths[0], paths[1], arguments.max_concurrency)
+    key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    return top.run(arguments.url, key, once=arguments.once)
 
 
 # ── doctor ──────────────────────────────────────────────────────────────────────────────────────────

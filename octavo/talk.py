@@ -65,10 +65,10 @@ class LocalModel:
         return (delta.text for delta in deltas)
 
 
-class RemoteModel:
-    """A model behind an OpenAI-compatible URL, spoken to with nothing but the standard library."""
+class Remote:
+    """A server at a URL, spoken to with nothing but the standard library. What goes wrong is one line."""
 
-    def __init__(self, url: str, model: str, api_key: str, sampling: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, api_key: str) -> None:
         parts, host = _split(url)
         path = urllib.parse.quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
         self._base = f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -79,39 +79,10 @@ class RemoteModel:
         # A proxy has no business between us and a server on this machine.
         proxies = [urllib.request.ProxyHandler({})] if loopback else []
         self._opener = urllib.request.build_opener(*proxies)
-        self._sampling = dict(sampling)
-        self._model = model or self._first_model()
 
-    def check_chat(self) -> None:
-        """The server will say."""
-
-    def chat(self, messages: list[Message]) -> Iterator[str]:
-        for chunk in self._events("/chat/completions", {"messages": messages}):
-            for choice in chunk.get("choices") or []:
-                yield (choice.get("delta") or {}).get("content") or ""
-
-    def complete(self, prompt: str) -> Iterator[str]:
-        for chunk in self._events("/completions", {"prompt": prompt}):
-            for choice in chunk.get("choices") or []:
-                yield choice.get("text") or ""
-
-    def _first_model(self) -> str:
-        with self._open("/models", None) as response:
-            try:
-                models = json.load(response)["data"]
-                if models:
-                    return str(models[0]["id"])
-            except (OSError, http.client.HTTPException) as error:
-                raise self._ended_early(error) from None
-            except (ValueError, KeyError, TypeError):
-                raise RequestFailed(
-                    f"{self._base}/models lists no model: is this an OpenAI-compatible server?"
-                ) from None
-        raise RequestFailed(f"{self._base} serves no model")
-
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        body = {"model": self._model, "stream": True} | self._sampling | body
-        with self._open(path, json.dumps(body).encode()) as response:
+    def events(self, path: str, body: bytes | None = None) -> Iterator[dict[str, Any]]:
+        """The JSON of each event until [DONE]."""
+        with self._open(path, body) as response:
             try:
                 for line in response:
                     if not line.startswith(b"data:"):
@@ -149,6 +120,46 @@ class RemoteModel:
 
     def _ended_early(self, error: Exception | None = None) -> RequestFailed:
         return RequestFailed(f"{self._base} ended the answer early{f': {_one_line(error)}' if error else ''}")
+
+
+class RemoteModel(Remote):
+    """A model behind an OpenAI-compatible URL."""
+
+    def __init__(self, url: str, model: str, api_key: str, sampling: Mapping[str, Any]) -> None:
+        super().__init__(url, api_key)
+        self._sampling = dict(sampling)
+        self._model = model or self._first_model()
+
+    def check_chat(self) -> None:
+        """The server will say."""
+
+    def chat(self, messages: list[Message]) -> Iterator[str]:
+        for chunk in self._events("/chat/completions", {"messages": messages}):
+            for choice in chunk.get("choices") or []:
+                yield (choice.get("delta") or {}).get("content") or ""
+
+    def complete(self, prompt: str) -> Iterator[str]:
+        for chunk in self._events("/completions", {"prompt": prompt}):
+            for choice in chunk.get("choices") or []:
+                yield choice.get("text") or ""
+
+    def _first_model(self) -> str:
+        with self._open("/models", None) as response:
+            try:
+                models = json.load(response)["data"]
+                if models:
+                    return str(models[0]["id"])
+            except (OSError, http.client.HTTPException) as error:
+                raise self._ended_early(error) from None
+            except (ValueError, KeyError, TypeError):
+                raise RequestFailed(
+                    f"{self._base}/models lists no model: is this an OpenAI-compatible server?"
+                ) from None
+        raise RequestFailed(f"{self._base} serves no model")
+
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"model": self._model, "stream": True} | self._sampling | body
+        return self.events(path, json.dumps(body).encode())
 
 
 def _split(url: str) -> tuple[urllib.parse.SplitResult, str]:

@@ -15,14 +15,14 @@ PACKAGE = ROOT / "octavo"
 
 # design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "messages", "observe", "gguf"), 0),
+    **dict.fromkeys(("errors", "config", "spec", "params", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
     **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
     **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
     "worker": 4,
     "executor": 5,
     **dict.fromkeys(("engine", "sim"), 6),
-    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "doctor"), 7),
+    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "doctor"), 7),
 }
 # Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
 CORRIDORS = {
@@ -34,8 +34,9 @@ CORRIDORS = {
     ("cli", "flags"),
     ("cli", "bench"),
     ("cli", "talk"),
+    ("cli", "top"),
+    ("top", "talk"),
     ("cli", "doctor"),
-    ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),
 }
 GROUND = {"errors", "config", "spec", "params", "messages", "gguf"}  # what everybody stands on, level 0 too
@@ -48,7 +49,7 @@ LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
-PRINTING = ("octavo.cli", "octavo.talk", "octavo.bench", "octavo.doctor", "octavo.engine.supervisor")
+PRINTING = ("octavo.cli", "octavo.talk", "octavo.top", "octavo.bench", "octavo.doctor", "octavo.engine.supervisor")
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 

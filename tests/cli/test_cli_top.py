@@ -1,0 +1,121 @@
+"""`octavo top` against a server that tells three states: what it draws, and that a server that is not there is one line."""
+
+import base64
+import http.server
+import json
+import socket
+import threading
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from octavo.cli import main
+from octavo.top import Screen
+
+
+def state(time: float, tokens: int, **more: Any) -> dict[str, Any]:
+    totals = dict.fromkeys(
+        ("prompt_tokens", "cached_tokens", "finished", "preemptions", "first_tokens", "first_token_seconds"), 0
+    )
+    return {
+        "time": time,
+        "step": 5,
+        "totals": {**totals, "steps": tokens, "generation_tokens": tokens, "busy_seconds": time / 2, "token_gaps": tokens,
+                   "token_gap_seconds": tokens * 0.02},
+        "num_waiting": 0,
+        "rows": [],
+        "waiting": [],
+        "blocked_by": None,
+        "advice": "",
+        "num_pages": 8,
+        "page_size": 16,
+        "max_rows": 4,
+        "max_step_tokens": 64,
+        "num_host_pages": 2,
+        "num_host_pages_used": 0,
+        "num_shared_pages": 1,
+        "num_cached_pages": 1,
+        "num_free_pages": 4,
+        "ended": [],
+        "pages": "",
+        **more,
+    }  # fmt: skip
+
+
+PAGES = base64.b64encode(array("H", [0, 1, 2, 9, 9, 0, 0, 0]).tobytes()).decode()
+STATES = [
+    state(100.0, 0, pages=PAGES),
+    state(101.0, 50, changes=[[5, [12, 12]]], rows=[[3, "my-request", 1, False, 1, 40, 30, 60, 3, 9]], num_waiting=1,
+          waiting=[["other", "rows", 1.25, 10, True, 0]], advice="1 request waits: all 4 rows are taken."),
+    state(102.0, 100, ended=[{"number": 1, "id": "my-request", "status": 200, "seconds": 2.5, "prompt_tokens": 30, "output_tokens": 30,
+                              "preemptions": 0, "stages": {"decode": 2.25, "flush": 0.001}}]),
+]  # fmt: skip
+
+
+class _Feed(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        allowed = self.headers.get("authorization") == "Bearer secret"
+        self.send_response(200 if self.path == "/v1/live" and allowed else 401)
+        self.end_headers()
+        for told in STATES:
+            self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Feed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_one_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "secret", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("octavo top  0/4 rows  0 waiting") and "nothing has to wait" in lines
+    assert "·cS██···" in lines
+
+
+def test_a_line_for_each_look_where_there_is_no_terminal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, "--api-key", "secret"]) == 1  # the server ended the feed
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "50 tokens/s" in out.splitlines()[2] and "device 50%" in out.splitlines()[2]
+    assert "ended the answer early" in err and err.count("\n") == 1
+
+
+def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
+    screen = Screen()
+    for told in STATES[:2]:
+        screen.take(told)
+    lines = screen.draw(100, 40)
+    text = "\n".join(lines)
+    assert "my-request#1" in text and "decode, 1" in text and "40/60" in text
+    assert "other" in text and "waits for rows" in text and "1.2 s  preempted" in text
+    assert "1 request waits: all 4 rows are taken." in lines and "·cS████·" in lines
+    assert "between tokens 20 ms" in text and "first token –" in text
+    screen.take(STATES[2])
+    text = "\n".join(screen.draw(100, 40))
+    assert "2.50 s  30 → 30  decode 2.25" in text and "flush" not in text
+    for width, height in ((20, 5), (200, 100), (1, 1)):
+        drawn = screen.draw(width, height)
+        assert len(drawn) < max(2, height) and all(len(line) <= width for line in drawn)
+
+
+@pytest.mark.parametrize("arguments", [["--api-key", "wrong"], []])
+def test_a_wrong_key_is_one_line(url: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--url", url, *arguments]) == 1
+    assert "answered 401" in capsys.readouterr().err
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert main(["top", "--url", f"http://127.0.0.1:{port}"]) == 1
+    assert "is the server running?" in capsys.readouterr().err
