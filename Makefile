@@ -5,16 +5,24 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.octavo-ready
 TEST_READY := $(VENV)/.octavo-test-ready
+CLIENTS := .venv-clients
+NODE_CLIENT := tests/clients/openai_node
+CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test check bench fuzz-api clean help
+.PHONY: serve test test-clients check bench fuzz-api clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
 
 test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
 	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The server runs in its own environment; conftest.py of the other tests, which wants torch, is left aside.
+test-clients: $(READY) $(CLIENTS_READY)  ## install the clients people bring and run them against a real server
+	@OCTAVO_PYTHON=$(CURDIR)/$(BIN)/python exec $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients \
+		-p no:cacheprovider -W ignore tests/clients $(PYTEST_ARGS)
 
 check: $(TEST_READY)  ## linter, formatter, type checker, architecture, sizes
 	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check
@@ -36,6 +44,13 @@ clean:  ## remove the virtual environment, caches and build outputs
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+$(CLIENTS_READY): tests/clients/requirements.txt $(NODE_CLIENT)/package.json | $(READY)
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r tests/clients/requirements.txt
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-package-lock --prefix $(NODE_CLIENT); \
+		else echo "npm is not there: openai for Node will be skipped" >&2; fi
+	@touch $@
 
 $(READY): pyproject.toml setup.py
 	@bash scripts/setup.sh $(VENV) .

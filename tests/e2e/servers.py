@@ -29,9 +29,15 @@ START_LIMIT_S = 180  # a busy machine is slow; a healthy start takes seconds
 
 
 class Server:
-    def __init__(self, *arguments: str, environment: dict[str, str] | None = None, module: str = "octavo.cli") -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        module: str = "octavo.cli",
+        python: str = sys.executable,
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, "serve", "--port", "0", *arguments],
+            [python, "-m", module, "serve", "--port", "0", *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
