@@ -2,9 +2,10 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from tests.doubles import EOS, TURN, ScriptedEngine
+from tests.doubles import CHAT_TEMPLATE, EOS, REPORT, TURN, ScriptedEngine, byte_text
 from tests.server.conftest import Serve, error_of
 
 HI = [{"role": "user", "content": "hi <|end|>"}]
@@ -26,6 +27,19 @@ async def test_messages_are_what_a_chat_gives_the_engine(serve: Serve) -> None:
     assert answer["tokens"] == engine.requests[0].prompt_ids and answer["count"] == len(answer["tokens"])
     bare = (await client.post("/tokenize", json={"messages": HI, "add_generation_prompt": False})).json()
     assert answer["tokens"] == [*bare["tokens"], TURN, *b"assistant: "]
+
+
+async def test_tools_and_variables_are_part_of_it(serve: Serve) -> None:
+    engine = ScriptedEngine(report=msgspec.structs.replace(REPORT, max_model_len=4096))
+    client = serve(engine, byte_text(CHAT_TEMPLATE + "{{ mood }}"))
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": HI, "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    await client.post("/v1/chat/completions", json=body)
+    answer = (await client.post("/tokenize", json=body)).json()
+    assert answer["tokens"] == engine.requests[0].prompt_ids and bytes(answer["tokens"][-4:]) == b"calm"
+    for name in ("tools", "chat_template_kwargs"):
+        error = error_of(await client.post("/tokenize", json={"prompt": "x", name: body[name]}), 400)
+        assert error["param"] == name
 
 
 async def test_a_text_beyond_the_context_is_counted(serve: Serve) -> None:

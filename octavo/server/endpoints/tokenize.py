@@ -11,20 +11,20 @@ from octavo.engine.door import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
+from octavo.server.chats import Chat, check_variables, encode
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
+from octavo.text.tools import parse_tool_choice, parse_tools
 
 LONG_LIST = 20_000
 """Token ids beyond which decoding would hold up the other streams of this process."""
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
 }
 
 
@@ -34,6 +34,8 @@ class TokenizeRequest(RequestFields):
     add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
     add_generation_prompt: bool | None = None  # messages only; None: yes
     return_token_strs: bool | None = None
+    tools: list[Any] | None = None  # messages only, as the next one
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(RequestFields):
@@ -94,17 +96,16 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
             "add_special_tokens = true is not supported with messages: their template writes what the model needs",
             param="add_special_tokens",
         )
-    messages = parse_messages(fields.messages or [])
-
-    def encode() -> list[int]:
-        return service.text.encode_chat(messages, add_generation_prompt=fields.add_generation_prompt is not False)
-
-    size = sum(len(str(message["content"])) for message in messages)
-    return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+    tools = parse_tools(fields.tools or [])
+    variables = fields.chat_template_kwargs or {}
+    check_variables(variables, "chat_template_kwargs")
+    chat = Chat(parse_messages(fields.messages or []), tools, parse_tool_choice(None, tools), variables)
+    return await encode(service, chat, max_tokens=None, add_generation_prompt=fields.add_generation_prompt is not False)
 
 
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
-    if fields.add_generation_prompt is not None:
-        raise InvalidRequest("add_generation_prompt is for messages, not for a prompt", param="add_generation_prompt")
+    for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+        if getattr(fields, name) is not None:
+            raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
     encode, around = service.text.encode, fields.add_special_tokens is not False
     return await asyncio.to_thread(encode, prompt, around) if len(prompt) > LONG_TEXT else encode(prompt, around)
