@@ -166,6 +166,9 @@ class ServerConfig:
     enable_auto_tool_choice: bool = knob(
         True, "let requests leave it to the model whether to call a tool (tool_choice auto)"
     )
+    trust_request_chat_template: bool = knob(
+        False, "let a request bring its own chat_template, which runs in the same sandbox as the model's"
+    )
     root_path: str = knob("", "path prefix under which a proxy serves this server")
     uvicorn_log_level: str = knob(
         "warning", "log level of the HTTP server", choices=("critical", "error", "warning", "info", "debug")

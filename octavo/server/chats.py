@@ -36,6 +36,7 @@ class Chat:
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
+    text: Text | None = None  # None: the server's; otherwise maybe one with a template of the request's own
 
     @property
     def offered(self) -> list[Tool]:
@@ -76,15 +77,27 @@ def check_variables(variables: Mapping[str, Any], param: str) -> None:
             raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
 
 
-def effort_variables(service: Service, fields: RequestFields, effort: str | None) -> dict[str, Any]:
+async def text_for(service: Service, chat_template: object) -> Text:
+    """The server's words, with the request's own template where it brings one."""
+    if chat_template is None:
+        return service.text
+    if not isinstance(chat_template, str):
+        raise InvalidRequest("chat_template must be a string", param="chat_template")
+    return await asyncio.to_thread(service.text.with_template, chat_template)
+
+
+def effort_variables(
+    service: Service, fields: RequestFields, effort: str | None, text: Text | None = None
+) -> dict[str, Any]:
     """`reasoning_effort` as variables that the template reads: itself, or a switch for all of the reasoning."""
     if effort is None:
         return {}
     if effort not in EFFORTS:
         raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
     values = {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
-    known = {name: value for name, value in values.items() if service.text.template_reads(name)}
-    if not known and (effort != "none" or service.text.formats.thinking is not None):
+    text = text or service.text
+    known = {name: value for name, value in values.items() if text.template_reads(name)}
+    if not known and (effort != "none" or text.formats.thinking is not None):
         fields.pass_over("reasoning_effort", service.config.server)
     return known
 
@@ -92,11 +105,12 @@ def effort_variables(service: Service, fields: RequestFields, effort: str | None
 async def encode(
     service: Service, chat: Chat, *, max_tokens: int | None, add_generation_prompt: bool = True
 ) -> list[int]:
-    """The prompt's tokens. A long one is made in a thread: others' streams go on meanwhile."""
+    """The prompt's tokens. A long one, or one by a foreign template, is made in a thread: others' streams go on meanwhile."""
+    text = chat.text or service.text
     tools = template_form(chat.offered)
 
     def work() -> list[int]:
-        return service.text.encode_chat(
+        return text.encode_chat(
             chat.messages,
             tools=tools or None,
             max_tokens=max_tokens,
@@ -105,4 +119,5 @@ async def encode(
         )
 
     size = sum(len(str(part)) for part in (*chat.messages, *tools))
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+    is_slow = size > LONG_TEXT or text is not service.text
+    return await asyncio.to_thread(work) if is_slow else work()

@@ -115,6 +115,12 @@ INSTEAD: dict[str, str] = {
 """Fields that are not offered, and what does the same."""
 
 
+BY_FLAG: dict[str, tuple[str, str]] = {
+    "chat_template": ("trust_request_chat_template", "--trust-request-chat-template"),
+}
+"""Fields that are honoured only where the server was started so: the config's name of the flag, and its own."""
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -276,6 +282,9 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     ignored = [name for name, value in _extras(fields) if _is_ignored(name, value, dialect, server)]
     if ignored:
         fields._ignored = tuple(name[:MAX_NAME_LEN] for name in ignored[:MAX_NAMED_BACK])
+    for name, (knob, flag) in BY_FLAG.items():
+        if getattr(fields, name, None) is not None and not getattr(server, knob):
+            raise Unsupported(f"{name} is taken only by a server that was started with {flag}", param=name)
     _check_limits(fields, server)
     if (journey := current.get()) is not None:
         journey.reach("parse")

@@ -18,6 +18,7 @@ from octavo.text.lookalikes import is_mark
 from octavo.text.template_limits import LimitedEnvironment, TemplateLimit, limited
 
 _MAX_SOURCE = 1024 * 1024  # characters; the longest in use have some ten thousand
+MAX_REQUEST_SOURCE = 32 * 1024  # of a template that comes with a request: compiling takes time for each character
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
@@ -106,6 +107,21 @@ class ChatTemplate:
         self._names: dict[str, frozenset[str]] = {}  # that a source reads
         self._variables = dict(variables)
         self._templates = {name: _compile(self._environment, name, source) for name, source in sources.items()}
+
+    def replaced(self, source: str) -> "ChatTemplate":
+        """With a request's own template in place of these. Compiling takes a while: not for an event loop."""
+        if len(source) > MAX_REQUEST_SOURCE:
+            raise InvalidRequest(
+                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are taken",
+                param="chat_template",
+            )
+        try:
+            return ChatTemplate({"default": source}, self._variables)
+        except ConfigError as error:
+            cause = error.__cause__
+            at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
+            reason = str(cause).partition("\n")[0] or type(cause).__name__
+            raise InvalidRequest(f"chat_template is no valid Jinja{at}: {reason}", param="chat_template") from error
 
     @property
     def is_there(self) -> bool:

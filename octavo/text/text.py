@@ -1,6 +1,7 @@
 """Text: everything a server does with words for one model: encode, decode, render a chat, stream an answer.
 Knows nothing of files, requests or HTTP; load.py builds it."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import spell_out
 
+_MAX_REMEMBERED = 8
+"""Templates of requests: a client that sends its own each time pays once for compiling it."""
 _MAX_SHRINKING = 4
 """Normalizing may shorten a text before it is cut into tokens: composing characters does, by less than this."""
 
@@ -34,6 +37,7 @@ class Text:
         self.formats = formats or choose_formats(template)  # of its tool calls and its reasoning
         self._tokenizer = tokenizer
         self._template = template
+        self._by_template = functools.lru_cache(_MAX_REMEMBERED)(self._replaced)
 
     def require_fit(self, model_vocab_size: int) -> None:
         """Raises ConfigError where texts have tokens that the model does not know. Some makers add a token or two behind
@@ -112,6 +116,20 @@ class Text:
     def template_reads(self, variable: str) -> bool:
         """Whether the chat template knows a variable of this name: enable_thinking, say."""
         return self._template.reads(variable)
+
+    def with_template(self, source: str) -> "Text":
+        """The same vocabulary with a request's own chat template, which is held to the limits of template_limits.py. Not for
+        an event loop: compiling takes a while, and so may rendering."""
+        return self._by_template(source)
+
+    def _replaced(self, source: str) -> "Text":
+        """Another prompt changes nothing in how a model was trained to call and to reason; a template that shows tools in some
+        other format gets them in words."""
+        template = self._template.replaced(source)
+        shown, own = choose_formats(template), self.formats
+        takes_tools = shown.template_takes_tools and shown.tools is own.tools
+        formats = AnswerFormats(own.tools, own.thinking, takes_tools)
+        return Text(self._tokenizer, template, self.eos_ids, self.default_sampling, self.sentence, formats)
 
     def render_chat(
         self,

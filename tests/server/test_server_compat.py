@@ -44,7 +44,11 @@ async def test_what_it_says_is_what_happens(serve: Serve, strict: bool) -> None:
 
 
 async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
+    trusting = (await serve(trust_request_chat_template=True).get("/v1/compat")).json()
     compat = (await serve().get("/v1/compat")).json()
+    for told, status in ((compat, "refused"), (trusting, "honoured")):
+        (chat,) = (dialect for dialect in told["dialects"] if dialect["name"] == "chat")
+        assert [field["status"] for field in chat["fields"] if field["name"] == "chat_template"] == [status]
     fields = {d["name"]: {f["name"]: f["status"] for f in d["fields"]} for d in compat["dialects"]}
     assert fields["chat"]["guided_json"] == "refused", "vLLM takes it and does nothing"
     assert fields["chat"]["user"] == fields["completions"]["service_tier"] == "accepted_without_effect"

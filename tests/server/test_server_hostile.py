@@ -67,6 +67,7 @@ def hostile(path: str) -> list[tuple[str, dict[str, Any]]]:
             (CHAT, part("file", {"file_id": target})),
             (CHAT, {**hi, "chat_template": target}),
             (CHAT, {**hi, "chat_template": "{% include '" + target + "' %}"}),
+            (CHAT, {**hi, "chat_template": "{{ cycler.__init__.__globals__.os.popen('cat " + target + "').read() }}"}),
             (CHAT, {**hi, "chat_template_kwargs": {"path": target}}),
             (CHAT, {**hi, "documents": [{"url": target}]}),
             (CHAT, {**hi, "media_io_kwargs": {"image": {"path": target}}}),
@@ -86,10 +87,11 @@ def hostile(path: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-async def test_nothing_is_read_and_nobody_is_called(serve: Serve, watch: Watch, tmp_path: Any) -> None:
+@pytest.mark.parametrize("trusts", [False, True])
+async def test_nothing_is_read_and_nobody_is_called(serve: Serve, watch: Watch, tmp_path: Any, trusts: bool) -> None:
     secret = tmp_path / "secret"
     secret.write_text("the secret words")
-    client = serve(ScriptedEngine())
+    client = serve(ScriptedEngine(), trust_request_chat_template=trusts)
     requests = hostile(str(secret))
     for path in (CHAT, COMPLETIONS, "/tokenize", "/v1/embeddings"):  # what is loaded at first use is loaded now
         await client.post(path, json={})

@@ -17,7 +17,7 @@ from octavo.server.answer_events import AnswerPiece, Answers
 from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
-from octavo.server.chats import Chat, check_choice, check_variables, effort_variables, encode
+from octavo.server.chats import Chat, check_choice, check_variables, effort_variables, encode, text_for
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import PromptProgress, Usage
@@ -25,6 +25,7 @@ from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, p
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
+from octavo.text import Text
 from octavo.text.parsers import Content
 from octavo.text.tools import parse_tool_choice, parse_tools
 
@@ -32,7 +33,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
-    "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -55,6 +55,7 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    chat_template: Any = None  # a string, where requests may bring templates
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -93,20 +94,20 @@ def router(service: Service) -> APIRouter:
 
 
 async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
-    chat = parse_chat(service, fields)
+    chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
     return ChatPrompt(cut_prompt(ids, fields, service.report), "messages", chat=chat)
 
 
-def parse_chat(service: Service, fields: ChatRequest) -> Chat:
+def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
     tools = parse_tools(fields.tools or [])
     choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
     check_choice(choice, service)
     variables = fields.chat_template_kwargs or {}
     check_variables(variables, "chat_template_kwargs")
-    by_effort = effort_variables(service, fields, fields.reasoning_effort)
-    return Chat(parse_messages(fields.messages), tools, choice, {**by_effort, **variables})
+    by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
+    return Chat(parse_messages(fields.messages), tools, choice, {**by_effort, **variables}, text)
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:

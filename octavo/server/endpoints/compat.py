@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from octavo.config import ServerConfig
 from octavo.server import endpoints
 from octavo.server.answers import json_answer
-from octavo.server.fields import LABELS, WITHOUT_EFFECT, Dialect
+from octavo.server.fields import BY_FLAG, LABELS, WITHOUT_EFFECT, Dialect
 from octavo.server.service import Service
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
@@ -66,6 +66,9 @@ def rows(dialect: Dialect[Any], server: ServerConfig) -> Iterator[Field]:
     for name, field in dialect.schema.model_fields.items():
         if name in LABELS:
             yield Field(name, "accepted_without_effect", LABELS[name])
+            continue
+        if name in BY_FLAG and not getattr(server, BY_FLAG[name][0]):
+            yield Field(name, "refused", f"honoured only with {BY_FLAG[name][1]}")
             continue
         yield Field(name, "honoured")
         for inner in _models_in(field.annotation):

@@ -11,7 +11,7 @@ from octavo.engine.door import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
-from octavo.server.chats import Chat, check_variables, encode
+from octavo.server.chats import Chat, check_variables, encode, text_for
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
@@ -21,7 +21,6 @@ LONG_LIST = 20_000
 """Token ids beyond which decoding would hold up the other streams of this process."""
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    "chat_template": (),
     "continue_final_message": (False,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
@@ -36,6 +35,7 @@ class TokenizeRequest(RequestFields):
     return_token_strs: bool | None = None
     tools: list[Any] | None = None  # messages only, as the next one
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None  # messages only: a string, where requests may bring templates
 
 
 class DetokenizeRequest(RequestFields):
@@ -99,12 +99,13 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
     tools = parse_tools(fields.tools or [])
     variables = fields.chat_template_kwargs or {}
     check_variables(variables, "chat_template_kwargs")
-    chat = Chat(parse_messages(fields.messages or []), tools, parse_tool_choice(None, tools), variables)
+    text = await text_for(service, fields.chat_template)
+    chat = Chat(parse_messages(fields.messages or []), tools, parse_tool_choice(None, tools), variables, text)
     return await encode(service, chat, max_tokens=None, add_generation_prompt=fields.add_generation_prompt is not False)
 
 
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
-    for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "tools", "chat_template_kwargs", "chat_template"):
         if getattr(fields, name) is not None:
             raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
     encode, around = service.text.encode, fields.add_special_tokens is not False

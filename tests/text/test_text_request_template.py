@@ -1,0 +1,41 @@
+"""A chat template that comes with a request: it replaces the model's, in the same sandbox, and is refused in one line."""
+
+import pytest
+
+from octavo.errors import InvalidRequest
+from octavo.text.template import MAX_REQUEST_SOURCE
+from tests.doubles import byte_text
+
+HI = [{"role": "user", "content": "hi <|end|>"}]
+
+
+def test_it_replaces_the_models_own() -> None:
+    text = byte_text()
+    own = text.with_template("{{ messages[0].content }}|{{ eos_token }}")
+    assert own.render_chat(HI) == "hi <|end|>|<|end|>"
+    assert own.encode_chat(HI)[:10] == [*b"hi <|end|>"], "what a person writes is no control token here either"
+    assert own.encode_chat(HI)[10:] == [*b"|", 256]
+    assert text.render_chat(HI) != own.render_chat(HI)
+    assert text.with_template("{{ messages[0].content }}|{{ eos_token }}") is own, "compiled once"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% for %}", "no valid Jinja in line 1"),
+        ("a\n{{ b", "no valid Jinja in line 2"),
+        ("{{ 'a' * 10 ** 12 }}", "is refused"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
+        ("{{ (" * 3000 + "1" + ") }}" * 3000, "no valid Jinja"),
+        ("x" * (MAX_REQUEST_SOURCE + 1), f"at most {MAX_REQUEST_SOURCE}"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 seconds"),
+    ],
+)
+def test_what_it_may_not_do(source: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        byte_text().with_template(source).encode_chat(HI)
+    assert words in caught.value.message and "\n" not in caught.value.message
+    assert caught.value.param in ("chat_template", "messages")
