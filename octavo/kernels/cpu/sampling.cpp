@@ -53,6 +53,7 @@ constexpr int64_t kFew = 4096;      // so many tokens are dealt with one by one 
 // they may have fallen asleep. To draw from a row is about as much as going through it so many times.
 constexpr int64_t kWorthSharing = 1 << 19, kDrawEffort = 8;
 constexpr Cut kAll = {0, 0};
+constexpr float kUnlikeliest = -1e30f;  // far below any logit; a penalty does not make it infinite
 
 struct Candidate {
   uint32_t key;
@@ -73,6 +74,7 @@ class Row {
     x_ = logits;
     size_ = size;
     num_chunks_ = (size + kChunk - 1) / kChunk;
+    if (choice.mask) allow(logits);
     if (choice.tokens) penalise(logits);
     if (choice.is_greedy || !(choice.temperature > 0.0f)) return variant.argmax(x_, size_);
     if (!find_top()) return 0;
@@ -85,6 +87,20 @@ class Row {
   }
 
  private:
+  // What the mask leaves out becomes impossible; what it leaves in never is, whatever was done to it before: where nothing
+  // else is left, the mask has the last word.
+  void allow(float* logits) {
+    for (int64_t begin = 0; begin < size_; begin += 32) {
+      const uint32_t bits = choice_->mask[begin / 32];
+      const int64_t end = std::min(begin + 32, size_);
+      if (!bits) std::fill(logits + begin, logits + end, -INFINITY);
+      else for (int64_t i = begin; i < end; ++i) {
+        const float lifted = logits[i] > kUnlikeliest ? logits[i] : kUnlikeliest;  // NaN, too
+        logits[i] = bits >> (i - begin) & 1 ? lifted : -INFINITY;
+      }
+    }
+  }
+
   // As sampling/penalties.py has it, addition by addition.
   void penalise(float* logits) {
     const OctavoChoice& choice = *choice_;

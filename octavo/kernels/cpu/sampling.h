@@ -17,6 +17,7 @@ struct OctavoChoice {
   double min_p;           // 0: no limit
   int64_t top_k;          // 0, or the vocabulary's size: no limit
   const int32_t* tokens;  // that the row holds, and is penalised for; NULL: no penalties
+  const uint32_t* mask;   // bit i % 32 of word i / 32: whether token i may be chosen; NULL: every one may
   int64_t prompt_len;
   int64_t len;  // prompt and output
   float temperature;
@@ -30,7 +31,7 @@ struct OctavoChoice {
 // Fills in every choice's uniform, as sampling/randomness.py has it.
 void octavo_uniforms(const int64_t* seeds, const int64_t* positions, int64_t num_rows, OctavoChoice* choices);
 
-// chosen [num_rows] of logits [num_rows, size], size < 2³¹. Rows with penalties are changed.
+// chosen [num_rows] of logits [num_rows, size], size < 2³¹. Rows with penalties or a mask are changed.
 void octavo_sample(octavo::Threads* threads, float* logits, int64_t stride, int64_t num_rows, int64_t size,
                    const OctavoChoice* choices, int64_t* chosen);
 }

@@ -19,6 +19,7 @@ RECORD = np.dtype(
         ("min_p", np.float64),
         ("top_k", np.int64),
         ("tokens", np.uintp),  # the address of int32s
+        ("mask", np.uintp),  # the address of uint32s
         ("prompt_len", np.int64),
         ("len", np.int64),
         ("temperature", np.float32),
@@ -61,7 +62,7 @@ def fill_uniforms(records: Records, seeds: Ints, positions: Ints) -> None:
 
 
 def choose(threads: Threads, logits: torch.Tensor, records: Records, chosen: torch.Tensor) -> None:
-    """logits [S, V] float32, of which penalised rows are changed; records [S]; fills chosen [S] int64."""
+    """logits [S, V] float32, of which penalised and masked rows are changed; records [S]; fills chosen [S] int64."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and 0 < vocab_size < 2**31
     assert records.dtype == RECORD and records.shape == (num_rows,) and records.flags.c_contiguous
