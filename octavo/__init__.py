@@ -6,10 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.engine.answers import CompletionOutput, EmbeddingOutput, RequestOutput
     from octavo.engine.llm import LLM
-    from octavo.messages import SamplingParams
+    from octavo.messages import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
@@ -17,6 +25,7 @@ _HOMES = {
     "EmbeddingOutput": "octavo.engine.answers",
     "RequestOutput": "octavo.engine.answers",
     "SamplingParams": "octavo.messages",
+    "StructuredOutputsParams": "octavo.messages",
 }
 
 

@@ -11,6 +11,7 @@ from octavo.config import Config
 from octavo.params import Pooling as Pooling
 from octavo.params import PoolingParams as PoolingParams
 from octavo.params import SamplingParams as SamplingParams
+from octavo.params import StructuredOutputsParams as StructuredOutputsParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -384,3 +385,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[Logprobs] = []
     # Of each row that wants them and computed prompt tokens, the last one aside.
     prompt_logprobs: list[list[Logprobs]] = []
+    failures: dict[int, str] = {}  # which of `tokens` do not count, and why: their requests cannot go on

@@ -2,7 +2,7 @@
 Knows nothing of how they travel, nor of tokens, text or tensors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 
@@ -13,6 +13,20 @@ from octavo.errors import InvalidRequest
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters
+
+
+class StructuredOutputsParams(TypedDict, total=False):
+    """What an answer must look like: exactly one of the first six, by vLLM's names."""
+
+    json: str | dict[str, Any] | bool  # a JSON schema
+    json_object: bool  # any JSON object
+    regex: str
+    choice: Sequence[str]  # one of these texts
+    grammar: str  # Lark's notation, or GBNF's
+    structural_tag: str | dict[str, Any]
+    whitespace_pattern: str  # a regex of what may stand between the parts of JSON
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -40,6 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: Sequence[str] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; set by whoever has a tokenizer
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: str = ""  # the same as the sampler reads it; set by whoever has a tokenizer, who has checked it
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 

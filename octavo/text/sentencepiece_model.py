@@ -59,6 +59,10 @@ class SentencePieceTokenizer:
         self._insists = _found_by_the_package(self._processor)
         self.lookalikes = LookAlikes([*added.control_tokens, *self._insists])
 
+    @property
+    def pieces(self) -> BytePieces:
+        return self._pieces
+
     @functools.cached_property
     def longest_token(self) -> int:
         names = (self._processor.id_to_piece(token_id) for token_id in range(self._processor.vocab_size()))

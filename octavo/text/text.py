@@ -5,7 +5,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import ConfigError, ContextTooLong, InvalidRequest
+from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, Unsupported
 from octavo.messages import SamplingParams
 from octavo.text.formats import AnswerFormats, choose_formats
 from octavo.text.sentence import Sentence
@@ -13,6 +13,7 @@ from octavo.text.stream import TextStream
 from octavo.text.template import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.tool_prompt import spell_out
+from octavo.text.vocabulary import Vocabulary
 
 _MAX_REMEMBERED = 8
 """Templates of requests: a client that sends its own each time pays once for compiling it."""
@@ -108,6 +109,16 @@ class Text:
             if plain and spaced[-len(plain) :] != plain:  # else a ban of the one is a ban of the other
                 found.append(spaced)
         return tuple(map(tuple, found))
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """As grammars see it. Raises Unsupported where they cannot be kept to."""
+        pieces = self._tokenizer.pieces
+        if pieces is None:
+            raise Unsupported("this model's tokens are not bytes of a text one by one: no grammar can be kept to")
+        if not self.eos_ids:
+            raise Unsupported("this model has no token that ends a text: no grammar can come to its end")
+        return Vocabulary(self.vocab_size, self._tokenizer.spell, pieces.special_ids, self.eos_ids)
 
     @property
     def has_chat_template(self) -> bool:

@@ -45,6 +45,10 @@ class Tokenizer(Protocol):
     ) -> Detokenizer:
         """A stream of what follows the prompt. `kept`: special tokens that are not skipped."""
 
+    @property
+    def pieces(self) -> BytePieces | None:
+        """Which bytes each id adds to a text. None: that depends on the ids around it."""
+
     def spell(self, token_id: int) -> bytes:
         """What one token adds to a text in the middle: maybe less than a character. A control token: its name."""
 
@@ -77,6 +81,10 @@ class LibraryTokenizer:
         self._after = list(after)
         self._chat = ChatTwin(tokenizer)
         self.lookalikes = self._chat.lookalikes
+
+    @property
+    def pieces(self) -> BytePieces | None:
+        return self._pieces
 
     @functools.cached_property
     def longest_token(self) -> int:

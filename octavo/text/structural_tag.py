@@ -1,0 +1,167 @@
+"""Structural tags: running text with parts in it whose form is given, as vLLM and xgrammar write them → rules of a grammar.
+Knows nothing of the grammar around the rules, nor of how schemas become rules: that is passed in."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from octavo.errors import InvalidRequest, Unsupported
+
+SchemaRule = Callable[[object, str], str]
+"""(schema, the field it came in) → what stands for it in a rule."""
+
+MAX_TAGS = 256
+_MAX_DEPTH = 16
+_TEXT = "TAG_TEXT"
+
+
+def tags_rules(
+    value: object,
+    param: str,
+    schema_rule: SchemaRule,
+    regex: Callable[[object, str], str],
+    literal: Callable[[str], str],
+) -> str:
+    """`literal`: a text as a rule writes it, control tokens among it as themselves."""
+    maker = _Rules(param, schema_rule, regex, literal)
+    match value:
+        case {"structures": structures, "triggers": triggers}:
+            tags = maker.entries(structures, f"{param}.structures")
+            body = maker.triggered(tags, triggers, "schema", f"{param}", {})
+        case {"format": form}:
+            body = maker.form(form, f"{param}.format", 0)
+        case _:
+            raise InvalidRequest(f"{param} must have structures and triggers, or a format", param=param)
+    return f"start: {body}\n" + "".join(maker.rules)
+
+
+class _Rules:
+    def __init__(
+        self, param: str, schema_rule: SchemaRule, regex: Callable[[object, str], str], literal: Callable[[str], str]
+    ) -> None:
+        self._param, self._schema_rule, self._regex, self._literal = param, schema_rule, regex, literal
+        self.rules: list[str] = [f"{_TEXT}: /(.|\\n)*/\n", f"tag_end: {_TEXT}\n"]
+        self._num_tags = 0
+
+    def form(self, value: object, where: str, depth: int) -> str:
+        """What stands for it in a rule."""
+        if depth > _MAX_DEPTH:
+            raise self._invalid(f"{where} is nested too deeply")
+        if not isinstance(value, Mapping):
+            raise self._invalid(f"{where} must be an object with a type")
+        match value:
+            case {"type": "const_string", "value": str(text)} if text:
+                return self._literal(text)
+            case {"type": "json_schema", "json_schema": schema}:
+                return self._schema_rule(schema, f"{where}.json_schema")
+            case {"type": "regex", "pattern": pattern}:
+                return self._regex(pattern, f"{where}.pattern")
+            case {"type": "any_text"}:
+                return "tag_end"
+            case {"type": "sequence", "elements": elements}:
+                every = self.entries(elements, f"{where}.elements")
+                return (
+                    "(" + " ".join(self._inner(e, f"{where}.elements[{i}]", depth) for i, e in enumerate(every)) + ")"
+                )
+            case {"type": "or", "elements": elements}:
+                every = self.entries(elements, f"{where}.elements")
+                return (
+                    "(" + " | ".join(self._inner(e, f"{where}.elements[{i}]", depth) for i, e in enumerate(every)) + ")"
+                )
+            case {"type": "tag"}:
+                return self._tag(value, where, depth)
+            case {"type": "triggered_tags", "triggers": triggers, "tags": tags}:
+                return self.triggered(self.entries(tags, f"{where}.tags"), triggers, "content", where, value, depth)
+            case {"type": "tags_with_separator", "tags": tags, "separator": str(separator)}:
+                return self._separated(self.entries(tags, f"{where}.tags"), separator, value, where, depth)
+            case {"type": kind}:
+                raise Unsupported(
+                    f"{where}: the type {str(kind)[:60]!r} is not offered, or lacks a field", param=self._param
+                )
+        raise self._invalid(f"{where} must be an object with a type")
+
+    def _inner(self, value: object, where: str, depth: int) -> str:
+        return self.form(value, where, depth + 1)
+
+    def entries(self, value: object, where: str) -> list[Mapping[str, Any]]:
+        if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
+            raise self._invalid(f"{where} must be a list of objects that is not empty")
+        if len(value) > MAX_TAGS:
+            raise self._invalid(f"{where} has {len(value)} entries, at most {MAX_TAGS} are taken")
+        return value
+
+    def triggered(
+        self,
+        tags: Sequence[Mapping[str, Any]],
+        triggers: object,
+        content: str,
+        where: str,
+        options: Mapping[str, Any],
+        depth: int = 0,
+    ) -> str:
+        """Any text, until one of the triggers comes: then one of the tags that begin with it, and text again."""
+        if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
+            raise self._invalid(f"{where}.triggers must be a list of strings that is not empty")
+        names = []
+        for number, tag in enumerate(tags):
+            at = f"{where}.{'structures' if content == 'schema' else 'tags'}[{number}]"
+            begin = self._text(tag, "begin", at)
+            trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
+            if trigger is None:
+                raise self._invalid(f"{at}.begin starts with none of the triggers")
+            names.append(self._new_tag(tag, begin, trigger, content, at, depth))
+        for trigger in triggers:
+            if not any(self._text(tag, "begin", where).startswith(trigger) for tag in tags):
+                raise self._invalid(f"{where}.triggers: no tag begins with {trigger[:60]!r}")
+        one = "(" + " | ".join(names) + ")"
+        first, last = ("+" if options.get("at_least_one") else "*"), " tag_end"
+        if options.get("stop_after_first"):
+            return one if options.get("at_least_one") else f"({one} | tag_end)"
+        return f"({one}{first}{last})"
+
+    def _new_tag(self, tag: Mapping[str, Any], begin: str, trigger: str, content: str, where: str, depth: int) -> str:
+        self._num_tags += 1
+        name = f"tag_{self._num_tags}"
+        head, body = f"{name}_head", self._content(tag, content, where, depth)
+        rest, literal = begin[len(trigger) :], self._literal(trigger)
+        if literal.startswith("<"):  # a control token is no text, so that no text can hold it
+            self.rules.append(f"{head}: {_TEXT} {literal}\n")
+        else:
+            self.rules.append(f"{head}[lazy]: {_TEXT} {literal}\n")
+        self.rules.append(f"{name}: {head} {self._literal(rest) if rest else ''} {body}\n")
+        return name
+
+    def _tag(self, tag: Mapping[str, Any], where: str, depth: int) -> str:
+        return f"({self._literal(self._text(tag, 'begin', where))} {self._content(tag, 'content', where, depth)})"
+
+    def _content(self, tag: Mapping[str, Any], key: str, where: str, depth: int) -> str:
+        """What is inside a tag, and its end."""
+        if key not in tag:
+            raise self._invalid(f"{where}.{key} is missing")
+        end = self._text(tag, "end", where, may_be_empty=True)
+        inner, last = tag[key], self._literal(end) if end else ""
+        if key == "schema":
+            return f"{self._schema_rule(inner, f'{where}.schema')} {last}"
+        if isinstance(inner, Mapping) and inner.get("type") == "any_text" and end:
+            self._num_tags += 1
+            name = f"tag_text_{self._num_tags}"
+            is_control = last.startswith("<")
+            self.rules.append(f"{name}: {_TEXT} {last}\n" if is_control else f"{name}[lazy]: {_TEXT} {last}\n")
+            return name
+        return f"{self.form(inner, f'{where}.{key}', depth + 1)} {last}"
+
+    def _separated(
+        self, tags: Sequence[Mapping[str, Any]], separator: str, options: Mapping[str, Any], where: str, depth: int
+    ) -> str:
+        one = "(" + " | ".join(self._tag(tag, f"{where}.tags[{i}]", depth) for i, tag in enumerate(tags)) + ")"
+        between = self._literal(separator) if separator else ""
+        many = one if options.get("stop_after_first") else f"{one} ({between} {one})*"
+        return f"({many})" if options.get("at_least_one") else f"({many})?"
+
+    def _text(self, tag: Mapping[str, Any], key: str, where: str, may_be_empty: bool = False) -> str:
+        text = tag.get(key)
+        if not isinstance(text, str) or not (text or may_be_empty):
+            raise self._invalid(f"{where}.{key} must be a string{'' if may_be_empty else ' that is not empty'}")
+        return text
+
+    def _invalid(self, words: str) -> InvalidRequest:
+        return InvalidRequest(words, param=self._param)

@@ -1,0 +1,67 @@
+"""A vocabulary as grammars see it: which bytes each token adds to a text, which are control tokens, and which of them end it.
+Knows nothing of files, of models or of how a text is cut into tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+_NUM_BYTES = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    size: int
+    spell: Callable[[int], bytes]  # what an id adds to a text; a control token's name; empty: nothing
+    special_ids: frozenset[int]
+    eos_ids: tuple[int, ...]
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        names = {self.spell(i).decode("utf-8", "replace"): i for i in sorted(self.special_ids)}
+        return {name: i for name, i in names.items() if name}
+
+    @cached_property
+    def stand_in(self) -> "LLTokenizer":
+        """Single bytes in place of the words, and the control tokens where they are: enough to check a grammar with, and made
+        in no time."""
+        tokens = [self.spell(i) if i in self.special_ids else b"" for i in range(self.size)]
+        free = [i for i in range(len(tokens)) if i not in self.special_ids][:_NUM_BYTES]
+        free += range(len(tokens), len(tokens) + _NUM_BYTES - len(free))
+        tokens += [b""] * (free[-1] + 1 - len(tokens))
+        for byte, at in enumerate(free):
+            tokens[at] = bytes([byte])
+        return tokenizer_of(tokens, self.special_ids, self.eos_ids)
+
+    def tokenizer(self, size: int) -> "LLTokenizer":
+        """The whole of it, for a model that has so many logits. Takes a moment."""
+        tokens = [self.spell(i) if i < self.size else b"" for i in range(size)]
+        special = frozenset(i for i in self.special_ids if i < size)
+        return tokenizer_of(tokens, special, [i for i in self.eos_ids if i < size])
+
+
+def tokenizer_of(tokens: Sequence[bytes], special_ids: frozenset[int], eos_ids: Sequence[int]) -> "LLTokenizer":
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(_Words(tokens, special_ids, eos_ids), eos_token=list(eos_ids))  # type: ignore[arg-type]
+
+
+class _Words:
+    """What llguidance wants to know of a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], special_ids: frozenset[int], eos_ids: Sequence[int]) -> None:
+        # A token that adds nothing could be taken for ever; as a control token without a name it is never taken.
+        empty = [i for i, token in enumerate(tokens) if not token]
+        self.tokens = [token or b"<[%d]>" % i for i, token in enumerate(tokens)]
+        self.special_token_ids = sorted({*special_ids, *empty, *eos_ids})
+        self.eos_token_id = eos_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        """It is asked only where text is forced, which our grammars forbid."""
+        raise AssertionError("grammars are compiled without forcing")
