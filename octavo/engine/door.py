@@ -42,11 +42,15 @@ def admit(
     check_ids(params.allowed_token_ids or (), report, "allowed_token_ids")
     check_ids([*(params.logit_bias or ())], report, "logit_bias")
     assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
-    stop_ids = [*params.stop_token_ids] if params.ignore_eos else [*eos_ids, *params.stop_token_ids]
+    assert params.grammar or not params.structured_outputs, "made a grammar by whoever has a tokenizer"
+    # Where a grammar comes to its end so does the answer, whatever it is told to ignore.
+    ignores_eos = params.ignore_eos and not params.grammar
+    stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
     resolved = msgspec.structs.replace(
         params,
         max_tokens=params.max_tokens or room,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
+        structured_outputs=None,  # its grammar says the same, and it alone travels on
     )
     return GenerateRequest(request_id, prompt_ids, resolved, list(dict.fromkeys(stop_ids)), arrived=arrived)
 

@@ -20,6 +20,7 @@ from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
 from octavo.schedule.request import choice_seed
 from octavo.text import Text, TextDelta, load_text
+from octavo.text.grammar import grammar_of
 from octavo.text.sentence import Sentence, read_sentence
 from octavo.weights.source import resolve
 
@@ -189,7 +190,10 @@ class LLM:
             params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
-        has_text = self._text is not None or not params.ignore_eos or bool(params.stop)
+        if params.structured_outputs:
+            grammar = grammar_of(params.structured_outputs, self.text.vocabulary)
+            params = msgspec.structs.replace(params, grammar=grammar)
+        has_text = self._text is not None or not params.ignore_eos or bool(params.stop or params.grammar)
         return admit(f"offline-{number}", ids, params, self.report, self.text.eos_ids if has_text else ())
 
     def _run(

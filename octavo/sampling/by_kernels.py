@@ -1,26 +1,34 @@
 """Sampling where the logits are, by kernels: the host sends its numbers in one copy and waits for nothing.
 Knows nothing of how the kernels work. Loaded only where logits are on a GPU, as the kernels need Triton."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.kernels import sampling_edit
 from octavo.kernels import sampling_records as columns
 from octavo.kernels.sampling import argmax
 from octavo.kernels.sampling_draw import draw
+from octavo.kernels.sampling_mask import keep
 from octavo.sampling import minimum
+from octavo.sampling.grammar import UNLIKELIEST, Masks
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Floats, Ints, SamplingState
 
 
 def sample(
-    logits: torch.Tensor,  # [S, V]; rows that may not end yet are changed
+    logits: torch.Tensor,  # [S, V]; rows that have a mask, or may not end yet, are changed
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
     rows: Ints,  # [S]
     lens: Ints,  # [S]
     out: torch.Tensor,  # [S] int64
+    masks: Masks | None = None,
 ) -> None:
+    if masks is not None:
+        keep(logits, _there(masks.bits, logits.device), _there(masks.at, logits.device), UNLIKELIEST)
     penalised = state.penalised[rows]
     early = lens < state.min_len[rows]
     is_penalised, is_early = bool(penalised.any()), bool(early.any())
@@ -78,6 +86,11 @@ def _penalties(state: SamplingState, rows: Ints, lens: Ints, at: Ints) -> Floats
         records[:, columns.FREQUENCY] = state.frequency[there]
         records[:, columns.PRESENCE] = state.presence[there]
     return records
+
+
+def _there(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    here = torch.from_numpy(values)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def _send(parts: list[Floats | Ints], device: torch.device) -> list[torch.Tensor]:

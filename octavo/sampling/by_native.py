@@ -7,17 +7,19 @@ import torch
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.sampling import Records, choose, fill_uniforms, new_records
 from octavo.sampling import minimum
+from octavo.sampling.grammar import Masks
 from octavo.sampling.state import Ints, SamplingState
 
 
 def sample(
     native: Native,
-    logits: torch.Tensor,  # [S, V] float32, changed where rows are penalised or may not end yet
+    logits: torch.Tensor,  # [S, V] float32, changed where rows are penalised or masked, or may not end yet
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
     rows: Ints,  # [S]
     lens: Ints,  # [S]
     out: torch.Tensor,  # [S] int64
+    masks: Masks | None = None,
 ) -> None:
     early = lens < state.min_len[rows]
     if early.any():  # before penalties: what is banned stays so whatever they do to it
@@ -30,6 +32,9 @@ def sample(
         records["top_p"] = state.top_p[rows]
         records["min_p"] = state.min_p[rows]
         fill_uniforms(records, state.seed[rows], np.ascontiguousarray(lens))
+    if masks is not None:
+        assert masks.bits.flags.c_contiguous and masks.bits.shape[1] == -(-logits.shape[1] // 32)
+        records["mask"][masks.at] = masks.bits.ctypes.data + np.arange(len(masks.at)) * masks.bits.strides[0]
     penalised = state.penalised[rows]
     if penalised.any():
         at = penalised.nonzero()[0]

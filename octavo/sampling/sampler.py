@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from octavo.kernels.cpu.native import Native
-from octavo.sampling import by_native, edits, minimum, penalties
+from octavo.sampling import by_native, edits, grammar, minimum, penalties
 from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
+from octavo.sampling.grammar import Masks
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Ints, SamplingState
 
@@ -27,6 +28,7 @@ def sample(
     out: torch.Tensor | None = None,  # [S] int64, filled and returned
     by_kernels: bool | None = None,  # None: where the logits are on a GPU and Triton is installed
     native: Native | None = None,  # a CPU's kernels, where it has them
+    masks: Masks | None = None,  # what grammars leave
 ) -> torch.Tensor:
     """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
     if state.edits and not state.edits.keys().isdisjoint(rows.tolist()):
@@ -36,15 +38,18 @@ def sample(
 
         if out is None:
             out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        kernels.sample(logits, tokens, state, rows, lens, out)
+        kernels.sample(logits, tokens, state, rows, lens, out, masks)
         return out
     if native is not None and not logits.is_cuda:
         if out is None:
             out = torch.empty(len(rows), dtype=torch.int64)
-        by_native.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out)
+        by_native.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out, masks)
         return out
     # A GPU without Triton waits here: what follows is NumPy's and torch's on the host.
-    ids = _sample(logits.float().cpu(), tokens, state, rows, lens)
+    here = logits.float().cpu()
+    if masks is not None:
+        grammar.apply(here, masks)
+    ids = _sample(here, tokens, state, rows, lens)
     return ids.to(logits.device) if out is None else out.copy_(ids)
 
 

@@ -2,6 +2,7 @@
 Knows nothing of logits or of how the parameters are applied."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from octavo.kernels import sampling_records as columns
 from octavo.messages import SamplingParams
 from octavo.sampling.edits import Edits
+from octavo.sampling.grammar import Grammars, no_vocabulary
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -20,8 +22,9 @@ _LEAST_TEMPERATURE = 1e-5
 class SamplingState:
     """Columns are indexed by row; a row's values are those of its latest occupant."""
 
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, grammars: Grammars | None = None) -> None:
         self.vocab_size = vocab_size
+        self.grammars = grammars or Grammars(vocab_size, no_vocabulary, 1)
         self.greedy = np.ones(max_rows, dtype=np.bool_)
         self.temperature = np.zeros(max_rows, dtype=np.float64)
         self.top_k = np.zeros(max_rows, dtype=np.int64)  # vocab_size: no limit
@@ -42,8 +45,16 @@ class SamplingState:
         # The same parameters as the kernels read them; a step adds where the row's logits are, and its uniform.
         self.records = np.zeros((max_rows, columns.WIDTH), dtype=np.float64)
 
-    def enter(self, row: int, params: SamplingParams, seed: int, prompt_len: int, stop_ids: list[int]) -> None:
-        """Give `row` its new occupant's parameters."""
+    def enter(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_len: int,
+        stop_ids: list[int],
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """Give `row` its new occupant's parameters. `output_ids`: what it has sampled already."""
         limited = 0 < params.top_k < self.vocab_size
         # The most likely token alone is left by a top_k of 1: the same choice as greedy, for the price of one argmax.
         self.greedy[row] = params.temperature < _LEAST_TEMPERATURE or params.top_k == 1
@@ -61,7 +72,8 @@ class SamplingState:
             1,
         )
         self.prompt_len[row] = prompt_len
-        self.min_len[row] = prompt_len + params.min_tokens
+        # With a grammar it is the grammar that says when the row may end, min_tokens included.
+        self.min_len[row] = 0 if params.grammar else prompt_len + params.min_tokens
         # A stop id that the model cannot produce needs no mask.
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         self.records[row] = self._record(row)
@@ -73,18 +85,21 @@ class SamplingState:
             self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
+        if params.grammar:
+            self.grammars.enter(row, params, prompt_len, output_ids, stop_ids)
 
     def leave(self, row: int) -> None:
         """All else of who left is not read again."""
         self.edits.pop(row, None)
         self.num_logprobs.pop(row, None)
         self.num_prompt_logprobs.pop(row, None)
+        self.grammars.leave(row)
 
     def needs_logits(self, rows: Ints) -> bool:
         """Whether a row's logits are read or changed beyond what a parameter column says."""
-        if not (self.edits or self.num_logprobs):
+        if not (self.edits or self.num_logprobs or self.grammars.rows):
             return False
-        return any(row in self.edits or row in self.num_logprobs for row in rows.tolist())
+        return any(row in some for some in (self.edits, self.num_logprobs, self.grammars.rows) for row in rows.tolist())
 
     def _record(self, row: int) -> Floats:
         record = np.zeros(columns.WIDTH)

@@ -48,7 +48,8 @@ class Request:
         self.tokens = [*source.prompt_ids, *(begun or ())]  # prompt and output, as far as known here
         self.prompt_len = len(source.prompt_ids)
         self.max_len = self.prompt_len + params.max_tokens
-        self.min_len = self.prompt_len + params.min_tokens
+        # A grammar says itself when an answer may end: what ends it has been left only where it may.
+        self.min_len = 0 if params.grammar else self.prompt_len + params.min_tokens
         self.computed = 0
         self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
         self.epoch = 0  # times it left its row; results of an older epoch own no pages

@@ -112,7 +112,7 @@ class Scheduler:
         """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
         issued = self._in_flight.popleft()
         tokens, vectors = iter(result.tokens), iter(result.vectors)
-        deltas: list[TokenDelta] = []
+        deltas = self._failed(plan, issued, result) if result.failures else []
         if self._watched:
             deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
         page_size = self.cache.page_size
@@ -372,6 +372,19 @@ class Scheduler:
         self._finish(request)
         finish = Finish("stop", None, request.num_cached, request.num_preemptions)
         return TokenDelta(request.id, request.index, [], finish, vector)
+
+    def _failed(self, plan: StepPlan, issued: _Issued, result: StepResult) -> list[TokenDelta]:
+        """End the requests whose token of this step does not count: they alone cannot go on."""
+        sampling = [
+            r for r, samples in zip(issued.requests, plan.samples, strict=True) if samples and r.pooling is None
+        ]
+        deltas = []
+        for at, message in result.failures.items():
+            if not (request := sampling[at]).is_finished:
+                self._finish(request)
+                finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
+                deltas.append(TokenDelta(request.id, request.index, [], finish))
+        return deltas
 
     def _hand_over(self, leader: Request) -> None:
         """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""

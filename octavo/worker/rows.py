@@ -8,6 +8,7 @@ import torch
 
 from octavo.device import Device
 from octavo.messages import PoolingParams, StepPlan
+from octavo.sampling.grammar import Grammars
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
 
@@ -35,6 +36,7 @@ class Rows:
         device: Device,
         staging: Staging,
         windows: tuple[int, ...] = (0,),
+        grammars: Grammars | None = None,
     ) -> None:
         """`windows`: of each group of layers, which has page tables of its own; 0: it keeps all pages."""
         self.page_size = page_size
@@ -52,7 +54,7 @@ class Rows:
         self.page_table, self.device_page_table = self.page_tables[0], self.device_page_tables[0]
         # Those in which a sequence's pages are all there, from its first token on.
         self.whole_tables = [table for table, window in zip(self.page_tables, windows, strict=True) if not window]
-        self.sampling = SamplingState(max_rows, vocab_size)
+        self.sampling = SamplingState(max_rows, vocab_size, grammars)
         self.pooling: dict[int, PoolingParams] = {}  # rows whose occupant wants a vector in place of tokens
         self._staging = staging
         self._is_cuda = device.is_cuda
@@ -70,7 +72,14 @@ class Rows:
             for table, pages in zip(self.page_tables, entering.pages, strict=True):
                 table[row] = 0
                 table[row, : len(pages)] = pages
-            self.sampling.enter(row, entering.params, entering.seed, entering.prompt_len, entering.stop_ids)
+            self.sampling.enter(
+                row,
+                entering.params,
+                entering.seed,
+                entering.prompt_len,
+                entering.stop_ids,
+                entering.token_ids[entering.prompt_len :],
+            )
             if entering.pooling is not None:
                 self.pooling[row] = entering.pooling
         if plan.page_rows:

@@ -26,7 +26,10 @@ from octavo.layers.model import DecoderModel
 from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
+from octavo.sampling.grammar import Grammars
 from octavo.spec import ModelSpec, PageLayout
+from octavo.text import load_text
+from octavo.text.vocabulary import Vocabulary
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
@@ -246,7 +249,14 @@ class Runner:
         limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
         self.staging = Staging(self.device)
         self.rows = Rows(
-            limits.max_num_seqs, max_model_len, page_size, vocab_size, self.device, self.staging, self.layout.windows
+            limits.max_num_seqs,
+            max_model_len,
+            page_size,
+            vocab_size,
+            self.device,
+            self.staging,
+            self.layout.windows,
+            Grammars(vocab_size, self._vocabulary, limits.cpu_threads),
         )
         can_capture = self.device.is_cuda and self.attention.can_capture
         # Ranks talk to each other in the middle of a step; that is not captured yet.
@@ -254,8 +264,16 @@ class Runner:
             self.graphs = Graphs(self.device, self.rows, self.model, limits.max_num_seqs)
         self._answers = [self.device.pinned((limits.max_num_seqs,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
+    def _vocabulary(self) -> Vocabulary:
+        return load_text(self.source.path, tokenizer=self.config.model.tokenizer).vocabulary
+
     def launch(self, plan: StepPlan) -> Step:
         """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
+        step = self._launch(plan)
+        self.rows.sampling.grammars.started(step)
+        return step
+
+    def _launch(self, plan: StepPlan) -> Step:
         with torch.inference_mode():
             self.pages.move(plan.moves)
             self.rows.leave(plan.leaves)
@@ -288,13 +306,9 @@ class Runner:
             logits = self.model.logits(hidden.index_select(0, at)) if len(at) else None
         if logits is None:
             return None, extras
-        tokens, scores = sample_scored(
-            logits, self.rows, assembled.sample_rows, assembled.sample_lens, native=self._native
-        )
+        rows, lens = assembled.sample_rows, assembled.sample_lens
+        tokens, extras = sample_scored(logits, self.rows, rows, lens, self._native, extras)
         self.rows.tokens.view(-1).index_copy_(0, assembled.sample_cells, tokens.to(torch.int32))
-        if scores is not None:
-            extras = extras or Extras()
-            extras.scores = scores
         return tokens, extras
 
     def _logits(self, batch: Batch) -> torch.Tensor | None:
@@ -314,9 +328,9 @@ class Runner:
         logits = graphs.run(rows, lens, changes, shared, is_plain_greedy(self.rows.sampling, rows, lens))
         extras: Extras | None = None
         if logits is not None:
-            tokens, scores = sample_scored(logits, self.rows, rows, lens)
+            tokens, extras = sample_scored(logits, self.rows, rows, lens)
             graphs.store(tokens)
-            extras = None if scores is None else Extras(scores=scores).sent_home()
+            extras = None if extras is None else extras.sent_home()
         done = self.device.event()
         done.record()
         return Step(number, graphs.answer(len(rows)), done, extras)

@@ -11,6 +11,7 @@ from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.assemble import Columns
 from octavo.worker.rows import Rows
+from octavo.worker.step import Extras
 
 _CHUNK = 32  # prompt positions whose logits are held at once
 
@@ -21,13 +22,20 @@ def sample_scored(
     rows: Ints,  # [S]
     lens: Ints,  # [S]
     native: Native | None = None,
-) -> tuple[torch.Tensor, Scores | None]:
-    """Tokens [S], and the logprobs of those whose row wants them. None: nobody does."""
+    extras: Extras | None = None,
+) -> tuple[torch.Tensor, Extras | None]:
+    """Tokens [S], and what else rows want, beside what is among `extras` already. None: nobody wants anything."""
     raw = keep_raw(logits, tables.sampling, rows)
-    tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native)
-    if raw is None:
-        return tokens, None
-    return tokens, score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
+    # A GPU is computing the logits: grammars see the tokens before them, and say what may follow, meanwhile.
+    masks = tables.sampling.grammars.masks(rows, lens)
+    tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native, masks=masks)
+    if raw is not None:
+        extras = extras or Extras()
+        extras.scores = score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
+    if masks is not None and masks.failures:
+        extras = extras or Extras()
+        extras.failures = masks.failures
+    return tokens, extras
 
 
 def wants_prompt_scores(state: SamplingState, columns: Columns) -> bool:

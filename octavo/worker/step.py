@@ -18,10 +18,12 @@ class Extras:
     vectors: Sequence[torch.Tensor] = ()  # of the rows that are pooled
     scores: Scores | None = None  # of the tokens whose row wants them
     prompt_scores: list[list[Scores]] = field(default_factory=list)  # of each row that wants them, piece by piece
+    failures: dict[int, str] = field(default_factory=dict)  # sampled token → why it does not count
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
-        return Extras(self.vectors, scores, [[part.sent_home() for part in parts] for parts in self.prompt_scores])
+        prompt_scores = [[part.sent_home() for part in parts] for parts in self.prompt_scores]
+        return Extras(self.vectors, scores, prompt_scores, self.failures)
 
 
 class Step:
@@ -35,11 +37,15 @@ class Step:
     def is_done(self) -> bool:
         return self._done is None or self._done.is_done()
 
-    def result(self) -> StepResult:
+    def tokens(self) -> list[int]:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.wait()
-        tokens = [] if self._tokens is None else self._tokens.tolist()
+        return [] if self._tokens is None else self._tokens.tolist()
+
+    def result(self) -> StepResult:
+        """Waits until the step is done."""
+        tokens = self.tokens()
         extras = self._extras
         if extras is None:
             return StepResult(self._number, tokens)
@@ -49,6 +55,7 @@ class Step:
             [_bytes(vector) for vector in extras.vectors],
             [] if extras.scores is None else extras.scores.entries(),
             [[entry for part in parts for entry in part.entries()] for parts in extras.prompt_scores],
+            extras.failures,
         )
 
 

@@ -1,0 +1,274 @@
+"""Grammars: which tokens each row's grammar leaves for its next place, as bits, and the logits without the others.
+Knows nothing of requests, nor of how a grammar came about: text/grammar.py has checked it.
+
+What a row may say next follows from its grammar and from the tokens that it has given so far, and from nothing else: a row
+that left and came back, or that another engine took over, stands where it stood. Every rank knows the tokens and computes
+the bits for itself. Compiling and filling go on without the interpreter's lock, in other threads."""
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.messages import SamplingParams
+from octavo.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+log = logging.getLogger("octavo.grammar")
+
+Ints = NDArray[np.int64]
+Words = NDArray[np.int32]
+
+_MAX_COMPILED = 64  # grammars that are kept ready for the next row
+_WORD = 32  # tokens that a word has bits for
+_WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
+_GOOD_ENDS = ("NoExtension", "EndOfSentence")
+UNLIKELIEST = -1e30
+"""The logit of a token that the grammar leaves and somebody else has ruled out: taken only where nothing else is left."""
+
+
+class Sampled(Protocol):
+    """The tokens [S] of a step that may still be on its way."""
+
+    def tokens(self) -> Sequence[int]:
+        """Waits until they are here."""
+
+
+@dataclass(slots=True)
+class Masks:
+    """Of the rows of a step that have a grammar."""
+
+    at: Ints  # [G] which of the step's samples
+    bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may come
+    failures: dict[int, str]  # sample → why its grammar cannot go on; its bits leave every token
+
+
+@dataclass(slots=True)
+class _Row:
+    matcher: "Future[LLMatcher]"
+    pending: list[int]  # tokens that the matcher has not taken in yet
+    stop_ids: Ints  # that end the row
+    min_len: int  # tokens of prompt and output before which it may not end
+    ignores_eos: bool  # it ends only where its grammar leaves nothing else
+    is_over: bool = False  # what ends it has been sampled: nothing that follows counts
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The step before: its tokens are taken in when somebody needs them."""
+
+    rows: list[int]
+    step: Sampled
+
+
+def no_vocabulary() -> Vocabulary:
+    raise ConfigError("there is no vocabulary here: no grammar can be kept to")
+
+
+class Grammars:
+    """One for a rank. enter() and leave() follow the rows; each step that samples asks for its masks() once its logits are on
+    their way, and started() is told of every step."""
+
+    def __init__(self, vocab_size: int, vocabulary: Callable[[], Vocabulary], num_threads: int) -> None:
+        self._vocab_size = vocab_size
+        self._open = vocabulary
+        self._num_threads = num_threads
+        self.rows: dict[int, _Row] = {}  # those that have a grammar
+        self._sampling: list[int] | None = None  # rows of the step that is being started
+        self._latest: _Latest | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def enter(
+        self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
+    ) -> None:
+        """The row's new occupant, which has given `output_ids` so far."""
+        self.leave(row)
+        inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
+        self.rows[row] = _Row(
+            self._pool.submit(self._matcher, params.grammar),
+            list(output_ids),
+            inside,
+            prompt_len + params.min_tokens,
+            params.ignore_eos,
+        )
+
+    def leave(self, row: int) -> None:
+        if self.rows.pop(row, None) is not None and self._latest is not None:
+            # What the step before sampled for it is not for its next occupant.
+            self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
+
+    def started(self, step: Sampled) -> None:
+        if self._sampling is not None:
+            self._latest, self._sampling = _Latest(self._sampling, step), None
+        elif self._latest is not None:  # it had no use for masks; where tokens are kept is used again before long
+            self._take_in()
+
+    def masks(self, rows: Ints, lens: Ints) -> Masks | None:
+        """For the rows [S] that sample next, which hold `lens` tokens. None: none of them has a grammar. Waits for the step
+        before."""
+        if not self.rows:
+            return None
+        self._take_in()
+        self._sampling = rows.tolist()
+        own = [(at, self.rows[row]) for at, row in enumerate(rows.tolist()) if row in self.rows]
+        if not own:
+            return None
+        bits = np.full((len(own), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
+        ready: list[tuple[LLMatcher, int]] = []
+        for number, (_, row) in enumerate(own):
+            matcher = self._advanced(row)
+            if matcher is not None:
+                ready.append((matcher, number))
+        self._fill(ready, bits)
+        for matcher, number in ready:
+            at, row = own[number]
+            self._settle(row, matcher, bits[number], int(lens[at]))
+        failures = {at: row.failure for at, row in own if row.failure}
+        return Masks(np.array([at for at, _ in own], dtype=np.int64), bits, failures)
+
+    def _take_in(self) -> None:
+        latest, self._latest = self._latest, None
+        if latest is None or self.rows.keys().isdisjoint(latest.rows):
+            return
+        for row, token in zip(latest.rows, latest.step.tokens(), strict=True):
+            own = self.rows.get(row)
+            if own is not None and not own.is_over:
+                own.is_over = token in own.stop_ids
+                own.pending.append(token)
+
+    def _advanced(self, row: _Row) -> "LLMatcher | None":
+        """The row's matcher, with all of its tokens taken in. None: its bits no longer matter."""
+        if row.is_over or row.failure:
+            return None
+        try:
+            matcher = row.matcher.result()
+        except Exception as error:
+            row.failure = f"the grammar could not be compiled: {error}"
+            return None
+        if not row.pending or matcher.consume_tokens(row.pending):
+            row.pending = []
+            return matcher
+        row.failure = _said(matcher)
+        return None
+
+    def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
+        if len(matchers) == 1:
+            matcher, number = matchers[0]
+            matcher.unsafe_compute_mask_ptr(bits[number].ctypes.data, bits.shape[1] * bits.itemsize)
+        elif matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+
+    def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
+        """What the grammar does not know of: when the row may end, and by what."""
+        if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
+            row.failure = _said(matcher)
+            bits[:] = -1
+            return
+        eos_ids = self._eos_ids
+        can_end = _any_set(bits, eos_ids)
+        if can_end:
+            _set(
+                bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)]
+            )  # whoever named them means them as an end
+        banned = row.stop_ids if row_len < row.min_len else eos_ids if row.ignores_eos else None
+        if can_end and banned is not None:
+            before = bits.copy()
+            _clear(bits, banned)
+            if not bits.any():  # the grammar has come to its end, and so has the answer
+                bits[:] = before
+        if not bits.any():
+            row.failure = f"the grammar cannot go on: {_WORDS['NoExtensionBias']}"
+            bits[:] = -1
+
+    # ── what takes a while, and is done once ──
+
+    def warm(self) -> None:
+        """Read the vocabulary beside whatever else goes on, so that the first grammar does not wait for it."""
+        self._pool.submit(self._warm)
+
+    def _warm(self) -> None:
+        try:
+            self._tokenizer  # noqa: B018
+        except ImportError:
+            log.info("llguidance is not installed: requests with a grammar are refused")
+        except OctavoError as error:
+            log.info("no grammars: %s", error)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "octavo-grammar")
+
+    @functools.cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._num_threads)
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return self._open()
+
+    @functools.cached_property
+    def _eos_ids(self) -> Ints:
+        return np.array([i for i in self._vocabulary.eos_ids if i < self._vocab_size], dtype=np.int64)
+
+    @functools.cached_property
+    def _special_ids(self) -> Ints:
+        return np.array(sorted(self._vocabulary.special_ids), dtype=np.int64)
+
+    @functools.cached_property
+    def _tokenizer(self) -> "LLTokenizer":
+        return self._vocabulary.tokenizer(self._vocab_size)
+
+    def _matcher(self, grammar: str) -> "LLMatcher":
+        """Runs in the pool's one thread."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+            if compiled.is_error():
+                raise ValueError(_said(compiled))
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return compiled.deep_copy()
+
+
+def _said(matcher: "LLMatcher") -> str:
+    words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
+    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
+
+
+def _any_set(bits: Words, ids: Ints) -> bool:
+    return bool((bits.view(np.uint32)[ids // _WORD] >> (ids % _WORD).astype(np.uint32) & 1).any())
+
+
+def _set(bits: Words, ids: Ints) -> None:
+    np.bitwise_or.at(bits.view(np.uint32), ids // _WORD, np.uint32(1) << (ids % _WORD).astype(np.uint32))
+
+
+def _clear(bits: Words, ids: Ints) -> None:
+    np.bitwise_and.at(bits.view(np.uint32), ids // _WORD, ~(np.uint32(1) << (ids % _WORD).astype(np.uint32)))
+
+
+def apply(logits: torch.Tensor, masks: Masks) -> None:
+    """By torch, in place: what a row's grammar does not leave becomes impossible, and what it leaves never is. logits [S, V]"""
+    words = torch.from_numpy(masks.bits).to(logits.device)
+    places = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
+    for number, at in enumerate(masks.at.tolist()):
+        allowed = (words[number, :, None] >> places & 1).bool().view(-1)[: logits.shape[1]]
+        row = logits[at].nan_to_num_(nan=UNLIKELIEST, posinf=torch.finfo(logits.dtype).max, neginf=UNLIKELIEST)
+        row.clamp_(min=UNLIKELIEST).masked_fill_(~allowed, -torch.inf)

@@ -1,0 +1,238 @@
+"""Answers that keep to a grammar, from weights that are chance: whatever else a request asks for, whoever runs beside it.
+Every finished answer is judged by jsonschema, or by Python's own regexes."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from octavo import LLM, SamplingParams, StructuredOutputsParams
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.text.grammar import schema_grammar
+from tests.doubles import write_byte_tokenizer
+from tests.schemas import PEOPLES, peoples, suite
+from tests.worker.tiny import write_tiny_llama
+
+VOCAB = 1200
+MODEL_VOCAB = 1237  # a few logits stand for no token, as makers like to pad
+OPTIONS: dict[str, Any] = {
+    "kv_cache_memory_bytes": 2**22,
+    "max_num_seqs": 32,
+    "page_size": 4,
+    "dtype": "float32",
+    "cpu_threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A vocabulary that was learned from JSON: its tokens run across the borders of what a schema asks for."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_llama(folder, seed=5, vocab_size=MODEL_VOCAB)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|end|>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [
+        json.dumps(schema, indent=indent) for schema in [*peoples().values(), *suite().values()] for indent in (1, None)
+    ]
+    words.train_from_iterator(texts, trainer)
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), **OPTIONS) as llm:
+        yield llm
+
+
+def asks(seed: int = 0, max_tokens: int = 120, **values: Any) -> SamplingParams:
+    wish = {key: values.pop(key) for key in (*StructuredOutputsParams.__annotations__,) if key in values}
+    return SamplingParams(
+        **{"temperature": 2.0, "seed": seed, "max_tokens": max_tokens, "structured_outputs": wish or None, **values}
+    )
+
+
+def validator(schema: Any) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+
+
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
+def test_every_finished_answer_validates(folder, monkeypatch, native):
+    """More than 300 schemas, 32 at once; a cut answer says that it is."""
+    monkeypatch.setenv("OCTAVO_NATIVE", native)
+    with LLM(str(folder), **OPTIONS) as llm:
+        schemas = [schema for name, schema in peoples().items() if name != "draft 7 tuple"]
+        for schema in suite().values():
+            try:
+                schema_grammar(schema, llm.text.vocabulary, param="schema")
+            except (InvalidRequest, Unsupported):
+                continue
+            if "\\p" not in str(schema) and "\\" not in str(schema):  # patterns that Python reads otherwise
+                schemas.append(schema)
+        assert len(schemas) > 300
+        if native == "0":
+            schemas = schemas[::6]
+        params = [asks(number, json=schema) for number, schema in enumerate(schemas)]
+        outputs = llm.generate([f"Form {number}: " for number in range(len(schemas))], params, use_tqdm=False)
+    num_finished = 0
+    for schema, output in zip(schemas, outputs, strict=True):
+        (answer,) = output.outputs
+        assert answer.finish_reason in ("stop", "length")
+        if answer.finish_reason == "stop":
+            num_finished += 1
+            validator(schema).validate(json.loads(answer.text))
+        else:
+            assert len(answer.token_ids) == 120
+    assert num_finished > 0.7 * len(schemas)
+
+
+def one(llm: LLM, params: SamplingParams, prompt: list[int] | None = None) -> Any:
+    (output,) = llm.generate([prompt or "Say it: "], params, use_tqdm=False)
+    return output.outputs[0]
+
+
+def test_other_forms_are_kept_to(llm):
+    for seed in range(6):
+        assert re.fullmatch(r"[a-c]{2,5}-\d", one(llm, asks(seed, regex=r"[a-c]{2,5}-\d")).text)
+        assert one(llm, asks(seed, choice=["yes", "no", "perhaps not"])).text in ("yes", "no", "perhaps not")
+        answer = one(llm, asks(seed, grammar='root ::= "a" ("b" | "c")* "d"'))
+        assert answer.finish_reason == "length" or re.fullmatch("a[bc]*d", answer.text)
+        answer = one(llm, asks(seed, json_object=True, temperature=0.7))
+        assert answer.finish_reason == "length" or isinstance(json.loads(answer.text), dict)
+
+
+def test_neighbours_do_not_notice(llm):
+    """Alone, beside a grammar, and beside a grammar that comes and goes: the same tokens."""
+    plain = [asks(seed, 40) for seed in range(5)]
+    plain += [asks(9, 40, temperature=0.0), asks(3, 40, repetition_penalty=1.4), asks(4, 40, logprobs=2)]
+    prompts = [[seed + 1, 7, seed * 3 + 2] for seed in range(len(plain))]
+    alone = [one(llm, params, prompt).token_ids for params, prompt in zip(plain, prompts, strict=True)]
+    mixed_params, mixed_prompts = [], []
+    for at, (params, prompt) in enumerate(zip(plain, prompts, strict=True)):
+        mixed_params += [params, asks(at, 30, json=PEOPLES["person"])]
+        mixed_prompts += [prompt, [at + 50]]
+    together = llm.generate(mixed_prompts, mixed_params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in together[::2]] == alone
+
+
+def test_an_answer_does_not_depend_on_who_runs_beside_it(llm):
+    params = [asks(seed, 60, json=schema) for seed, schema in enumerate(list(PEOPLES.values())[:8])]
+    params = [p for p in params if p.structured_outputs["json"] is not PEOPLES["draft 7 tuple"]]
+    prompts = [[seed + 3] * (1 + seed) for seed in range(len(params))]
+    alone = [one(llm, p, prompt).token_ids for p, prompt in zip(params, prompts, strict=True)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in together] == alone
+
+
+def test_a_request_that_left_its_row_goes_on_where_it_was(folder, llm):
+    """Few pages: requests are preempted, computed again or swapped, and end as if they had not been."""
+    params = [asks(seed, 60, json=PEOPLES["many of a kind" if seed % 2 else "person"]) for seed in range(10)]
+    prompts = [[seed + 1, 2, 3, 4, 5] for seed in range(10)]
+    calm = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    page_bytes = llm.report.page_bytes
+    for swap_space in (0.0, 0.01):
+        options = {**OPTIONS, "kv_cache_memory_bytes": 40 * page_bytes, "swap_space": swap_space}
+        with LLM(str(folder), max_model_len=128, **options) as small:
+            crowded = small.generate(prompts, params, use_tqdm=False)
+            assert small.engine_stats()["preemptions"] > 0
+        assert [output.outputs[0].token_ids for output in crowded] == calm
+
+
+def test_each_of_several_choices_has_a_grammar_of_its_own(llm):
+    (output,) = llm.generate(["One, two: "], asks(4, 100, json=PEOPLES["shapes"], n=6), use_tqdm=False)
+    texts = [choice.text for choice in output.outputs if choice.finish_reason == "stop"]
+    assert len({*texts}) > 1
+    for text in texts:
+        validator(PEOPLES["shapes"]).validate(json.loads(text))
+
+
+def test_an_answer_ends_where_its_grammar_does(llm):
+    """Neither min_tokens nor ignore_eos makes it longer than the grammar; both make it as long as that allows."""
+    assert one(llm, asks(json={"const": 7}, ignore_eos=True)).finish_reason == "stop"
+    answer = one(llm, asks(json={"const": [7, 8]}, min_tokens=100))
+    assert json.loads(answer.text) == [7, 8] and answer.finish_reason == "stop"
+    for seed in range(4):
+        answer = one(llm, asks(seed, 60, regex="[a-z]{1,30}", min_tokens=12))
+        assert len(answer.token_ids) > 12 or len(answer.text) == 30
+        assert one(llm, asks(seed, 90, regex="[a-z]{1,30}", ignore_eos=True)).text[29:]
+    assert one(llm, asks(max_tokens=3, regex="a{50}")).finish_reason == "length"
+
+
+def test_stops_bans_bias_and_penalties_within_a_grammar(llm):
+    """A stop ends an answer where it comes. A ban yields where the grammar leaves nothing else."""
+    answer = one(llm, asks(regex="[ab]{40}", stop=["b"], temperature=0.0, logit_bias={66: 5.0}))
+    assert answer.finish_reason == "stop" and set(answer.text) <= {"a"}
+    word = llm.text.encode("x", add_special_tokens=False)
+    assert one(llm, asks(choice=["x"], bad_words=["x"])).text == "x"
+    assert one(llm, asks(choice=["x"], allowed_token_ids=[token + 1 for token in word])).text == "x"
+    assert one(llm, asks(choice=["x", "y"], bad_words=["x"])).text == "y"
+    for values in (
+        {"repetition_penalty": 1.8},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.4},
+    ):
+        answer = one(llm, asks(json=PEOPLES["person"], **values))
+        if answer.finish_reason == "stop":
+            validator(PEOPLES["person"]).validate(json.loads(answer.text))
+
+
+def test_logprobs_are_the_models_own(llm):
+    """The grammar changes what is chosen, not what the model thought of it."""
+    free = one(llm, asks(temperature=0.0, max_tokens=1, logprobs=3))
+    bound = one(llm, asks(temperature=0.0, max_tokens=1, logprobs=3, choice=["zz"]))
+    assert bound.text == "z" or bound.text == "zz"
+    assert free.logprobs[0].token_ids[1:] == bound.logprobs[0].token_ids[1:]
+    assert free.logprobs[0].logprobs[1:] == bound.logprobs[0].logprobs[1:] and bound.logprobs[0].rank > 1
+
+
+def test_a_stop_id_that_is_no_text_may_end_a_grammar(llm):
+    turn = llm.text.encode("<|turn|>")[0]
+    ends = {one(llm, asks(seed, regex="ab?", stop_token_ids=[turn])).stop_reason for seed in range(40)}
+    assert turn in ends and None in ends
+
+
+def test_words_that_no_token_can_say_fail_alone(tmp_path):
+    """A vocabulary without the byte that a grammar asks for: that request ends with an error, its neighbour with its answer."""
+    write_tiny_llama(tmp_path, vocab_size=258)
+    write_byte_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["zz"] = vocabulary.pop("z")  # no token is a z alone
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        wishes = [asks(choice=["az"], max_tokens=8), asks(choice=["ab"], max_tokens=8), asks(max_tokens=8)]
+        from octavo.errors import RequestFailed
+
+        with pytest.raises(RequestFailed, match="grammar"):
+            llm.generate([[1]], wishes[0], use_tqdm=False)
+        good = llm.generate([[1], [2]], wishes[1:], use_tqdm=False)
+        assert good[0].outputs[0].text == "ab" and len(good[1].outputs[0].token_ids) <= 8
+
+
+def test_what_cannot_be_kept_to_is_refused(llm, tmp_path):
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.regex"):
+        llm.generate([[1]], asks(regex="("), use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="exactly one of"):
+        llm.generate([[1]], asks(regex="a", choice=["b"]), use_tqdm=False)
+
+
+def test_two_ranks_keep_to_a_grammar_alike(folder, llm):
+    params = [asks(seed, 40, json=PEOPLES["person"]) for seed in range(3)]
+    prompts = [[seed + 1, 7] for seed in range(3)]
+    single = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as two:
+        assert [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)] == single
