@@ -113,6 +113,9 @@ class ServerConfig:
         kind="tokens",
     )
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
+    max_schema_bytes: int | str = knob(
+        256 * 2**10, "largest JSON schema, grammar or regex that says what an answer must look like", kind="bytes"
+    )
     max_messages: int = knob(10_000, "most messages of one chat request")
     max_n: int = knob(128, "most choices (n) of one request")
     max_logprobs: int = knob(

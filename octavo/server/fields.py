@@ -29,7 +29,6 @@ MAX_LOGGED = 1000  # names that are remembered as told
 # anyway, so clients that spell out their defaults work. Any other value is refused by name.
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     # OpenAI
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     # vLLM: sampling
@@ -40,12 +39,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "truncation_side": ("left",),
     "use_beam_search": (False,),
     "watermarking": (False,),
-    # vLLM: structured output, today's name and the removed ones
-    "structured_outputs": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     # vLLM: engine
     "cache_salt": (),
     "kv_transfer_params": (),
@@ -172,6 +165,12 @@ class SamplingFields(RequestFields):
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    # What the answer must look like: vLLM's field, and the names that it had before.
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @field_validator("stop", mode="after")
     @classmethod
@@ -211,6 +210,7 @@ class GenerationFields(SamplingFields):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside

@@ -73,7 +73,7 @@ def build_requests(
     return requests
 
 
-_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids"}
+_BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", "grammar"}
 
 
 def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:

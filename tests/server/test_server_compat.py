@@ -50,7 +50,7 @@ async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
         (chat,) = (dialect for dialect in told["dialects"] if dialect["name"] == "chat")
         assert [field["status"] for field in chat["fields"] if field["name"] == "chat_template"] == [status]
     fields = {d["name"]: {f["name"]: f["status"] for f in d["fields"]} for d in compat["dialects"]}
-    assert fields["chat"]["guided_json"] == "refused", "vLLM takes it and does nothing"
+    assert fields["chat"]["guided_json"] == "honoured", "vLLM takes it and does nothing"
     assert fields["chat"]["user"] == fields["completions"]["service_tier"] == "accepted_without_effect"
     assert fields["chat"]["stream_options.continuous_usage_stats"] == "honoured"
     for name in (

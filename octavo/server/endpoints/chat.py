@@ -25,6 +25,7 @@ from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, p
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
+from octavo.server.structured import read_grammar
 from octavo.text import Text
 from octavo.text.parsers import Content
 from octavo.text.tools import parse_tool_choice, parse_tools
@@ -76,8 +77,9 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
+        grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("chatcmpl")
-        response = _Response(service, fields, response_id, await parse(service, fields), arrived)
+        response = _Response(service, fields, response_id, await parse(service, fields), arrived, grammar)
         if fields.stream:
             return stream_answer(
                 service,
@@ -122,7 +124,13 @@ class _Response:
     """One answer, streamed or whole."""
 
     def __init__(
-        self, service: Service, fields: ChatRequest, response_id: str, prompt: ChatPrompt, arrived: float
+        self,
+        service: Service,
+        fields: ChatRequest,
+        response_id: str,
+        prompt: ChatPrompt,
+        arrived: float,
+        grammar: str = "",
     ) -> None:
         text = service.text
         (request,) = build_requests(
@@ -134,12 +142,15 @@ class _Response:
             logprobs=num_logprobs(fields),
             default_max_tokens=None,
             arrived=arrived,
+            grammar=grammar,
         )
         self._is_plain = not (fields.logprobs or fields.return_token_ids)
         self._answers = Answers(
             service,
             request,
-            prompt.chat.shape(text, include_reasoning=fields.include_reasoning is not False),
+            prompt.chat.shape(
+                text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
+            ),
             every_token=not self._is_plain,
             tokens_per_event=fields.tokens_per_event(service.config.server),
         )

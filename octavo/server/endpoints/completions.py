@@ -21,6 +21,7 @@ from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
+from octavo.server.structured import read_grammar
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
@@ -74,8 +75,9 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
+        grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("cmpl")
-        response = _Response(service, fields, response_id, await parse(service, fields), arrived)
+        response = _Response(service, fields, response_id, await parse(service, fields), arrived, grammar)
         if fields.stream:
             return stream_answer(
                 service,
@@ -134,7 +136,13 @@ class _Response:
     """One answer, streamed or whole. Choice p × n + i is the i-th of prompt p."""
 
     def __init__(
-        self, service: Service, fields: CompletionRequest, response_id: str, prompts: list[Prompt], arrived: float
+        self,
+        service: Service,
+        fields: CompletionRequest,
+        response_id: str,
+        prompts: list[Prompt],
+        arrived: float,
+        grammar: str = "",
     ) -> None:
         text = service.text
         # An echo of the prompt alone: a token must be computed all the same, and nobody sees it.
@@ -154,6 +162,7 @@ class _Response:
             default_max_tokens=DEFAULT_MAX_TOKENS,
             arrived=arrived,
             prompt_logprobs=of_prompt,
+            grammar=grammar,
         )
         wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
         self._is_plain = not (wants_tokens or fields.echo)

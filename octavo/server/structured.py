@@ -1,0 +1,68 @@
+"""What a request says of its answer's form → the grammar that the engine keeps to.
+Knows nothing of grammars themselves: text/grammar.py makes and checks them."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.server.fields import SamplingFields
+from octavo.server.service import Service
+from octavo.text.grammar import grammar_of, schema_grammar, wish_of_response_format
+
+_LARGE = 4_000  # characters beyond which a wish goes to a thread: reading it would hold up the other streams
+
+
+async def read_grammar(service: Service, fields: SamplingFields, response_format: object = None) -> str:
+    """Empty: the answer may be anything. `response_format`: as OpenAI's chat API has it."""
+    found = _wishes(fields, response_format)
+    if not found:
+        return ""
+    if len(found) > 1:
+        names = " and ".join(param for param, _, _ in found)
+        raise InvalidRequest(f"{names} both say what the answer must look like: give one of them", param=found[1][0])
+    param, where, wish = found[0]
+    return await _beside(
+        wish,
+        functools.partial(
+            grammar_of, wish, service.text.vocabulary, param=param, where=where, max_bytes=_max_bytes(service)
+        ),
+    )
+
+
+async def grammar_of_schema(service: Service, schema: object, param: str) -> str:
+    """For answers whose form an endpoint decides by itself: a call of a tool that is required."""
+    return await _beside(
+        schema,
+        functools.partial(schema_grammar, schema, service.text.vocabulary, param=param, max_bytes=_max_bytes(service)),
+    )
+
+
+def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, str, Mapping[str, Any]]]:
+    """(field, the part of it that says so, vLLM's structured_outputs) of each field that says something."""
+    found: list[tuple[str, str, Mapping[str, Any]]] = []
+    wish = wish_of_response_format(response_format)
+    if wish is not None:
+        part = {"json": ".json_schema.schema", "json_object": ".type"}.get(next(iter(wish)), "")
+        found.append(("response_format", f"response_format{part}", wish))
+    if fields.structured_outputs is not None:
+        found.append(("structured_outputs", "", fields.structured_outputs))
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(fields, f"guided_{kind}")
+        if value is not None:
+            found.append((f"guided_{kind}", f"guided_{kind}", {kind: value}))
+    return found
+
+
+async def _beside(wish: object, compile: Callable[[], str]) -> str:
+    try:
+        is_large = len(wish if isinstance(wish, str) else json.dumps(wish)) > _LARGE
+    except (ValueError, RecursionError):
+        is_large = True
+    return await asyncio.to_thread(compile) if is_large else compile()
+
+
+def _max_bytes(service: Service) -> int:
+    return int(service.config.server.max_schema_bytes)
