@@ -1,0 +1,138 @@
+"""What keeping to a grammar costs: time per token at a batch of 32 with and without one, and time to first token for a large
+schema that was never seen before. Both sides run in turn, in one process; medians are shown.
+
+    python -m benchmarks.grammar [MODEL] [--rows 32] [--tokens 64] [--rounds 5]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from octavo import LLM, SamplingParams
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "friend", "colleague"]}, "maxItems": 3},
+        "notes": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "email", "tags", "notes"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # longer than any answer here
+PROMPT = "List the people who work here, with their age and address, as JSON, one after the other. This is number {}: "
+
+
+def large_schema(number: int, num_parts: int = 150) -> dict[str, Any]:
+    """About 100 kB, and different for each number."""
+    fields = {
+        f"part_{number}_{at}": {"$ref": f"#/$defs/kind_{at}"}
+        if at % 3
+        else {"type": "string", "pattern": "^[a-z]{2,8}$"}
+        for at in range(num_parts)
+    }
+    kinds = {
+        f"kind_{at}": {
+            "type": "object",
+            "description": f"Part {at} of form {number}, which says what there is to say of it, at some length.",
+            "properties": {
+                **PERSON["properties"],  # type: ignore[dict-item]
+                f"choice_{at}": {"enum": [f"{number} {at} {option}" for option in range(12)]},
+            },
+            "required": ["name", f"choice_{at}"],
+            "additionalProperties": False,
+        }
+        for at in range(num_parts)
+    }
+    return {
+        "type": "object",
+        "properties": fields,
+        "required": list(fields),
+        "additionalProperties": False,
+        "$defs": kinds,
+    }
+
+
+def per_token(llm: LLM, rows: int, tokens: int, wish: Any, seed: int) -> float:
+    """Seconds a step, prompts aside: what 2N tokens take beyond what N do, over N."""
+    took = []
+    for length in (tokens, 2 * tokens):
+        params = SamplingParams(temperature=0.7, seed=seed, max_tokens=length, ignore_eos=True, structured_outputs=wish)
+        prompts = [PROMPT.format(number) for number in range(rows)]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        took.append(time.perf_counter() - started)
+        assert all(len(output.outputs[0].token_ids) == length for output in outputs), "an answer ended early"
+    return (took[1] - took[0]) / tokens
+
+
+def first_token(llm: LLM, wish: Any) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=4, structured_outputs=wish)
+    started = time.perf_counter()
+    stream = llm.stream(PROMPT, params)
+    next(stream)
+    took = time.perf_counter() - started
+    stream.close()  # type: ignore[attr-defined]
+    return took
+
+
+def in_turn(rounds: int, sides: dict[str, Callable[[int], float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in list(sides) if number % 2 else reversed(sides):
+            found[name].append(sides[name](number))
+    return found
+
+
+def show(title: str, found: dict[str, list[float]]) -> None:
+    print(title)
+    for name, seconds in found.items():
+        print(
+            f"  {name:24} median {statistics.median(seconds) * 1e3:8.2f} ms  ({min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f})"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with LLM(options.model or None, max_num_seqs=options.rows) as llm:
+        rows, tokens = options.rows, options.tokens
+        for wish in (None, {"json": PEOPLE}):
+            llm.generate(
+                [PROMPT.format(n) for n in range(rows)],
+                SamplingParams(max_tokens=4, structured_outputs=wish),
+                use_tqdm=False,
+            )
+        steps = in_turn(
+            options.rounds,
+            {
+                "no grammar": lambda number: per_token(llm, rows, tokens, None, number),
+                "JSON schema": lambda number: per_token(llm, rows, tokens, {"json": PEOPLE}, number),
+            },
+        )
+        show(f"time per step of {rows} tokens", steps)
+        plain, bound = (statistics.median(seconds) for seconds in steps.values())
+        print(f"  overhead {bound / plain - 1:+.1%}")
+        first = in_turn(
+            max(3, options.rounds),
+            {
+                "no grammar": lambda number: first_token(llm, None),
+                "small schema": lambda number: first_token(llm, {"json": PEOPLE}),
+                "large schema, new": lambda number: first_token(llm, {"json": large_schema(number)}),
+                "large schema, seen": lambda number: first_token(llm, {"json": large_schema(0)}),
+            },
+        )
+        show("time to first token", first)
+
+
+if __name__ == "__main__":
+    main()
