@@ -1,0 +1,96 @@
+"""Structured output with the official openai client: `.parse()`, streams, choices, and a neighbour that does not notice."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+pytestmark = pytest.mark.model
+
+
+class City(BaseModel):
+    name: str = Field(max_length=20)
+    kind: Literal["capital", "town"]
+    rivers: list[str] = Field(max_length=2)
+    inhabitants: int | None = Field(ge=0)
+
+
+class Guide(BaseModel):
+    city: City
+    next: "Guide | None"
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client):
+    return client.models.list().data[0].id
+
+
+def ask(text: str) -> list:
+    return [{"role": "user", "content": text}]
+
+
+def test_parse_gives_an_object(client, model):
+    answer = client.chat.completions.parse(
+        model=model, messages=ask("Describe Paris as JSON."), response_format=City, temperature=0, max_tokens=200
+    )
+    assert isinstance(answer.choices[0].message.parsed, City) and answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_is_the_same_object(client, model):
+    with client.chat.completions.stream(
+        model=model, messages=ask("Describe Paris, then Lyon."), response_format=Guide, temperature=0, max_tokens=300
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Guide)
+
+
+def test_what_cuts_an_answer_says_so(client, model):
+    answer = client.chat.completions.create(
+        model=model, messages=ask("Describe Paris."), response_format={"type": "json_object"}, max_tokens=3
+    )
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_forms_beyond_json_and_a_neighbour(client, model):
+    def plain(_: int) -> str:
+        answer = client.completions.create(model=model, prompt="The sea is", max_tokens=40, temperature=1, seed=7)
+        return answer.choices[0].text
+
+    def bound(body: dict) -> str:
+        answer = client.chat.completions.create(
+            model=model, messages=ask("Is the sea blue?"), temperature=1, max_tokens=60, extra_body=body
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].message.content
+
+    alone = plain(0)
+    wishes = [
+        {"structured_outputs": {"choice": ["yes", "no", "at night"]}},
+        {"structured_outputs": {"regex": r"[A-Z][a-z]{2,9}, \d{2}\."}},
+        {"guided_grammar": 'root ::= ("blue" | "grey") (" and " ("deep" | "wide"))?'},
+        {"guided_json": {"type": "array", "items": {"enum": ["blue", 3]}, "minItems": 1, "maxItems": 3}},
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        neighbours = [pool.submit(plain, number) for number in range(4)]
+        answers = [pool.submit(bound, wish) for wish in wishes]
+        choice, regex, grammar, array = (answer.result() for answer in answers)
+        assert {neighbour.result() for neighbour in neighbours} == {alone}
+    assert choice in ("yes", "no", "at night") and re.fullmatch(r"[A-Z][a-z]{2,9}, \d{2}\.", regex)
+    assert re.fullmatch("(blue|grey)( and (deep|wide))?", grammar)
+    assert {*json.loads(array)} <= {"blue", 3}
+
+
+def test_what_cannot_be_kept_to_is_refused(client, model):
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        schema = {"type": "array", "uniqueItems": True}
+        client.completions.create(model=model, prompt="a", extra_body={"guided_json": schema})
