@@ -1,4 +1,4 @@
-"""`octavo serve | chat | complete | top | bench | doctor`: reads the command line, runs the command, turns errors into one line and a code.
+"""`octavo serve | chat | complete | top | bench | run-batch | doctor`: reads the command line, runs the command, turns errors into one line and a code.
 Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
 
 import argparse
@@ -50,6 +50,7 @@ def build_parser() -> Parser:
     _add_complete(commands)
     _add_top(commands)
     add_bench(commands)
+    _add_run_batch(commands)
     _add_doctor(commands)
     return parser
 
@@ -182,6 +183,43 @@ def _top(arguments: argparse.Namespace) -> int:
 
     key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
     return top.run(arguments.url, key, once=arguments.once)
+
+
+# ── run-batch ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_run_batch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests, without a server",
+        description="Answer every request of IN, OpenAI's batch format, one JSON object in a line, into OUT, one in a line too. What "
+        "OUT holds already is not asked again: after a break, the same command goes on. Exit code 3: some answers are errors.",
+    )
+    for name, text in (("input", "file of requests"), ("output", "file of answers; made, or gone on with")):
+        parser.add_argument(name, metavar=name.upper(), nargs="?", default=None, help=text)
+        parser.add_argument(
+            f"-{name[0]}", f"--{name}-file", metavar="FILE", default=None, help=f"the same as {name.upper()}"
+        )
+    parser.add_argument(
+        "--max-concurrency", type=count, metavar="N", help="requests under way at once (default: 2 for each row)"
+    )
+    add_config_flags(parser, OFFLINE, positional=False)
+    parser.set_defaults(run=_run_batch)
+
+
+def _run_batch(arguments: argparse.Namespace) -> int:
+    paths = []
+    for name in ("input", "output"):
+        given = [path for path in (getattr(arguments, name), getattr(arguments, f"{name}_file")) if path is not None]
+        if len(given) != 1:
+            raise ConfigError(f"give {name.upper()} once: octavo run-batch INPUT OUTPUT, or -i INPUT -o OUTPUT")
+        paths += given
+    if arguments.max_concurrency == 0:
+        raise ConfigError("--max-concurrency must be at least 1, got 0")
+    config = config_from(arguments, {})
+    from octavo.server.batch.offline import run_batch
+
+    return run_batch(config, paths[0], paths[1], arguments.max_concurrency)
 
 
 # ── doctor ──────────────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,5 @@
 """One frozen dataclass per subsystem; every field is a flag, with its help and its default, and nothing else is.
-Knows nothing of argparse, files or devices; resolve() turns every `auto` that needs no measurement into a value, once."""
+Knows nothing of argparse, files or devices; limits.py turns every `auto` that needs no measurement into a value, once."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -206,7 +206,24 @@ class ServerConfig:
     def num_api_processes(self, num_cores: int) -> int:
         # Three of four cores are left to the engine and to whatever else the machine does. Beyond eight, the engine would
         # spend more on telling each of them its tokens than they could save.
-        return _or(self.api_processes, max(1, min(num_cores // 4, MAX_AUTO_API_PROCESSES)))
+        return or_else(self.api_processes, max(1, min(num_cores // 4, MAX_AUTO_API_PROCESSES)))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    files_folder: str = knob(
+        "", "folder that keeps /v1/files and /v1/batches over restarts; empty: a temporary one, removed at the end"
+    )
+    max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes")
+    max_files_bytes: int | str = knob(2 * 2**30, "bytes of all files together, batches' outputs included", kind="bytes")
+    max_files: int = knob(1000, "most files kept at once")
+    batch_concurrency: int | str = knob(
+        AUTO, "requests of all batches that run at once; auto: a quarter of --max-num-seqs", kind="tokens"
+    )
+
+    @property
+    def file_limit(self) -> int:
+        return int(self.max_file_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +233,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    batches: BatchConfig = field(default_factory=BatchConfig)
 
     def __post_init__(self) -> None:
         """What can be refused without looking at a model or a machine."""
@@ -262,6 +280,20 @@ class Config:
                 f"between 0 and {MAX_LOGPROBS}",
             ),
             ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
+            ("--max-files", self.batches.max_files, self.batches.max_files >= 1, "at least 1"),
+            *(
+                (name, value, isinstance(value, int) and value >= 1, "at least 1")
+                for name, value in (
+                    ("--max-file-bytes", self.batches.max_file_bytes),
+                    ("--max-files-bytes", self.batches.max_files_bytes),
+                )
+            ),
+            (
+                "--batch-concurrency",
+                self.batches.batch_concurrency,
+                _positive(self.batches.batch_concurrency),
+                "at least 1",
+            ),
             *(
                 (name, seconds, 0 <= seconds <= MAX_SECONDS, f"between 0 and {MAX_SECONDS}")
                 for name, seconds in (
@@ -311,88 +343,9 @@ def _positive(value: int | str) -> bool:
     return value == AUTO or (isinstance(value, int) and value >= 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
-
-    dtype: str
-    keeps_packed: bool  # weights that come packed stay so, where there are kernels that multiply them
-    max_model_len: int
-    max_model_len_is_auto: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    cpu_threads: int
-
-
-def resolve(
-    config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int, longest_len: int = 0
-) -> Limits:
-    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16").
-    `longest_len`: a context that the model allows for where it is asked for, beyond its own."""
-    on_cpu = device == "cpu"
-    wanted = config.model.max_model_len
-    if isinstance(wanted, int) and wanted > max(context_len, longest_len):
-        stretched = f", which can be stretched to {longest_len}" if longest_len > context_len else ""
-        raise ConfigError(
-            f"--max-model-len {wanted} is beyond the model's context of {context_len}{stretched}; lower it"
-        )
-    (_check_on_cpu if on_cpu else _check_on_gpu)(config)
-    rows = _or(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
-    return Limits(
-        # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
-        dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
-        # A person who names a type wants the weights in it; only who leaves both open gets them as they come.
-        keeps_packed=config.model.dtype == AUTO and config.model.quantization == AUTO,
-        max_model_len=_or(wanted, context_len),
-        max_model_len_is_auto=wanted == AUTO,
-        max_num_seqs=rows,
-        max_num_batched_tokens=_or(config.scheduler.max_num_batched_tokens, max(rows, 512 if on_cpu else 8192)),
-        cpu_threads=_or(config.parallel.cpu_threads, max(1, num_cores // config.parallel.tensor_parallel_size)),
-    )
-
-
-def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
-    """For a model that computes a prompt in one step: no prompt is longer than a step."""
-    longest, tokens = limits.max_model_len, limits.max_num_batched_tokens
-    if longest <= tokens:
-        return limits
-    if config.scheduler.max_num_batched_tokens == AUTO:
-        return dataclasses.replace(limits, max_num_batched_tokens=longest)
-    if limits.max_model_len_is_auto:
-        return dataclasses.replace(limits, max_model_len=tokens)
-    raise ConfigError(
-        f"--max-model-len {longest} is beyond --max-num-batched-tokens {tokens}, and this model computes a prompt in one step: "
-        "raise the one or lower the other"
-    )
-
-
-def _check_on_cpu(config: Config) -> None:
-    how, dtype = config.model.quantization, config.model.dtype
-    if how in ("int8", "int4") and dtype not in (AUTO, "float32"):
-        raise ConfigError(f"--quantization {how} computes in float32, --dtype asks for {dtype}: leave one of them out")
-
-
-def _check_on_gpu(config: Config) -> None:
-    page_size, how = config.cache.page_size, config.model.quantization
-    if page_size & (page_size - 1):
-        raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
-    if how in ("int8", "int4"):
-        raise ConfigError(
-            f"--quantization {how} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
-        )
-    kind = config.cache.kv_cache_dtype
-    if kind in ("int8", "float16", "float32"):
-        raise ConfigError(
-            f"--kv-cache-dtype {kind} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
-        )
-
-
-def _or(value: int | str, otherwise: int) -> int:
+def or_else(value: int | str, otherwise: int) -> int:
+    """What `auto` becomes."""
     return value if isinstance(value, int) else otherwise
-
-
-def _or_text(value: str, otherwise: str) -> str:
-    return otherwise if value == AUTO else value
 
 
 def sections() -> list[tuple[str, type[Any]]]:

@@ -22,7 +22,9 @@ from octavo.messages import (
     GenerateRequest,
     Hello,
     Ping,
+    ReadJourneys,
     ReadMetrics,
+    ReadPage,
     ReadProgress,
     Reply,
     ResetPrefixCache,
@@ -157,10 +159,15 @@ class ScriptedEngine(EngineClient):
                 player = self._players.get(message.request_id)  # type: ignore[assignment]
                 if player is not None and message.index < 0:
                     player.cancel()
-            case Ping() | ReadMetrics() | ReadProgress() | ResetPrefixCache():
+            case Ping() | ReadMetrics() | ReadProgress() | ResetPrefixCache() | ReadJourneys() | ReadPage():
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:
-                    bodies = {ReadMetrics: "# no metrics\n", ReadProgress: self.progress}
+                    bodies = {
+                        ReadMetrics: "# no metrics\n",
+                        ReadProgress: self.progress,
+                        ReadJourneys: "[]",
+                        ReadPage: "[]",
+                    }
                     body = bodies.get(type(message), "pong")
                     asyncio.get_running_loop().call_soon(self._receive, Reply(message.call, body))
             case Hello():

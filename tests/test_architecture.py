@@ -15,7 +15,7 @@ PACKAGE = ROOT / "octavo"
 
 # design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "spec", "params", "messages", "observe", "gguf"), 0),
+    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
     **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
     **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
@@ -37,6 +37,7 @@ CORRIDORS = {
     ("cli", "top"),
     ("top", "talk"),
     ("cli", "doctor"),
+    ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),
 }
 GROUND = {"errors", "config", "spec", "params", "messages", "gguf"}  # what everybody stands on, level 0 too

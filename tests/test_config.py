@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from octavo.config import Config, Limits, replace, resolve, sections
+from octavo.config import Config, replace, sections
 from octavo.errors import ConfigError
+from octavo.limits import Limits, resolve
 
 
 def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Limits:

@@ -1,12 +1,16 @@
-"""The folder that a server's sockets lie in: made for one run, removed after it, and if nobody was left to do that, by the next.
-Knows nothing of what lies in it."""
+"""The folder that a server's sockets lie in: made for one run, removed after it, and if nobody was left to do that, by the next;
+and the folder of its files, there too unless another is given. Knows nothing of what lies in them."""
 
 import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from octavo.config import Config, replace
+from octavo.errors import ConfigError
 
 _PREFIX = "octavo-"
 _LOCK = "lock"
@@ -46,3 +50,23 @@ def remove_abandoned() -> int:
                 finally:
                     os.close(fd)
     return count
+
+
+@contextlib.contextmanager
+def files_folder(config: Config, temporary: Path) -> Iterator[Config]:
+    """The configuration with a folder for files, which every API process sees: the one given, or one that ends with the server.
+    Raises ConfigError where it cannot be written, or another server has it."""
+    given = config.batches.files_folder
+    folder = Path(given).resolve() if given else temporary / "files"
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "server.lock").open("wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--files-folder {given} is used by another server: give each its own") from None
+        except OSError as error:
+            raise ConfigError(
+                f"--files-folder {given} cannot be used ({error.strerror}): name another folder"
+            ) from None
+        yield replace(config, files_folder=str(folder))

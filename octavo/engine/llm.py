@@ -33,7 +33,7 @@ class LLM:
 
     def __init__(self, model: str = "", **options: Any) -> None:
         for name in options:
-            if name in configuration.field_names("server"):
+            if name in configuration.field_names("server") | configuration.field_names("batches"):
                 raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
         self.config = configuration.replace(configuration.Config(), model=model, **options)
         source = resolve(

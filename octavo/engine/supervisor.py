@@ -7,7 +7,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,8 @@ import zmq
 
 from octavo.config import AUTO, Config, ServerConfig
 from octavo.engine.budget import budget_lines
-from octavo.engine.folder import SocketFolder, remove_abandoned
+from octavo.engine.children import describe_exit, spawn
+from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.process import EngineOrder
@@ -82,7 +82,11 @@ def serve(config: Config) -> int:
     folder = SocketFolder()
     reception = Reception(listener)
     try:
-        with _Signals() as signals, _Supervisor(config, source, listener, reception, folder.path) as supervisor:
+        with (
+            files_folder(config, folder.path) as config,
+            _Signals() as signals,
+            _Supervisor(config, source, listener, reception, folder.path) as supervisor,
+        ):
             return supervisor.run(signals, started)
     finally:
         reception.close()
@@ -166,7 +170,7 @@ class _Supervisor:
             self._num_servers,
             self._pulse_fd,
         )
-        self._engine = _spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
+        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
         self._listen_to(self._engine, self._engine_spoke)
 
     def _start_servers(self) -> None:
@@ -188,7 +192,7 @@ class _Supervisor:
             orders.set_hwm(0)
             orders.connect(order.orders_address)
             self._orders.append(orders)
-            server = _spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
+            server = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
             self._servers.append(server)
             self._listen_to(server, partial(self._server_spoke, server))
             channel.close()
@@ -233,7 +237,7 @@ class _Supervisor:
             if code == 2:  # a start-up mistake: it has said so
                 self._exit_code, self._is_over = 2, True
                 return
-            self._complain(f"an API process ended unexpectedly ({_describe_exit(code)})")
+            self._complain(f"an API process ended unexpectedly ({describe_exit(code)})")
             self._drain(1)
         elif self._exit_code == 0 and code:
             self._exit_code = 3
@@ -247,7 +251,7 @@ class _Supervisor:
         if not self._was_engine_ready and code == 2:  # a start-up mistake: it has said so
             self._exit_code, self._is_over = 2, True
             return
-        message = self._verdict or f"the engine ended unexpectedly ({_describe_exit(code)})"
+        message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
         self._verdict = ""
         self._complain(message)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
@@ -352,26 +356,6 @@ def _check_parsers(server: ServerConfig) -> None:
 def _num_cores() -> int:
     """Those this process may use, where the system says so: a container's share, not the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """A process of our own, in a session of its own so that Ctrl-C reaches the supervisor alone. Its standard input stays
-    open for as long as this process lives: that is how it learns of our death."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=pass_fds,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(order) + b"\n")
-    process.stdin.flush()
-    return process
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _leave_to_wakeup(number: int, frame: object) -> None:

@@ -1,6 +1,8 @@
 """build_app: the routers, the one error handler, the door.
 Knows nothing of sockets, processes or any endpoint."""
 
+import functools
+
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -12,6 +14,7 @@ from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.door import Door, route_of
 from octavo.server.endpoints import routers
 from octavo.server.errors_http import error_response
+from octavo.server.inside import ask
 from octavo.server.service import Service
 from octavo.text import Text
 
@@ -22,6 +25,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     # No generated docs: request bodies are read and checked by hand, and the docs page loads its scripts from elsewhere.
     app = FastAPI(title="Octavo", openapi_url=None, redirect_slashes=False)
     app.state.service = service
+    service.ask = functools.partial(ask, app)
     for router in routers(service):
         app.include_router(router)
     for error in (OctavoError, HTTPException, RequestValidationError):
@@ -43,5 +47,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        error = InvalidRequest("the request's path or query is malformed")
+        wrong = error.errors()[0]
+        name = str(wrong["loc"][-1])[:100]
+        error = InvalidRequest(f"{name}: {wrong['msg'][:1].lower() + wrong['msg'][1:200]}", param=name)
     return error_response(error, request.scope["octavo.request_id"], request.method, route_of(request.scope))

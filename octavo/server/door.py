@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.errors import TooLarge, Unauthorized
 from octavo.observe.journeys import current
 from octavo.server.errors_http import ClientGone, error_response
+from octavo.server.inside import INSIDE
 from octavo.server.journeys import JourneySender
 from octavo.server.service import Service
 
@@ -52,7 +53,7 @@ class Door:
             passage.end()
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or route_of(scope) in OPEN_ROUTES:
+        if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
             return
         # Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured.
         given = [_secret(name, value) for name, value in headers.raw if name in (b"authorization", b"x-api-key")]
@@ -64,9 +65,12 @@ class Door:
             raise Unauthorized("the API key is wrong")
         scope["octavo.owner"] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
 
-    def check_length(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            raise TooLarge(f"the request body is over the limit of {self._max_body_bytes} bytes")
+    def check_length(self, scope: Scope, num_bytes: int) -> None:
+        if num_bytes <= self._max_body_bytes or INSIDE in scope:
+            return
+        limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
+        if num_bytes > limit:
+            raise TooLarge(f"the request body is over the limit of {limit} bytes")
 
 
 class _Passage:
@@ -98,7 +102,7 @@ class _Passage:
             self._door.check_key(self._scope, self._headers)
             length = self._headers.get("content-length", "")
             if length.isascii() and length.isdigit():
-                self._door.check_length(int(length))
+                self._door.check_length(self._scope, int(length))
             await app(self._scope, self.receive, self.send)
         except (ClientGone, ClientDisconnect):
             self._status = 499
@@ -115,7 +119,7 @@ class _Passage:
         message = await self._receive()
         if message["type"] == "http.request":
             self._num_body_bytes += len(message.get("body", b""))
-            self._door.check_length(self._num_body_bytes)
+            self._door.check_length(self._scope, self._num_body_bytes)
             if not message.get("more_body", False):
                 self.journey.reach("receive")
         return message

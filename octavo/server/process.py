@@ -205,10 +205,13 @@ async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)  # what a stream makes and drops has no cycles: look rarely
     serving = asyncio.create_task(server.serve())
+    background = asyncio.create_task(service.run_background())
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     is_clean = await _drain(service, order.config.server.shutdown_timeout, stop)
+    background.cancel()
+    await asyncio.wait({background})
     server.should_exit = True
     await serving
     if service.traces is not None:

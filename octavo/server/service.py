@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from octavo.config import Config
@@ -14,6 +15,7 @@ from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import EngineReport
 from octavo.observe.journeys import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
+from octavo.server.inside import Answer
 from octavo.server.journeys import Journeys
 from octavo.server.live import LiveFeed
 from octavo.server.resume import StreamLogs
@@ -49,6 +51,9 @@ class Service:
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
+        self.ask: Callable[[str, bytes], Awaitable[Answer]] | None = None  # a request from within: build_app knows how
+        self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()
@@ -105,11 +110,24 @@ class Service:
             fields["prompts"] = prompts
         log.info("%s", line, extra={"fields": fields})
 
+    async def run_background(self) -> None:
+        """Until cancelled. What fails is told, and does not take the requests with it."""
+        async with asyncio.TaskGroup() as group:
+            for work in self.background:
+                group.create_task(_told(work()))
+
     def stop(self) -> None:
         """End every running response now: each tells its client why."""
         self.draining = self.stopping = True
         for task in list(self._work):
             task.cancel()
+
+
+async def _told(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("background work failed")
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import torch
 
 from octavo.attention.native_cpu import step_of
 from octavo.batch import Batch
-from octavo.config import Config, Limits
+from octavo.config import Config
 from octavo.device import Device
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
@@ -17,6 +17,7 @@ from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.tape import NotRecordable, Tape
 from octavo.layers.model import DecoderModel
 from octavo.layers.native import NativeWeight
+from octavo.limits import Limits
 
 
 def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:

@@ -8,12 +8,11 @@ from types import ModuleType
 
 import torch
 
-from octavo import config as settings
 from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
-from octavo.config import Config, Limits
+from octavo.config import Config
 from octavo.device import Device, pick
 from octavo.errors import ConfigError
 from octavo.kernels.sizes import ladder
@@ -23,6 +22,7 @@ from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
 from octavo.layers.mlp import rehearse_gates
 from octavo.layers.model import DecoderModel
+from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
@@ -97,7 +97,7 @@ class Runner:
         family = load_family(checkpoint.config["model_type"])
         with naming(checkpoint.config_path):
             self.spec = family.spec(checkpoint.config)
-        self.limits = settings.resolve(
+        self.limits = resolve(
             self.config,
             device=self.device.kind,
             stored_dtype=checkpoint.stored_dtype,
@@ -106,7 +106,7 @@ class Runner:
             longest_len=self.spec.longest_len,
         )
         if self.spec.is_encoder:
-            self.limits = settings.hold_whole_prompts(self.limits, self.config)
+            self.limits = hold_whole_prompts(self.limits, self.config)
         return checkpoint
 
     def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:

@@ -22,7 +22,7 @@ async def test_what_it_says_is_what_happens(serve: Serve, strict: bool) -> None:
     compat = (await client.get("/v1/compat")).json()
     assert compat["strict"] is strict
     dialects = {dialect["path"]: dialect["fields"] for dialect in compat["dialects"]}
-    assert dialects.keys() == {*BODIES, "/v1/embeddings"}
+    assert dialects.keys() - BODIES.keys() == {"/v1/embeddings", "/v1/batches"}
     for path, body in BODIES.items():
         assert {field["name"] for field in dialects[path] if field["status"] == "honoured"} >= body.keys()
         for field in dialects[path]:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.config import CacheConfig, resolve
+from octavo.config import CacheConfig
 from octavo.engine.budget import budget_lines
 from octavo.errors import ConfigError
+from octavo.limits import resolve
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.worker.cores import _quota, usable_cores
 from octavo.worker.memory import GiB, MiB, in_words, settle, weights_too_large

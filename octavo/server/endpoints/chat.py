@@ -24,6 +24,7 @@ from octavo.server.generation import PromptProgress, Usage
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
+from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 from octavo.server.structured import read_grammar
 from octavo.text import Text
@@ -66,6 +67,9 @@ DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_AN
 @dataclass(frozen=True, slots=True)
 class ChatPrompt(Prompt):
     chat: Chat = field(kw_only=True)  # what the prompt was made of
+
+
+SHAPES = {f"POST {DIALECT.path}": Shape(ChatCompletion, EVENTS)}
 
 
 def router(service: Service) -> APIRouter:

@@ -16,6 +16,7 @@ from octavo.server import endpoints
 from octavo.server.answers import json_answer
 from octavo.server.fields import BY_FLAG, LABELS, WITHOUT_EFFECT, Dialect
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
 
@@ -37,6 +38,9 @@ class Compat(msgspec.Struct, frozen=True):
     strict: bool
     unknown_fields: Literal["refused", "named back in ignored_fields"]
     dialects: list[DialectReport]
+
+
+SHAPES = {"GET /v1/compat": Shape(Compat)}
 
 
 def router(service: Service) -> APIRouter:

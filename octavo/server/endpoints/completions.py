@@ -20,6 +20,7 @@ from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
+from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 from octavo.server.structured import read_grammar
 
@@ -64,6 +65,9 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     usage: Usage | UnsetType | None = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     object: Literal["text_completion"] = "text_completion"
+
+
+SHAPES = {f"POST {DIALECT.path}": Shape(Completion, EVENTS)}
 
 
 def router(service: Service) -> APIRouter:

@@ -17,6 +17,7 @@ from octavo.server.answers import json_answer
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT, new_id
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 from octavo.server.sse import until_gone
 
 MAX_INPUTS = 2048
@@ -60,6 +61,9 @@ class Embeddings(msgspec.Struct, frozen=True, gc=False):
     model: str
     usage: Usage
     object: Literal["list"] = "list"
+
+
+SHAPES = {f"POST {DIALECT.path}": Shape(Embeddings)}
 
 
 def router(service: Service) -> APIRouter:

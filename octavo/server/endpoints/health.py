@@ -7,6 +7,7 @@ turns. progress: what it is at, who waits and why; 200 or 503 as /health, with t
 import asyncio
 import sys
 import time
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -16,6 +17,7 @@ from octavo.engine.pulse import Pulse
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
 from octavo.messages import Ping, ReadProgress
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 
 FRESH_SECONDS = 1.0
 """Tokens that came this recently prove the loop turns: no need to ask."""
@@ -25,6 +27,12 @@ STALLED_SECONDS = 2.0
 """In which an engine that is well has turned, or at least computed something."""
 ANSWER_SECONDS = 1.0
 """What an engine gets to say what it is at; after that, only what can be seen from here is told."""
+
+_OK = Shape(dict[Literal["status"], Literal["ok"]])
+SHAPES = {
+    **dict.fromkeys(("GET /health", "GET /health/live", "GET /health/ready"), _OK),
+    "GET /health/progress": Shape(Progress, error={"type": "object"}),
+}
 
 
 def router(service: Service) -> APIRouter:

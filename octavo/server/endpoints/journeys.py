@@ -11,6 +11,7 @@ from octavo.messages import ReadJourneys
 from octavo.observe.journeys import STATES, Journey
 from octavo.observe.stages import EngineJourney
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 
 ANSWER_SECONDS = 10.0
 MAX_LIMIT = 1000
@@ -20,10 +21,18 @@ _journeys = msgspec.json.Decoder(list[Journey])
 _parts = msgspec.json.Decoder(list[EngineJourney])
 
 
+class JourneyList(msgspec.Struct, frozen=True):
+    data: list[Journey]
+    object: str = "list"
+
+
+SHAPES = {"GET /v1/requests": Shape(JourneyList), "GET /v1/requests/{request_id}": Shape(Journey)}
+
+
 def router(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/v1/requests/{request_id:path}")
+    @router.get("/v1/requests/{request_id}")
     async def one(request_id: str) -> Response:
         return _json(await _find(service, request_id))
 
@@ -34,14 +43,9 @@ def router(service: Service) -> APIRouter:
         # What is not yet with the engine is known to its own API process alone, for the milliseconds that this takes.
         if state in ("", "running"):
             found = [journey.tell() for journey in service.journeys.still_here()] + found
-        return _json(_List(found[:limit]))
+        return _json(JourneyList(found[:limit]))
 
     return router
-
-
-class _List(msgspec.Struct, frozen=True):
-    data: list[Journey]
-    object: str = "list"
 
 
 async def _find(service: Service, request_id: str) -> Journey:

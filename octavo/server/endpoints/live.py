@@ -3,15 +3,25 @@ Knows nothing of what the events say."""
 
 import asyncio
 
+import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.errors import EngineUnavailable, NotFound, Overloaded
 from octavo.messages import ReadPage
 from octavo.server.live import MAX_WATCHERS
 from octavo.server.service import Service
+from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import EventStream
 
 ANSWER_SECONDS = 10.0
+
+
+class PageOwners(msgspec.Struct, frozen=True):
+    page: int
+    owners: list[str]  # HTTP requests
+
+
+SHAPES = {"GET /v1/live": Shape(media=EVENTS), "GET /v1/live/pages/{page}": Shape(PageOwners)}
 
 
 def router(service: Service) -> APIRouter:
@@ -34,6 +44,7 @@ def router(service: Service) -> APIRouter:
                 owners = await service.engine.control(ReadPage(call=0, page=int(page)))
         except TimeoutError:
             raise EngineUnavailable(f"the engine has not answered for {ANSWER_SECONDS:.0f} s", 5) from None
-        return Response(f'{{"page":{int(page)},"owners":{owners}}}', media_type="application/json")
+        body = PageOwners(int(page), msgspec.json.decode(owners, type=list[str]))
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     return router

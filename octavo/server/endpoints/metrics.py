@@ -8,8 +8,12 @@ from fastapi import APIRouter, Response
 from octavo.errors import EngineUnavailable
 from octavo.messages import ReadMetrics
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 
 ANSWER_SECONDS = 10.0  # Prometheus' own default scrape timeout
+
+
+SHAPES = {"GET /metrics": Shape(media=("text/plain",))}
 
 
 def router(service: Service) -> APIRouter:

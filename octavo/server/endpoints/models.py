@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -22,6 +23,9 @@ class ModelCard(msgspec.Struct, frozen=True):
 class ModelList(msgspec.Struct, frozen=True):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+
+
+SHAPES = {"GET /v1/models": Shape(ModelList), "GET /v1/models/{name}": Shape(ModelCard)}
 
 
 def router(service: Service) -> APIRouter:

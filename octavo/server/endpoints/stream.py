@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.errors_http import error_event
 from octavo.server.service import Service
+from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import EventStream, owner_of
 
 logger = logging.getLogger("octavo.server")
@@ -23,6 +24,9 @@ class Wanted(msgspec.Struct, frozen=True):
     stream_id: str
     owner: bytes
     start: int
+
+
+SHAPES = {"GET /v1/stream/{stream_id}": Shape(media=EVENTS)}
 
 
 def router(service: Service) -> APIRouter:

@@ -15,6 +15,7 @@ from octavo.server.chats import Chat, check_variables, encode, text_for
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
+from octavo.server.shapes import Shape
 from octavo.text.tools import parse_tool_choice, parse_tools
 
 LONG_LIST = 20_000
@@ -57,6 +58,9 @@ class Tokens(msgspec.Struct, frozen=True):
 
 class Detokenized(msgspec.Struct, frozen=True):
     prompt: str
+
+
+SHAPES = {"POST /tokenize": Shape(Tokens), "POST /detokenize": Shape(Detokenized)}
 
 
 def router(service: Service) -> APIRouter:

@@ -1,10 +1,15 @@
 """GET /version.
 Knows nothing of the engine."""
 
+from typing import Literal
+
 import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.server.service import Service, version
+from octavo.server.shapes import Shape
+
+SHAPES = {"GET /version": Shape(dict[Literal["version"], str])}
 
 
 def router(service: Service) -> APIRouter:

@@ -1,0 +1,88 @@
+"""What every `auto` of the configuration becomes for one model on one kind of device: resolve().
+Knows nothing of argparse, files or measurements; memory may still shorten what it gives."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from octavo.config import AUTO, Config, or_else
+from octavo.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
+
+    dtype: str
+    keeps_packed: bool  # weights that come packed stay so, where there are kernels that multiply them
+    max_model_len: int
+    max_model_len_is_auto: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cpu_threads: int
+
+
+def resolve(
+    config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int, longest_len: int = 0
+) -> Limits:
+    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16").
+    `longest_len`: a context that the model allows for where it is asked for, beyond its own."""
+    on_cpu = device == "cpu"
+    wanted = config.model.max_model_len
+    if isinstance(wanted, int) and wanted > max(context_len, longest_len):
+        stretched = f", which can be stretched to {longest_len}" if longest_len > context_len else ""
+        raise ConfigError(
+            f"--max-model-len {wanted} is beyond the model's context of {context_len}{stretched}; lower it"
+        )
+    (_check_on_cpu if on_cpu else _check_on_gpu)(config)
+    rows = or_else(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
+    return Limits(
+        # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
+        dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
+        # A person who names a type wants the weights in it; only who leaves both open gets them as they come.
+        keeps_packed=config.model.dtype == AUTO and config.model.quantization == AUTO,
+        max_model_len=or_else(wanted, context_len),
+        max_model_len_is_auto=wanted == AUTO,
+        max_num_seqs=rows,
+        max_num_batched_tokens=or_else(config.scheduler.max_num_batched_tokens, max(rows, 512 if on_cpu else 8192)),
+        cpu_threads=or_else(config.parallel.cpu_threads, max(1, num_cores // config.parallel.tensor_parallel_size)),
+    )
+
+
+def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
+    """For a model that computes a prompt in one step: no prompt is longer than a step."""
+    longest, tokens = limits.max_model_len, limits.max_num_batched_tokens
+    if longest <= tokens:
+        return limits
+    if config.scheduler.max_num_batched_tokens == AUTO:
+        return dataclasses.replace(limits, max_num_batched_tokens=longest)
+    if limits.max_model_len_is_auto:
+        return dataclasses.replace(limits, max_model_len=tokens)
+    raise ConfigError(
+        f"--max-model-len {longest} is beyond --max-num-batched-tokens {tokens}, and this model computes a prompt in one step: "
+        "raise the one or lower the other"
+    )
+
+
+def _check_on_cpu(config: Config) -> None:
+    how, dtype = config.model.quantization, config.model.dtype
+    if how in ("int8", "int4") and dtype not in (AUTO, "float32"):
+        raise ConfigError(f"--quantization {how} computes in float32, --dtype asks for {dtype}: leave one of them out")
+
+
+def _check_on_gpu(config: Config) -> None:
+    page_size, how = config.cache.page_size, config.model.quantization
+    if page_size & (page_size - 1):
+        raise ConfigError(f"--block-size must be a power of two on a GPU, got {page_size}")
+    if how in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {how} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
+        )
+    kind = config.cache.kv_cache_dtype
+    if kind in ("int8", "float16", "float32"):
+        raise ConfigError(
+            f"--kv-cache-dtype {kind} is for CPUs, and this model runs on a GPU: use fp8 there, or --device cpu"
+        )
+
+
+def _or_text(value: str, otherwise: str) -> str:
+    return otherwise if value == AUTO else value

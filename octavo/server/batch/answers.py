@@ -1,0 +1,45 @@
+"""Every line of a batch to its record, so many at once and no more.
+Knows nothing of files, of processes or of what a line asks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+from octavo.server.batch.lines import BadLine, Line
+from octavo.server.batch.records import Record, answer_record, bad_line_record
+from octavo.server.inside import Answer
+
+MAX_PAUSE_SECONDS = 30
+BREATH = 256  # lines that were answered before, after which others get their turn
+
+Ask = Callable[[str, bytes], Awaitable[Answer]]
+
+
+async def answer_lines(
+    lines: Iterable[Line | BadLine | None], ask: Ask, slots: asyncio.Semaphore, write: Callable[[Record], None]
+) -> None:
+    """`slots`: how many may be under way, here and wherever else the same slots are used, in turn. None among the lines: one
+    that was answered before. Records are written as answers come. An exception, of `write` for one, ends all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number, line in enumerate(lines):
+                match line:
+                    case Line():
+                        await slots.acquire()
+                        task = group.create_task(_answer(line, ask, write))
+                        # Not by the task itself: one that is cancelled before its first step does nothing at all.
+                        task.add_done_callback(lambda _: slots.release())
+                    case BadLine():
+                        write(bad_line_record(line))
+                if number % BREATH == 0:
+                    await asyncio.sleep(0)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None  # the first ended the others
+
+
+async def _answer(line: Line, ask: Ask, write: Callable[[Record], None]) -> None:
+    answer = await ask(line.url, line.body)
+    while answer.status in (429, 503):
+        # Nobody is waiting for this one: it comes back when there is room, or an engine, again.
+        await asyncio.sleep(min(answer.retry_after or 1, MAX_PAUSE_SECONDS))
+        answer = await ask(line.url, line.body)
+    write(answer_record(line, answer))

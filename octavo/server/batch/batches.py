@@ -1,0 +1,194 @@
+"""BatchStore: what is known of each batch, in one folder that every API process sees. One of them runs them, all may ask.
+Knows nothing of HTTP, of lines or of how a batch is run."""
+
+import contextlib
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from octavo.errors import InvalidRequest, NotFound
+from octavo.server.batch.files import new_name, replace_file
+
+BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+MAX_BATCHES = 1000
+"""Kept. Beyond, the oldest that have ended are forgotten; their files stay."""
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+ENDED = frozenset(("failed", "completed", "expired", "cancelled"))
+
+
+class BatchError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct, frozen=True):
+    data: list[BatchError]
+    object: Literal["list"] = "list"
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class BatchUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class OutputExpiry(msgspec.Struct, frozen=True):
+    seconds: int
+    anchor: Literal["created_at"] = "created_at"
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """OpenAI's Batch object."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    status: Status = "validating"
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    usage: BatchUsage | None = None
+    model: str | None = None
+    metadata: dict[str, str] | None = None
+    output_expires_after: OutputExpiry | None = None
+    object: Literal["batch"] = "batch"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+class BatchStore:
+    """A batch is a card (ID.json); while it has not ended there is ID.open too, and ID.cancel once somebody has asked."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / "batches"
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def create(
+        self,
+        endpoint: str,
+        input_file_id: str,
+        completion_window: str,
+        seconds: int,
+        metadata: dict[str, str] | None,
+        output_expires_after: OutputExpiry | None,
+    ) -> Batch:
+        self._make_room()
+        now = int(time.time())
+        batch = Batch(
+            new_name("batch_"), endpoint, input_file_id, completion_window, now, now + seconds,
+            metadata=metadata, output_expires_after=output_expires_after,
+        )  # fmt: skip
+        self.save(batch)
+        self._path(batch.id, "open").touch()
+        return batch
+
+    def get(self, batch_id: str) -> Batch:
+        """As its owner sees it. Raises NotFound."""
+        batch = self.load(batch_id)
+        return batch if batch.has_ended else self._as_asked(batch)
+
+    def load(self, batch_id: str) -> Batch:
+        """As whoever runs it left it. Raises NotFound."""
+        if BATCH_ID.fullmatch(batch_id):
+            with contextlib.suppress(FileNotFoundError):
+                return msgspec.json.decode(self._path(batch_id, "json").read_bytes(), type=Batch)
+        raise NotFound(f"no such batch: {batch_id[:60]!r}", param="batch_id")
+
+    def newest_first(self) -> list[Batch]:
+        names = sorted((path.stem for path in self._folder.glob("batch_*.json")), reverse=True)
+        batches = []
+        for name in names:
+            with contextlib.suppress(NotFound):
+                batches.append(self.get(name))
+        return batches
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Whoever runs it will see. Raises NotFound, or InvalidRequest where it has ended."""
+        batch = self.get(batch_id)
+        if batch.has_ended:
+            raise InvalidRequest(f"batch {batch.id} has ended: it is {batch.status}", param="batch_id")
+        self._path(batch_id, "cancel").touch()
+        return self.get(batch_id)
+
+    def save(self, batch: Batch) -> None:
+        replace_file(self._path(batch.id, "json"), msgspec.json.encode(batch))
+
+    def end(self, batch: Batch) -> None:
+        assert batch.has_ended
+        self.save(batch)
+        for kind in ("open", "cancel"):
+            self._path(batch.id, kind).unlink(missing_ok=True)
+
+    def unfinished(self) -> list[str]:
+        """Ids, oldest first."""
+        return sorted(path.stem for path in self._folder.glob("batch_*.open"))
+
+    def is_cancelled(self, batch_id: str) -> bool:
+        return self._path(batch_id, "cancel").exists()
+
+    def uses(self, file_id: str) -> str | None:
+        """The batch that has yet to read this file."""
+        for batch_id in self.unfinished():
+            with contextlib.suppress(NotFound):
+                if self.get(batch_id).input_file_id == file_id:
+                    return batch_id
+        return None
+
+    def outputs(self, batch_id: str) -> tuple[Path, Path]:
+        """What the batch has written so far: answers, and errors."""
+        return self._path(batch_id, "output"), self._path(batch_id, "errors")
+
+    def _as_asked(self, batch: Batch) -> Batch:
+        try:
+            asked = int(self._path(batch.id, "cancel").stat().st_mtime)
+        except FileNotFoundError:
+            return batch
+        return msgspec.structs.replace(batch, status="cancelling", cancelling_at=asked)
+
+    def _make_room(self) -> None:
+        names = sorted(path.stem for path in self._folder.glob("batch_*.json"))
+        unfinished = set(self.unfinished())
+        ended = [name for name in names if name not in unfinished]
+        excess = len(names) + 1 - MAX_BATCHES
+        if excess > len(ended):
+            raise InvalidRequest(f"{len(unfinished)} batches wait or run; this server takes at most {MAX_BATCHES}")
+        for name in ended[: max(0, excess)]:
+            self._path(name, "json").unlink(missing_ok=True)
+
+    def _path(self, batch_id: str, kind: str) -> Path:
+        return self._folder / f"{batch_id}.{kind}"

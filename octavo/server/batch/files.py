@@ -1,0 +1,177 @@
+"""FileStore: uploaded files and the outputs of batches, in one folder that every API process sees; bounded in bytes and count.
+Knows nothing of HTTP or of what is in a file. No name on disk comes from a client: all are made here."""
+
+import contextlib
+import os
+import re
+import time
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import msgspec
+
+from octavo.errors import InvalidRequest, NotFound, TooLarge
+
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+MAX_FILENAME_LEN = 255
+STALE_SECONDS = 24 * 3600  # an upload this old was left by a process that died
+LOOK_EVERY_BYTES = 16 * 2**20
+"""Bytes of an upload after which the whole store is measured again: others may be filling it."""
+
+Purpose = Literal["batch", "batch_output"]
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """OpenAI's File object."""
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Purpose
+    expires_at: int | None = None
+    status: Literal["processed"] = "processed"
+    status_details: None = None
+    object: Literal["file"] = "file"
+
+
+def new_name(prefix: str) -> str:
+    """Sorted by name is sorted by time."""
+    return f"{prefix}{time.time_ns():016x}{os.urandom(8).hex()}"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Whoever reads sees the old or the new, whole."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.new")
+    part.write_bytes(data)
+    part.replace(path)
+
+
+class FileStore:
+    def __init__(self, root: Path, max_file_bytes: int, max_total_bytes: int, max_files: int) -> None:
+        self.folder = root / "files"
+        self._root = root
+        self.max_file_bytes = max_file_bytes
+        self._max_total_bytes = max_total_bytes
+        self._max_files = max_files
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def begin(self) -> "Upload":
+        """Raises InvalidRequest where there is no room for another."""
+        num_files = sum(entry.name.endswith(".json") for entry in os.scandir(self.folder))
+        if num_files >= self._max_files:
+            raise InvalidRequest(
+                f"{num_files} files are stored, and this server keeps at most {self._max_files} (--max-files): delete some"
+            )
+        self.check_room()
+        return Upload(self, new_name("file-"))
+
+    def check_room(self) -> None:
+        """Raises InvalidRequest where files, uploads and what batches have written so far are too much together."""
+        used = sum(_size(entry) for folder in os.scandir(self._root) if folder.is_dir() for entry in os.scandir(folder))
+        if used > self._max_total_bytes:
+            raise InvalidRequest(
+                f"the files take {used} bytes, and this server keeps at most {self._max_total_bytes} (--max-files-bytes): "
+                "delete some"
+            )
+
+    def adopt(self, path: Path, file_id: str, filename: str, expires_after: int | None = None) -> None:
+        """A batch's output becomes a file. Done twice, it is done once."""
+        if not self._data(file_id).exists():
+            path.replace(self._data(file_id))
+        if not self._card(file_id).exists():
+            self._save(file_id, filename, "batch_output", expires_after)
+
+    def get(self, file_id: str) -> StoredFile:
+        """Raises NotFound."""
+        if FILE_ID.fullmatch(file_id):
+            with contextlib.suppress(FileNotFoundError):
+                file = msgspec.json.decode(self._card(file_id).read_bytes(), type=StoredFile)
+                if file.expires_at is None or file.expires_at > time.time():
+                    return file
+                self._remove(file_id)
+        raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id")
+
+    def open(self, file_id: str) -> BinaryIO:
+        self.get(file_id)
+        try:
+            return self._data(file_id).open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id") from None
+
+    def newest_first(self) -> list[StoredFile]:
+        names = sorted((path.stem for path in self.folder.glob("file-*.json")), reverse=True)
+        files = []
+        for name in names:
+            with contextlib.suppress(NotFound):
+                files.append(self.get(name))
+        return files
+
+    def delete(self, file_id: str) -> None:
+        """Raises NotFound. Whoever reads it now reads on."""
+        self.get(file_id)
+        self._remove(file_id)
+
+    def tidy(self) -> None:
+        """Forget uploads that nobody will finish."""
+        for path in self.folder.glob("*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                    path.unlink()
+
+    def _remove(self, file_id: str) -> None:
+        # The card first: a file without one is not there.
+        for path in (self._card(file_id), self._data(file_id)):
+            path.unlink(missing_ok=True)
+
+    def _save(self, file_id: str, filename: str, purpose: Purpose, expires_after: int | None) -> StoredFile:
+        now = int(time.time())
+        expires_at = None if expires_after is None else now + expires_after
+        file = StoredFile(file_id, self._data(file_id).stat().st_size, now, filename, purpose, expires_at)
+        replace_file(self._card(file_id), msgspec.json.encode(file))
+        return file
+
+    def _data(self, file_id: str) -> Path:
+        return self.folder / file_id
+
+    def _card(self, file_id: str) -> Path:
+        return self.folder / f"{file_id}.json"
+
+
+class Upload:
+    """A file that is being written. It is there for others once `finish` says so."""
+
+    def __init__(self, store: FileStore, file_id: str) -> None:
+        self._store, self._id = store, file_id
+        self._path = store.folder / f"{file_id}.part"
+        self._file = self._path.open("wb")
+        self._num_bytes = 0
+        self._next_look = LOOK_EVERY_BYTES
+
+    def write(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        limit = self._store.max_file_bytes
+        if self._num_bytes > limit:
+            raise TooLarge(f"the file is over the limit of {limit} bytes (--max-file-bytes)", param="file")
+        self._file.write(data)
+        if self._num_bytes >= self._next_look:
+            self._next_look += LOOK_EVERY_BYTES
+            self._store.check_room()
+
+    def finish(self, filename: str, purpose: Purpose, expires_after: int | None) -> StoredFile:
+        self._file.close()
+        self._store.check_room()
+        self._path.replace(self._store.folder / self._id)
+        return self._store._save(self._id, filename, purpose, expires_after)
+
+    def discard(self) -> None:
+        """Nothing is left of it. Does nothing once it is finished."""
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    try:
+        return entry.stat().st_size
+    except FileNotFoundError:  # deleted meanwhile
+        return 0

@@ -1,0 +1,129 @@
+"""The lines of a batch's input: OpenAI's {custom_id, method, url, body}, read one at a time, each a request or a reason why not.
+Knows nothing of where the lines come from or of who answers them."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO
+
+import msgspec
+
+from octavo.schedule.request import choice_seed
+
+MAX_CUSTOM_ID_LEN = 512
+KEYS = ("custom_id", "method", "url", "body")
+ROOM_AROUND_BODY = 64 * 1024
+"""Bytes of a line beyond its body's limit: the other keys, and space."""
+_SKIPPED = 1 << 20  # bytes read at once of a line that is too long to be kept
+
+
+class Line(msgspec.Struct, frozen=True):
+    number: int  # from 1, as editors count
+    custom_id: str
+    url: str
+    body: bytes
+    ignored: tuple[str, ...] = ()  # keys beside the four
+
+
+class BadLine(msgspec.Struct, frozen=True):
+    number: int
+    code: str
+    message: str
+    param: str | None = None
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What a line may ask for. `seeded`: of these routes, those whose requests take a seed."""
+
+    urls: tuple[str, ...]
+    max_body_bytes: int
+    is_strict: bool = False
+    seeded: frozenset[str] = frozenset()
+    seed: int | None = (
+        None  # requests without a seed get one, made from this and their custom_id; None: they stay without
+    )
+    extra: Mapping[str, msgspec.Raw] = {}  # members of a body that does not have them
+
+
+def read_lines(file: BinaryIO, rules: Rules) -> Iterator[Line | BadLine]:
+    """Memory: one line. Empty lines are passed over, and count."""
+    longest = rules.max_body_bytes + ROOM_AROUND_BODY
+    number = 0
+    while raw := file.readline(longest + 1):
+        number += 1
+        if len(raw) > longest and not raw.endswith(b"\n"):
+            while (more := file.readline(_SKIPPED)) and not more.endswith(b"\n"):
+                pass
+            yield BadLine(number, "line_too_long", f"line {number} is longer than the limit of {longest} bytes")
+            continue
+        text = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
+        if text:
+            yield parse_line(number, text, rules)
+
+
+def parse_line(number: int, text: bytes, rules: Rules) -> Line | BadLine:
+    try:
+        return _parse(number, text, rules)
+    except _Bad as bad:
+        return BadLine(number, bad.code, f"line {number}: {bad.message}", bad.param)
+
+
+class _Bad(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        self.code, self.message, self.param = code, message, param
+
+
+def _parse(number: int, text: bytes, rules: Rules) -> Line:
+    members = _object(text, "it")
+    custom_id = _string(members, "custom_id")
+    if not custom_id or len(custom_id) > MAX_CUSTOM_ID_LEN:
+        raise _Bad("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LEN} characters", "custom_id")
+    method, url = _string(members, "method"), _string(members, "url")
+    if method != "POST":
+        raise _Bad("invalid_method", f"method must be POST, got {method[:20]!r}", "method")
+    if url not in rules.urls:
+        raise _Bad("invalid_url", f"url must be {' or '.join(rules.urls)}, got {url[:60]!r}", "url")
+    if "body" not in members:
+        raise _Bad("missing_required_parameter", "body is missing", "body")
+    ignored = tuple(name[:100] for name in members if name not in KEYS)
+    if ignored and rules.is_strict:
+        raise _Bad("unknown_parameter", f"unknown key {ignored[0]!r}", ignored[0])
+    return Line(number, custom_id, url, _body(bytes(members["body"]), custom_id, url, rules), ignored[:64])
+
+
+def _body(raw: bytes, custom_id: str, url: str, rules: Rules) -> bytes:
+    if len(raw) > rules.max_body_bytes:
+        raise _Bad("request_too_large", f"body is over the limit of {rules.max_body_bytes} bytes", "body")
+    members = _object(raw, "body")
+    if bytes(members.get("stream", b"false")) not in (b"false", b"null"):
+        raise _Bad("invalid_value", "body.stream: the answers of a batch come whole, leave stream out", "body.stream")
+    added = {name: value for name, value in rules.extra.items() if name not in members}
+    if rules.seed is not None and url in rules.seeded and bytes(members.get("seed", b"null")) == b"null":
+        added["seed"] = msgspec.Raw(str(_seed(rules.seed, custom_id)).encode())
+    return msgspec.json.encode({**members, **added}) if added else raw
+
+
+def _seed(base: int, custom_id: str) -> int:
+    """Of the request alone, not of its place: a run that goes on after a break draws what it would have drawn."""
+    digest = hashlib.blake2b(custom_id.encode(), digest_size=7).digest()
+    return choice_seed(base, int.from_bytes(digest))
+
+
+def _object(text: bytes, what: str) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        raise _Bad("invalid_json_line", f"{what} must be a JSON object", None if what == "it" else what) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        words = str(error).splitlines()[0][:200].removeprefix("JSON is malformed: ")
+        raise _Bad("invalid_json_line", f"{what} is not valid JSON: {words}", None if what == "it" else what) from None
+
+
+def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
+    if name not in members:
+        raise _Bad("missing_required_parameter", f"{name} is missing", name)
+    try:
+        value = msgspec.json.decode(members[name], type=str)
+        value.encode()  # half a surrogate pair is JSON and no text
+    except (msgspec.MsgspecError, UnicodeError):
+        raise _Bad("invalid_type", f"{name} must be a string", name) from None
+    return value

@@ -1,0 +1,262 @@
+"""`octavo run-batch`: a file of requests in, a file of answers out, by an engine process of its own and without a socket.
+Knows nothing of any endpoint: requests are answered by the application that would serve them."""
+
+import asyncio
+import contextlib
+import fcntl
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tqdm import tqdm
+
+from octavo.config import Config
+from octavo.engine.children import describe_exit, spawn
+from octavo.engine.client import ZmqClient
+from octavo.engine.folder import SocketFolder
+from octavo.engine.process import EngineOrder
+from octavo.errors import ConfigError, EngineDead, OctavoError
+from octavo.messages import EngineReport
+from octavo.server.app import build_app
+from octavo.server.batch.answers import answer_lines
+from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
+from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back
+from octavo.server.endpoints.batches import batch_routes, seeded_routes
+from octavo.server.inside import ask
+from octavo.text import Text, load_text
+from octavo.weights.source import ModelSource, resolve
+
+EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
+LINES_PER_ROW = 2
+"""Lines under way for each row of the engine: while one set is computed, the next is parsed and waits."""
+ENGINE_MODULE = "octavo.engine.process"
+
+
+class Stopped(Exception):
+    """SIGTERM: what is written stays."""
+
+
+def run_batch(config: Config, input_path: str, output_path: str, max_concurrency: int | None) -> int:
+    """Returns the exit code: 0 all answered, 3 some lines have an error for an answer, 1 stopped before the end."""
+    with _open_input(input_path) as lines, _open_output(output_path, input_path) as output:
+        tally, seen = Tally(), Seen()
+        read_back(output, output_path, seen, tally)
+        job = _Job(config, lines, output, seen, tally, max_concurrency)
+        try:
+            code = asyncio.run(job.run())
+        except (Stopped, KeyboardInterrupt, EngineDead) as error:
+            job.summary("stopped before the end; the same command goes on from here")
+            if not isinstance(error, Stopped):
+                raise
+            return EXIT_STOPPED
+        except OSError as error:
+            job.summary("stopped before the end; the same command goes on from here")
+            raise OctavoError(f"the output {output_path} cannot be written ({error.strerror})") from None
+        finally:
+            seen.close()
+        if code is not None:
+            return code
+        job.summary("done")
+        return EXIT_SOME_FAILED if tally.failed else EXIT_OK
+
+
+def _open_input(path: str) -> BinaryIO:
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+        if not file.seekable():
+            raise OSError(0, "it is not a file")
+        return file
+    except OSError as error:
+        raise ConfigError(f"the input {path} cannot be read ({error.strerror}): give a file of JSON lines") from None
+
+
+def _open_output(path: str, input_path: str) -> BinaryIO:
+    """For reading what is there and appending. Two runs would write every answer twice: the second is refused."""
+    try:
+        if os.path.exists(path) and os.path.samefile(path, input_path):
+            raise ConfigError(f"the output {path} is the input: name another file")
+        file = open_records(path)
+    except OSError as error:
+        raise ConfigError(f"the output {path} cannot be written ({error.strerror}): name another file") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"the output {path} is being written by another run: wait for it, or stop it") from None
+    return file
+
+
+class _Job:
+    def __init__(
+        self, config: Config, lines: BinaryIO, output: BinaryIO, seen: Seen, tally: Tally, max_concurrency: int | None
+    ) -> None:
+        self._config = config
+        self._lines, self._output = lines, output
+        self._seen, self._tally = seen, tally
+        self._num_before = tally.completed + tally.failed
+        self._tokens_before = tally.output_tokens
+        self._max_concurrency = max_concurrency
+        self._started = 0.0
+        self._bar: tqdm[None] | None = None
+
+    async def run(self) -> int | None:
+        """None: every line has its record. Otherwise the exit code of an engine that did not start."""
+        loop = asyncio.get_running_loop()
+        work = asyncio.create_task(self._run())
+        is_told_to_stop = False
+
+        def stop() -> None:
+            nonlocal is_told_to_stop
+            is_told_to_stop = True
+            work.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, stop)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if is_told_to_stop:
+                raise Stopped from None
+            raise
+
+    async def _run(self) -> int | None:
+        num_lines = await asyncio.to_thread(_count_lines, self._lines)
+        if all(line is None for line in self._unanswered()):
+            return None  # no need to load a model in order to ask it nothing
+        self._lines.seek(0)
+        model = self._config.model
+        source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
+        name = model.served_model_name or source.name
+        async with _Engine(self._config, source, name) as engine:
+            if engine.exit_code is not None:
+                return engine.exit_code
+            app = build_app(engine.client, engine.text, self._config, name)
+            slots = asyncio.Semaphore(self._max_concurrency or LINES_PER_ROW * engine.report.max_num_seqs)
+            self._started = time.monotonic()
+            self._bar = tqdm(
+                total=num_lines, initial=self._num_before, desc="requests", unit="", dynamic_ncols=True,
+                mininterval=0.1 if sys.stderr.isatty() else 30.0,
+            )  # fmt: skip
+            with self._bar:
+                await engine.alongside(
+                    answer_lines(self._unanswered(), functools.partial(ask, app), slots, self._write)
+                )
+        os.fsync(self._output.fileno())
+        return None
+
+    def _unanswered(self) -> Iterator[Line | BadLine | None]:
+        """Duplicates among those, too: the first line with a custom_id is its request."""
+        server = self._config.server
+        rules = Rules(
+            batch_routes(), int(server.max_body_bytes), server.strict_fields, seeded_routes(), self._config.model.seed
+        )
+        here = Seen()
+        try:
+            for line in read_lines(self._lines, rules):
+                if isinstance(line, Line) and not here.add(line.custom_id):
+                    message = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
+                    line = BadLine(line.number, "duplicate_custom_id", message, "custom_id")
+                key = line.custom_id if isinstance(line, Line) else line.number
+                yield None if key in self._seen else line
+        finally:
+            here.close()
+
+    def _write(self, record: Record) -> None:
+        self._output.write(encode_record(record))
+        self._tally.count(record)
+        if self._bar is not None:
+            self._bar.update()
+
+    def summary(self, outcome: str) -> None:
+        tally, seconds = self._tally, time.monotonic() - self._started if self._started else 0.0
+        num_now = tally.completed + tally.failed - self._num_before
+        before = f", {self._num_before} of them by earlier runs" if self._num_before else ""
+        rate = (tally.output_tokens - self._tokens_before) / seconds if seconds else 0.0
+        print(
+            f"octavo: {outcome}: {tally.completed} answered, {tally.failed} failed{before}; "
+            f"{num_now} in {seconds:.1f} s, {rate:.0f} output tokens/s",
+            file=sys.stderr,
+        )
+
+
+class _Engine:
+    """An engine process, and the text room beside it, for as long as the context lasts."""
+
+    client: ZmqClient
+    text: Text
+    report: EngineReport
+
+    def __init__(self, config: Config, source: ModelSource, name: str) -> None:
+        self._config, self._source, self._name = config, source, name
+        self._folder = SocketFolder()
+        self.exit_code: int | None = None  # of an engine that did not start; it has said why
+
+    async def __aenter__(self) -> "_Engine":
+        address = f"ipc://{self._folder.path}/engine"
+        source = self._source
+        order = EngineOrder(self._config, str(source.path), source.kind, source.name, self._name, address, 1)
+        self._process = spawn(ENGINE_MODULE, order)
+        self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
+        self.client = ZmqClient(address, f"ipc://{self._folder.path}/api-0")
+        try:
+            await self.alongside(self._prepare())
+        except EngineDead:
+            code = self._process.wait()
+            await self.__aexit__()
+            if code != 2:
+                raise
+            self.exit_code = code
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.client.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        await asyncio.wait({self._ended}, timeout=5)
+        if not self._ended.done():
+            self._process.kill()
+        self._process.stdout.close()
+        await self._ended
+        self._folder.close()
+
+    async def alongside(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, unless the engine ends before it does: then EngineDead."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise EngineDead(f"the engine ended unexpectedly ({describe_exit(self._ended.result())})")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _prepare(self) -> None:
+        model = self._config.model
+        loading = asyncio.to_thread(
+            load_text,
+            Path(self._source.path),
+            tokenizer=model.tokenizer,
+            chat_template=model.chat_template,
+            default_sampling=dict(self._source.default_sampling),
+        )
+        self.text, self.report = await asyncio.gather(loading, self.client.ready())
+        self.text.require_fit(self.report.vocab_size)
+
+
+def _count_lines(file: BinaryIO) -> int:
+    """Newlines, and a last line without one."""
+    num_lines, last = 0, b"\n"
+    while piece := file.read(1 << 20):
+        num_lines += piece.count(b"\n")
+        last = piece
+    file.seek(0)
+    return num_lines + (not last.endswith(b"\n"))

@@ -1,0 +1,199 @@
+"""What a batch writes, a line for each request: its answer or its error, with OpenAI's names; read back to go on after a break.
+Knows nothing of requests, and of answers only what they used."""
+
+import io
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.server.batch.lines import BadLine, Line
+from octavo.server.inside import Answer
+
+RECORD_START = b'{"id":"batch_req_'
+
+
+class Response(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
+    code: str
+    message: str
+    line: int | None = None  # of the input, where the line could not be read as a request
+
+
+class Record(msgspec.Struct, frozen=True):
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Fault | None
+
+
+class RecordWithIgnored(Record, frozen=True):
+    ignored_fields: tuple[str, ...]
+
+
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    """Each dialect has its own names; what is absent is 0."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
+
+
+class _AnswerBody(msgspec.Struct, frozen=True):
+    usage: _Usage | None = None
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """A record as it is read back."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Fault | None
+
+
+class Tally(msgspec.Struct):
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def count(self, record: Record | _Written) -> None:
+        if record.response is None or record.response.status_code >= 300:
+            self.failed += 1
+            return
+        self.completed += 1
+        try:
+            usage = msgspec.json.decode(record.response.body, type=_AnswerBody).usage
+        except msgspec.MsgspecError:  # an answer in a shape of its own
+            return
+        if usage is None:
+            return
+        self.input_tokens += usage.prompt_tokens + usage.input_tokens
+        self.output_tokens += usage.completion_tokens + usage.output_tokens
+        for details in (usage.prompt_tokens_details, usage.input_tokens_details):
+            self.cached_tokens += (details.cached_tokens or 0) if details else 0
+        for details in (usage.completion_tokens_details, usage.output_tokens_details):
+            self.reasoning_tokens += (details.reasoning_tokens or 0) if details else 0
+
+
+def answer_record(line: Line, answer: Answer) -> Record:
+    body = answer.body
+    if b"\n" in body:  # a record is one line
+        body = msgspec.json.encode(msgspec.json.decode(body))
+    response = Response(answer.status, answer.request_id, msgspec.Raw(body))
+    if line.ignored:
+        return RecordWithIgnored(_new_id(), line.custom_id, response, None, line.ignored)
+    return Record(_new_id(), line.custom_id, response, None)
+
+
+def bad_line_record(bad: BadLine) -> Record:
+    """Without a custom_id: where two lines have the same one, it is the first one's."""
+    return Record(_new_id(), None, None, Fault(bad.code, bad.message, bad.number))
+
+
+def unanswered_record(line: Line, code: str, message: str) -> Record:
+    return Record(_new_id(), line.custom_id, None, Fault(code, message))
+
+
+def encode_record(record: Record) -> bytes:
+    text = msgspec.json.encode(record) + b"\n"
+    assert text.startswith(RECORD_START)
+    return text
+
+
+def _new_id() -> str:
+    return "batch_req_" + os.urandom(12).hex()
+
+
+class Seen:
+    """Which custom_ids, and which bad lines by their number, were met. On disk beyond a few MB, so that it may hold millions;
+    nothing of it stays."""
+
+    def __init__(self) -> None:
+        # An empty name: a temporary file of SQLite's own, which it removes. One thread at a time uses it, not always the same.
+        self._connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._connection.execute("PRAGMA journal_mode = OFF")
+        self._connection.execute("PRAGMA synchronous = OFF")
+        self._connection.execute("CREATE TABLE seen (key TEXT PRIMARY KEY) WITHOUT ROWID")
+        self._connection.execute("BEGIN")
+
+    def add(self, key: str | int) -> bool:
+        """False: it was there."""
+        cursor = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_key(key),))
+        return cursor.rowcount == 1
+
+    def __contains__(self, key: str | int) -> bool:
+        return self._connection.execute("SELECT 1 FROM seen WHERE key = ?", (_key(key),)).fetchone() is not None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _key(key: str | int) -> str:
+    return f"line {key}" if isinstance(key, int) else f"id {key}"
+
+
+class _RecordFile(io.BufferedRandom):
+    """Reads through a buffer; what is written is with the system at once, so that no end of this process can lose it."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        count = super().write(data)
+        self.flush()
+        return count
+
+
+def open_records(path: Path | str) -> BinaryIO:
+    """For `read_back`, and then to be written on."""
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
+    return cast(BinaryIO, _RecordFile(file))
+
+
+def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
+    """What an earlier run has written, into `seen` and `tally`; `file` is then at the place to go on. The last line, where the
+    run was killed in the middle of it, is cut off. Raises ConfigError, and changes nothing, where this is no such file."""
+    decode: Callable[[bytes], _Written] = msgspec.json.Decoder(_Written).decode
+    end = 0
+    for number, text in enumerate(file, 1):
+        if not text.endswith(b"\n"):
+            start = text[: len(RECORD_START)]
+            if not RECORD_START.startswith(start):
+                raise _foreign(name, number)
+            break
+        try:
+            record = decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            raise _foreign(name, number) from None
+        if record.custom_id is not None:
+            seen.add(record.custom_id)
+        elif record.error is not None and record.error.line is not None:
+            seen.add(record.error.line)
+        tally.count(record)
+        end += len(text)
+    file.truncate(end)
+    file.seek(end)
+
+
+def _foreign(name: str, number: int) -> ConfigError:
+    return ConfigError(f"{name} line {number} is no record of a batch: name another output, or move that file away")

@@ -1,0 +1,287 @@
+"""BatchRunner: answers the lines of batches at background pace, in whichever API process is the first to take the lock.
+Knows nothing of HTTP or of any endpoint.
+
+A batch that was under way when its process ended is taken up again by another, or by the next server on the same folder:
+what was answered is read back, and only the rest is asked."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from octavo.errors import InvalidRequest, NotFound
+from octavo.server.batch.answers import Ask, answer_lines
+from octavo.server.batch.batches import (
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchStore,
+    BatchUsage,
+    InputTokensDetails,
+    OutputTokensDetails,
+    RequestCounts,
+    Status,
+)
+from octavo.server.batch.files import FileStore, new_name
+from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
+from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back, unanswered_record
+
+log = logging.getLogger("octavo.server")
+
+LOOK_SECONDS = 0.5  # how often the folder is looked at for what other processes have asked
+MAX_ACTIVE = 8  # batches that share the slots, in turn; the others wait
+MAX_LINES = 50_000  # OpenAI's
+MAX_ERRORS = 100  # lines that are named when a batch is refused
+LOOK_EVERY_RECORDS = 64
+OUTCOMES: tuple[Status, ...] = ("failed", "expired", "cancelled")
+
+
+class _Refused(Exception):
+    """The batch ends as failed, with these reasons."""
+
+    def __init__(self, errors: list[BatchError]) -> None:
+        self.errors = errors
+
+
+class BatchRunner:
+    def __init__(
+        self, files: FileStore, batches: BatchStore, ask: Ask, rules: Rules, model_name: str, lock: Path
+    ) -> None:
+        """`rules.urls`: all that batches may ask; each batch names one of them."""
+        self._files, self._batches = files, batches
+        self._ask, self._rules, self._model_name = ask, rules, model_name
+        self._lock = lock
+        self._news = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+
+    def wake(self) -> None:
+        """Something in the folder has changed: look now."""
+        self._news.set()
+
+    async def run(self, num_slots: int) -> None:
+        """Until cancelled. `num_slots`: lines of all batches together that are under way at once."""
+        slots = asyncio.Semaphore(num_slots)
+        with self._lock.open("wb") as lock:
+            is_mine = False  # as long as another process has the lock, that one runs them
+            try:
+                while True:
+                    self._news.clear()
+                    if not is_mine and (is_mine := _took(lock)):
+                        await asyncio.to_thread(self._files.tidy)
+                    if is_mine:
+                        self._look(slots)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await self._news.wait()
+            finally:
+                tasks = list(self._running.values())
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _look(self, slots: asyncio.Semaphore) -> None:
+        for batch_id in self._batches.unfinished():
+            if batch_id not in self._running:
+                if len(self._running) >= MAX_ACTIVE and not self._batches.is_cancelled(batch_id):
+                    continue
+                self._cancelled[batch_id] = asyncio.Event()
+                self._running[batch_id] = asyncio.create_task(self._guard(batch_id, slots))
+            if self._batches.is_cancelled(batch_id):
+                self._cancelled[batch_id].set()
+
+    async def _guard(self, batch_id: str, slots: asyncio.Semaphore) -> None:
+        try:
+            await _Run(self, self._batches.load(batch_id), slots, self._cancelled[batch_id]).run()
+        except Exception as error:
+            log.exception("batch %s failed", batch_id)
+            with contextlib.suppress(OSError, NotFound):
+                words = f"the server could not run this batch ({type(error).__name__}); its log says why"
+                errors = BatchErrors([BatchError("server_error", words)])
+                batch = self._batches.load(batch_id)
+                self._batches.end(
+                    msgspec.structs.replace(batch, status="failed", failed_at=int(time.time()), errors=errors)
+                )
+        finally:
+            del self._running[batch_id], self._cancelled[batch_id]
+            self._news.set()  # the next may begin
+
+
+class _Run:
+    """One batch, from wherever it is to its end."""
+
+    def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
+        self._files, self._batches, self._ask = runner._files, runner._batches, runner._ask
+        self._rules = msgspec.structs.replace(runner._rules, urls=(batch.endpoint,))
+        self._model_name = runner._model_name
+        self._batch = batch
+        self._slots, self._cancelled = slots, cancelled
+        self._tally, self._seen = Tally(), Seen()
+        self._num_written = 0
+        self._next_save = 0.0
+
+    async def run(self) -> None:
+        if self._batch.has_ended:  # its process died just before it could put this away
+            return self._batches.end(self._batch)
+        try:
+            with contextlib.ExitStack() as stack:
+                answers, errors = (stack.enter_context(open_records(p)) for p in self._batches.outputs(self._batch.id))
+                await asyncio.to_thread(self._read_back, answers, errors)
+                self._answers, self._errors = answers, errors
+                outcome, reasons = await self._outcome()
+            await asyncio.to_thread(self._finish, outcome, reasons)
+        finally:
+            self._seen.close()
+
+    def _read_back(self, *outputs: BinaryIO) -> None:
+        for file in outputs:
+            read_back(file, "the output", self._seen, self._tally)
+
+    async def _outcome(self) -> tuple[Status, list[BatchError]]:
+        """How it ends: by itself, because somebody asked, or because its time is up."""
+        if self._batch.finalizing_at is not None:  # this far it was before
+            return next((name for name in OUTCOMES if getattr(self._batch, f"{name}_at") is not None), "completed"), []
+        work = asyncio.create_task(self._work())
+        asked = asyncio.create_task(self._cancelled.wait())
+        try:
+            left = max(0.0, self._batch.expires_at - time.time())
+            await asyncio.wait({work, asked}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return "completed", []
+            outcome: Status = "cancelled" if asked.done() else "expired"
+        except _Refused as refused:
+            return "failed", refused.errors
+        except OSError as error:
+            return "failed", [BatchError("storage_full", f"the answers cannot be stored ({error.strerror})")]
+        finally:
+            asked.cancel()
+            work.cancel()
+            await asyncio.gather(asked, work, return_exceptions=True)
+        if outcome == "expired":
+            await asyncio.to_thread(self._write_expired)
+        return outcome, []
+
+    async def _work(self) -> None:
+        if self._batch.status == "validating":
+            total = await asyncio.to_thread(self._validate)
+            counts = RequestCounts(total, self._tally.completed, self._tally.failed)
+            self._change(
+                status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
+            )
+        with self._files.open(self._batch.input_file_id) as file:
+            await answer_lines(self._unanswered(file), self._ask, self._slots, self._write)
+
+    def _validate(self) -> int:
+        """The number of requests. Raises _Refused where a line is none: OpenAI's batches run whole or not at all."""
+        errors: list[BatchError] = []
+        ids, total = Seen(), 0
+        try:
+            with self._files.open(self._batch.input_file_id) as file:
+                for line in read_lines(file, self._rules):
+                    total += 1
+                    if isinstance(line, BadLine):
+                        errors.append(BatchError(line.code, line.message, line.number, line.param))
+                    elif not ids.add(line.custom_id):
+                        words = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
+                        errors.append(BatchError("duplicate_custom_id", words, line.number, "custom_id"))
+                    if len(errors) >= MAX_ERRORS or total > MAX_LINES:
+                        break
+        except NotFound as error:
+            errors.append(BatchError("invalid_file", error.message, param="input_file_id"))
+        finally:
+            ids.close()
+        if total > MAX_LINES:
+            errors.append(BatchError("too_many_requests", f"a batch has at most {MAX_LINES} requests"))
+        if not total and not errors:
+            errors.append(BatchError("empty_file", "the input file has no requests", param="input_file_id"))
+        if errors:
+            raise _Refused(errors)
+        return total
+
+    def _unanswered(self, file: BinaryIO) -> Iterator[Line | BadLine | None]:
+        for line in read_lines(file, self._rules):
+            assert isinstance(line, Line), "the file was validated, and nobody can change it"
+            yield None if line.custom_id in self._seen else line
+
+    def _write(self, record: Record) -> None:
+        self._tally.count(record)
+        is_good = record.response is not None and record.response.status_code < 300
+        (self._answers if is_good else self._errors).write(encode_record(record))
+        if record.custom_id is not None:
+            self._seen.add(record.custom_id)
+        self._num_written += 1
+        if self._num_written % LOOK_EVERY_RECORDS == 0:
+            try:
+                self._files.check_room()
+            except InvalidRequest as error:
+                raise _Refused([BatchError("storage_full", error.message)]) from None
+        if (now := time.monotonic()) >= self._next_save:
+            self._next_save = now + 1.0
+            self._change(request_counts=self._counts(), usage=self._usage())
+
+    def _write_expired(self) -> None:
+        message = "this request was not answered before the batch's completion window ended"
+        with contextlib.suppress(NotFound), self._files.open(self._batch.input_file_id) as file:
+            for line in self._unanswered(file):
+                if isinstance(line, Line):
+                    record = unanswered_record(line, "batch_expired", message)
+                    self._tally.count(record)
+                    self._errors.write(encode_record(record))
+
+    def _finish(self, outcome: Status, reasons: list[BatchError]) -> None:
+        """Outputs become files, then the batch says so. Killed in between, the next to take it up does the rest."""
+        batch = self._batch
+        paths = self._batches.outputs(batch.id)
+        ids = [
+            known or (new_name("file-") if path.stat().st_size else None)
+            for known, path in zip((batch.output_file_id, batch.error_file_id), paths, strict=True)
+        ]
+        now = int(time.time())
+        self._change(
+            **{f"{outcome}_at": now},
+            status="finalizing",
+            finalizing_at=batch.finalizing_at or now,
+            cancelling_at=self._batches.get(batch.id).cancelling_at,
+            output_file_id=ids[0],
+            error_file_id=ids[1],
+            errors=BatchErrors(reasons) if reasons else batch.errors,
+            **({} if batch.finalizing_at else {"request_counts": self._counts(), "usage": self._usage()}),
+        )
+        expiry = batch.output_expires_after.seconds if batch.output_expires_after else None
+        for file_id, path, kind in zip(ids, paths, ("output", "error"), strict=True):
+            if file_id is not None:
+                self._files.adopt(path, file_id, f"{batch.id}_{kind}.jsonl", expiry)
+            path.unlink(missing_ok=True)
+        self._batches.end(msgspec.structs.replace(self._batch, status=outcome))
+
+    def _change(self, **changes: object) -> None:
+        self._batch = msgspec.structs.replace(self._batch, **changes)
+        self._batches.save(self._batch)
+
+    def _counts(self) -> RequestCounts:
+        return RequestCounts(self._batch.request_counts.total, self._tally.completed, self._tally.failed)
+
+    def _usage(self) -> BatchUsage:
+        tally = self._tally
+        return BatchUsage(
+            tally.input_tokens,
+            InputTokensDetails(tally.cached_tokens),
+            tally.output_tokens,
+            OutputTokensDetails(tally.reasoning_tokens),
+            tally.input_tokens + tally.output_tokens,
+        )
+
+
+def _took(lock: BinaryIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

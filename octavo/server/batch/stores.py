@@ -1,0 +1,33 @@
+"""The one place of files and batches that the endpoints of this process share.
+Knows nothing of HTTP or of what is stored."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.errors import Unsupported
+from octavo.server.batch.batches import BatchStore
+from octavo.server.batch.files import FileStore
+from octavo.server.service import Service
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    root: Path
+    files: FileStore
+    batches: BatchStore
+
+
+def open_stores(service: Service) -> Callable[[], Stores]:
+    """Raises Unsupported when called, where this process was given no folder."""
+    config = service.config.batches
+    if not config.files_folder:
+
+        def refuse() -> Stores:
+            raise Unsupported("files and batches are not offered here: this server was given no folder for them")
+
+        return refuse
+    root = Path(config.files_folder)
+    files = FileStore(root, config.file_limit, int(config.max_files_bytes), config.max_files)
+    stores = Stores(root, files, BatchStore(root))
+    return lambda: stores

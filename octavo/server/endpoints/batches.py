@@ -1,0 +1,187 @@
+"""/v1/batches: create, list, retrieve, cancel: OpenAI's shapes; the runner in the background does the rest.
+Knows nothing of how lines are answered. Whoever has a key of this server sees every batch."""
+
+import asyncio
+import functools
+import re
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from octavo.errors import InvalidRequest, NotFound
+from octavo.server.answers import json_answer
+from octavo.server.batch.batches import BATCH_ID, Batch, OutputExpiry
+from octavo.server.batch.lines import Rules
+from octavo.server.batch.runner import BatchRunner
+from octavo.server.batch.stores import Stores, open_stores
+from octavo.server.endpoints.files import check_expiry
+from octavo.server.fields import Dialect, RequestFields, read_fields
+from octavo.server.service import Service
+from octavo.server.shapes import Shape
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_LIMIT = 100
+MAX_HOURS = 14 * 24
+MAX_LABELS, MAX_LABEL_NAME, MAX_LABEL = 16, 64, 512  # OpenAI's limits of metadata
+ROWS_PER_SLOT = 4
+"""Batches get one row in so many: however many lines they have, three quarters of the engine are for those who wait."""
+
+
+class OutputExpiresAfter(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: int
+
+
+class BatchRequest(RequestFields):
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: OutputExpiresAfter | None = None
+
+
+DIALECT = Dialect("batches", "/v1/batches", BatchRequest, {})
+
+
+class BatchList(msgspec.Struct, frozen=True):
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+SHAPES = {
+    "POST /v1/batches": Shape(Batch),
+    "GET /v1/batches": Shape(BatchList),
+    "GET /v1/batches/{batch_id}": Shape(Batch),
+    "POST /v1/batches/{batch_id}/cancel": Shape(Batch),
+}
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+    stores = open_stores(service)
+    runners: list[BatchRunner] = []
+
+    async def run() -> None:
+        runner = _runner(service, stores())
+        runners.append(runner)
+        await runner.run(_num_slots(service))
+
+    if service.config.batches.files_folder:
+        service.background.append(run)
+
+    def wake() -> None:
+        for runner in runners:
+            runner.wake()
+
+    @router.post("/v1/batches")
+    async def create_batch(request: Request) -> Response:
+        service.accept()
+        fields = await read_fields(request, DIALECT, service.config.server)
+        service.check_model(fields.model)
+        batch = await asyncio.to_thread(_create, stores(), fields)
+        wake()
+        return json_answer(batch, fields.ignored)
+
+    @router.get("/v1/batches")
+    async def list_batches(limit: int = 20, after: str | None = None) -> Response:
+        if not 1 <= limit <= MAX_LIMIT:
+            raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
+        if after is not None and not BATCH_ID.fullmatch(after):
+            raise InvalidRequest("after must be a batch's id", param="after")
+        batches = await asyncio.to_thread(stores().batches.newest_first)
+        if after is not None:
+            batches = [batch for batch in batches if batch.id < after]
+        page = batches[:limit]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        return json_answer(BatchList(page, first, last, len(batches) > limit))
+
+    @router.get("/v1/batches/{batch_id}")
+    async def retrieve_batch(batch_id: str) -> Response:
+        return json_answer(await asyncio.to_thread(stores().batches.get, batch_id))
+
+    @router.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(batch_id: str) -> Response:
+        batch = await asyncio.to_thread(stores().batches.cancel, batch_id)
+        wake()
+        return json_answer(batch)
+
+    return router
+
+
+def batch_routes() -> tuple[str, ...]:
+    """Those of ROUTES that this server has."""
+    return tuple(route for route in ROUTES if route in _dialects())
+
+
+def seeded_routes() -> frozenset[str]:
+    """Those whose requests take a seed."""
+    return frozenset(path for path, dialect in _dialects().items() if "seed" in dialect.schema.model_fields)
+
+
+@functools.cache
+def _dialects() -> dict[str, Dialect[Any]]:
+    from octavo.server.endpoints.compat import all_dialects  # which reads this file, among the others
+
+    return {dialect.path: dialect for dialect in all_dialects()}
+
+
+def _runner(service: Service, stores: Stores) -> BatchRunner:
+    assert service.ask is not None
+    server = service.config.server
+    rules = Rules(batch_routes(), int(server.max_body_bytes), server.strict_fields)
+    lock = stores.root / "runner.lock"
+    return BatchRunner(stores.files, stores.batches, service.ask, rules, service.model_name, lock)
+
+
+def _num_slots(service: Service) -> int:
+    wanted = service.config.batches.batch_concurrency
+    return wanted if isinstance(wanted, int) else max(1, service.report.max_num_seqs // ROWS_PER_SLOT)
+
+
+def _create(stores: Stores, fields: BatchRequest) -> Batch:
+    routes = batch_routes()
+    if fields.endpoint not in routes:
+        raise InvalidRequest(
+            f"endpoint must be one of {', '.join(routes)}, got {fields.endpoint[:60]!r}", param="endpoint"
+        )
+    seconds = _seconds(fields.completion_window)
+    _check_labels(fields.metadata or {})
+    try:
+        file = stores.files.get(fields.input_file_id)
+    except NotFound as error:
+        raise InvalidRequest(error.message, param="input_file_id") from None
+    if file.purpose != "batch":
+        raise InvalidRequest(f"the file's purpose must be batch, it is {file.purpose}", param="input_file_id")
+    expiry = None
+    if fields.output_expires_after is not None:
+        expiry = OutputExpiry(check_expiry(fields.output_expires_after.seconds, "output_expires_after.seconds"))
+    return stores.batches.create(
+        fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry
+    )  # fmt: skip
+
+
+def _seconds(window: str) -> int:
+    hours = re.fullmatch(r"([1-9][0-9]{0,2})h", window, re.ASCII)
+    if not hours or int(hours[1]) > MAX_HOURS:
+        raise InvalidRequest(
+            f"completion_window must be 24h, or another number of hours up to {MAX_HOURS}h, got {window[:20]!r}",
+            param="completion_window",
+        )
+    return int(hours[1]) * 3600
+
+
+def _check_labels(metadata: dict[str, str]) -> None:
+    if len(metadata) > MAX_LABELS:
+        raise InvalidRequest(f"metadata has {len(metadata)} entries; at most {MAX_LABELS} are taken", param="metadata")
+    for name, value in metadata.items():
+        if len(name) > MAX_LABEL_NAME or len(value) > MAX_LABEL:
+            raise InvalidRequest(
+                f"metadata: names have at most {MAX_LABEL_NAME} characters and values {MAX_LABEL}", param="metadata"
+            )

@@ -1,0 +1,177 @@
+"""/v1/files: upload, list, retrieve, content, delete: OpenAI's shapes, for the inputs and outputs of batches.
+Knows nothing of batches beyond that one may still need a file. Whoever has a key of this server sees every file."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import BinaryIO, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.server.answers import json_answer
+from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, StoredFile, Upload
+from octavo.server.batch.stores import open_stores
+from octavo.server.multipart import Form, read_form
+from octavo.server.service import Service
+from octavo.server.shapes import Shape
+
+FORM_BYTES = 2**20  # what surrounds the file in its form
+PIECE = 256 * 1024
+FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))
+MIN_EXPIRY, MAX_EXPIRY = 3600, 30 * 24 * 3600
+MAX_LIMIT = 10_000
+
+
+class FileList(msgspec.Struct, frozen=True):
+    data: list[StoredFile]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class DeletedFile(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+FORM = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["batch"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": MIN_EXPIRY, "maximum": MAX_EXPIRY},
+    },
+    "required": ["file", "purpose"],
+}
+SHAPES = {
+    "POST /v1/files": Shape(StoredFile, form=FORM),
+    "GET /v1/files": Shape(FileList),
+    "GET /v1/files/{file_id}": Shape(StoredFile),
+    "GET /v1/files/{file_id}/content": Shape(media=("application/octet-stream",)),
+    "DELETE /v1/files/{file_id}": Shape(DeletedFile),
+}
+
+
+def router(service: Service) -> APIRouter:
+    router = APIRouter()
+    stores = open_stores(service)
+    service.body_limits["/v1/files"] = service.config.batches.file_limit + FORM_BYTES
+
+    @router.post("/v1/files")
+    async def upload_file(request: Request) -> Response:
+        service.accept()
+        files = stores().files
+        uploads: list[Upload] = []
+
+        def begin() -> Upload:
+            uploads.append(files.begin())
+            return uploads[0]
+
+        try:
+            form = await read_form(request, "file", begin)
+            ignored = _unknown(form, service.config.server.strict_fields)
+            purpose, expiry = _purpose(form), _expiry(form)
+            name = _printable(form.filename or "")
+            file = await asyncio.to_thread(uploads[0].finish, name, purpose, expiry)
+        finally:
+            for upload in uploads:
+                upload.discard()
+        return json_answer(file, ignored)
+
+    @router.get("/v1/files")
+    async def list_files(
+        purpose: str | None = None, limit: int = MAX_LIMIT, order: str = "desc", after: str | None = None
+    ) -> Response:
+        if not 1 <= limit <= MAX_LIMIT:
+            raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest(f"order must be asc or desc, got {order[:20]!r}", param="order")
+        if after is not None and not FILE_ID.fullmatch(after):
+            raise InvalidRequest("after must be a file's id", param="after")
+        files = [
+            file for file in await asyncio.to_thread(stores().files.newest_first) if purpose in (None, file.purpose)
+        ]
+        if order == "asc":
+            files.reverse()
+        if after is not None:
+            files = [file for file in files if (file.id > after if order == "asc" else file.id < after)]
+        page = files[:limit]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        return json_answer(FileList(page, first, last, len(files) > limit))
+
+    @router.get("/v1/files/{file_id}")
+    async def retrieve_file(file_id: str) -> Response:
+        return json_answer(await asyncio.to_thread(stores().files.get, file_id))
+
+    @router.get("/v1/files/{file_id}/content")
+    async def file_content(file_id: str) -> Response:
+        files = stores().files
+        size = (await asyncio.to_thread(files.get, file_id)).bytes
+        file = await asyncio.to_thread(files.open, file_id)
+        headers = {"content-length": str(size)}
+        return StreamingResponse(_pieces(file), headers=headers, media_type="application/octet-stream")
+
+    @router.delete("/v1/files/{file_id}")
+    async def delete_file(file_id: str) -> Response:
+        return json_answer(await asyncio.to_thread(_delete, stores().files, stores().batches.uses, file_id))
+
+    return router
+
+
+def _delete(files: FileStore, uses: Callable[[str], str | None], file_id: str) -> DeletedFile:
+    files.get(file_id)
+    if batch_id := uses(file_id):
+        raise InvalidRequest(f"the file is the input of {batch_id}, which has not ended: cancel that first", "file_id")
+    files.delete(file_id)
+    return DeletedFile(file_id)
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    with file:
+        while piece := await asyncio.to_thread(file.read, PIECE):
+            yield piece
+
+
+def _unknown(form: Form, is_strict: bool) -> list[str]:
+    unknown = [name for name in form.fields if name not in FIELDS]
+    if unknown and is_strict:
+        raise Unsupported(f"unknown field {unknown[0]!r}", param=unknown[0])
+    return unknown
+
+
+def _purpose(form: Form) -> Literal["batch"]:
+    purpose = form.fields.get("purpose")
+    if purpose is None:
+        raise InvalidRequest("purpose is missing", param="purpose")
+    if purpose != "batch":
+        raise Unsupported(
+            f"purpose must be batch, got {purpose[:40]!r}: files serve nothing else here", param="purpose"
+        )
+    return "batch"
+
+
+def _expiry(form: Form) -> int | None:
+    anchor, seconds = form.fields.get("expires_after[anchor]"), form.fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest("expires_after[anchor] must be created_at", param="expires_after[anchor]")
+    if not (seconds and seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
+        raise InvalidRequest("expires_after[seconds] must be a whole number", param="expires_after[seconds]")
+    return check_expiry(int(seconds), "expires_after[seconds]")
+
+
+def check_expiry(seconds: int, param: str) -> int:
+    if not MIN_EXPIRY <= seconds <= MAX_EXPIRY:
+        raise InvalidRequest(f"{param} must be between {MIN_EXPIRY} and {MAX_EXPIRY}, got {seconds}", param=param)
+    return seconds
+
+
+def _printable(name: str) -> str:
+    """A label, never a path: what is stored on disk is named by us."""
+    return "".join(character for character in name if character.isprintable())[:MAX_FILENAME_LEN] or "file"

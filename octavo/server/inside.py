@@ -1,0 +1,61 @@
+"""A request from within: the application answers it as if it had come over HTTP, with no socket in between.
+Knows nothing of what is asked; such a request has no key to show, and its body was measured by whoever sends it."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+INSIDE = "octavo.inside"
+"""A scope with this key was made here: nothing that comes over a socket can have it."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    status: int
+    request_id: str
+    retry_after: int | None
+    body: bytes
+
+
+async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
+    """POST `body` to `path`. Cancelling ends the work, as a client that leaves would."""
+    chunks: list[bytes] = []
+    head: dict[str, Any] = {}
+    incoming = [body]
+
+    async def receive() -> Message:
+        if incoming:
+            return {"type": "http.request", "body": incoming.pop(), "more_body": False}
+        await asyncio.Event().wait()  # this client never leaves: it cancels
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            head["status"] = message["status"]
+            head.update((name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"])
+        elif message["type"] == "http.response.body":
+            chunks.append(message.get("body", b""))
+
+    await app(_scope(path, len(body)), receive, send)
+    assert "status" in head, f"{path} gave no answer"
+    wait = head.get("retry-after", "")
+    return Answer(head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks))
+
+
+def _scope(path: str, num_bytes: int) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())],
+        "client": None,
+        "server": None,
+        INSIDE: True,
+    }

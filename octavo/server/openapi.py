@@ -1,0 +1,127 @@
+"""GET /openapi.json: this server as an OpenAPI 3.1 document, made from the types by which requests are read and answers written.
+Knows no endpoint: an endpoint's module has its DIALECTs, for what it takes, and its SHAPES, for what it gives."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from octavo.server import endpoints
+from octavo.server.errors_http import ErrorBody
+from octavo.server.fields import Dialect, RequestFields
+from octavo.server.service import Service, version
+from octavo.server.shapes import Shape
+
+REF = "#/components/schemas/{name}"
+Schema = dict[str, Any]
+
+
+def build_document(app: FastAPI, service: Service) -> Schema:
+    document = get_openapi(title="Octavo", version=version(), routes=app.routes, openapi_version="3.1.0")
+    dialects, shapes = _declared()
+    answers = {key: shape.answer for key, shape in shapes.items() if shape.answer is not None}
+    found, components = msgspec.json.schema_components([ErrorBody, *answers.values()], ref_template=REF)
+    references, schemas = _with_plain_names(found, components)
+    error, by_key = references[0], dict(zip(answers, references[1:], strict=True))
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            key = f"{method.upper()} {path}"
+            shape = shapes.get(key, Shape())
+            operation.pop("requestBody", None)
+            if method == "post" and path in dialects:
+                operation["requestBody"] = _request_body(dialects[path], schemas, service)
+            elif shape.form is not None:
+                operation["requestBody"] = {
+                    "required": True,
+                    "content": {"multipart/form-data": {"schema": shape.form}},
+                }
+            operation["responses"] = _responses(shape, by_key.get(key), error, path)
+    document["components"] = {
+        "schemas": schemas,
+        "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+    }
+    if service.config.server.api_keys:
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _declared() -> tuple[dict[str, Dialect[Any]], dict[str, Shape]]:
+    dialects: dict[str, Dialect[Any]] = {}
+    shapes: dict[str, Shape] = {}
+    for found in pkgutil.iter_modules(endpoints.__path__):
+        module = importlib.import_module(f"{endpoints.__name__}.{found.name}")
+        own = getattr(module, "DIALECTS", None) or filter(None, [getattr(module, "DIALECT", None)])
+        dialects.update((dialect.path, dialect) for dialect in cast(Iterable[Dialect[Any]], own))
+        shapes.update(getattr(module, "SHAPES", {}))
+    return dialects, shapes
+
+
+def _responses(shape: Shape, answer: Schema | None, error: Schema, path: str) -> Schema:
+    content: Schema = {media: {"schema": {"type": "string"}} for media in shape.media}
+    if answer is not None or not content:
+        content["application/json"] = {"schema": answer or {}}
+    problem = {"content": {"application/json": {"schema": shape.error or error}}}
+    return {
+        "200": {"description": "the answer", "content": content},
+        "4XX": {"description": "the request cannot be served as it is; the message says why", **problem},
+        "5XX": {"description": "the server cannot serve it, now or at all; the message says why", **problem},
+    }
+
+
+def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> Schema:
+    model = cast(type[RequestFields], dialect.schema)
+    schema = model.model_json_schema(ref_template=REF.replace("{name}", "{model}"), mode="validation")
+    for name, inner in schema.pop("$defs", {}).items():
+        schemas.setdefault(name, _tidy(inner))
+    if "model" in schema["properties"]:  # one model is served, and it may be left out
+        names = [service.model_name, *([None] if "model" not in schema.get("required", ()) else [])]
+        schema["properties"]["model"] = {"enum": names}
+    schema["description"] = (
+        "Fields of other names are refused in strict mode, and otherwise named back: see /v1/compat."
+    )
+    schemas[model.__name__] = _tidy(schema)
+    return {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(name=model.__name__)}}}}
+
+
+def _tidy(schema: Schema) -> Schema:
+    """Without the titles that repeat a field's own name."""
+    properties = {
+        name: {key: value for key, value in field.items() if key != "title"}
+        for name, field in schema.get("properties", {}).items()
+    }
+    return {**schema, "properties": properties} if properties else schema
+
+
+def _with_plain_names(references: Iterable[Schema], components: Mapping[str, Schema]) -> tuple[list[Schema], Schema]:
+    """Types of one name in two modules are told apart by their modules: by the last part of it, here."""
+    plain = {
+        name: "".join(part.title() for part in name.split(".")[-2:]) if "." in name else name for name in components
+    }
+    assert len(set(plain.values())) == len(plain)
+
+    def renamed(value: Any) -> Any:
+        match value:
+            case dict():
+                return {key: renamed(inner) for key, inner in value.items()}
+            case list():
+                return [renamed(inner) for inner in value]
+            case str() if value.startswith(REF.format(name="")):
+                return REF.format(name=plain[value.removeprefix(REF.format(name=""))])
+        return value
+
+    return [renamed(reference) for reference in references], {
+        plain[name]: renamed(schema) for name, schema in components.items()
+    }
+
+
+def undocumented(document: Schema) -> Iterator[str]:
+    """Operations whose answer nobody has described."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation["responses"]["200"]["content"]
+            if any(not media["schema"] for media in content.values()):
+                yield f"{method.upper()} {path}"

@@ -1,0 +1,264 @@
+"""/v1/batches through the application, with a scripted engine: statuses, outputs, pace, cancel, expiry, and going on after a break."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from octavo.server.batch import runner as runner_module
+from tests.doubles import ScriptedEngine, says
+from tests.server.conftest import Serve, error_of
+
+CHAT = "/v1/completions"
+
+
+def line(custom_id: str, url: str = CHAT, **body: object) -> dict:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"prompt": "p", **body}}
+
+
+async def upload(client, *lines: object) -> str:
+    content = b"\n".join(item if isinstance(item, bytes) else json.dumps(item).encode() for item in lines)
+    sent = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", content)})
+    assert sent.status_code == 200, sent.text
+    return sent.json()["id"]
+
+
+async def create(client, file_id: str, **fields: object) -> dict:
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
+    made = await client.post("/v1/batches", json=body)
+    assert made.status_code == 200, made.text
+    return made.json()
+
+
+async def until(client, batch_id: str, *statuses: str) -> dict:
+    async with asyncio.timeout(10):
+        while True:
+            batch = (await client.get(f"/v1/batches/{batch_id}")).json()
+            if batch["status"] in statuses:
+                return batch
+            await asyncio.sleep(0.01)
+
+
+def hold_at(engine: ScriptedEngine, num_requests: int) -> asyncio.Event:
+    """Set when so many requests have come; from then on the engine computes nothing."""
+    held = asyncio.Event()
+
+    def watch(request, step):
+        if len(engine.requests) == num_requests:
+            engine.gate.clear()
+            held.set()
+
+    engine.on_step = watch
+    return held
+
+
+async def content(client, file_id: str) -> list[dict]:
+    got = await client.get(f"/v1/files/{file_id}/content")
+    assert got.status_code == 200, got.text
+    return [json.loads(text) for text in got.text.splitlines()]
+
+
+@contextlib.asynccontextmanager
+async def background(client) -> AsyncIterator[None]:
+    """What an API process does beside its requests."""
+    task = asyncio.create_task(client.app.state.service.run_background())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def test_a_batch_from_its_file_to_its_outputs(serve: Serve, tmp_path):
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path), api_key="k")
+    client.headers["authorization"] = "Bearer k"  # the lines themselves have none, and need none
+    lines = [line(f"r{n}") for n in range(20)] + [line("bad", temperature=-1), line("named", frobnicate=1)]
+    file_id = await upload(client, *lines)
+    async with background(client):
+        batch = await create(client, file_id, metadata={"job": "7"})
+        assert batch["object"] == "batch" and batch["status"] == "validating"
+        assert batch["expires_at"] == batch["created_at"] + 24 * 3600 and batch["metadata"] == {"job": "7"}
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["request_counts"] == {"total": 22, "completed": 21, "failed": 1}, done
+    assert done["model"] == "byte-model" and done["usage"]["output_tokens"] == 21 * 6
+    assert done["created_at"] <= done["in_progress_at"] <= done["finalizing_at"] <= done["completed_at"]
+    answers = {record["custom_id"]: record for record in await content(client, done["output_file_id"])}
+    assert answers.keys() == {f"r{n}" for n in range(20)} | {"named"}
+    for record in answers.values():
+        assert record["error"] is None and record["response"]["status_code"] == 200
+        assert record["response"]["body"]["choices"][0]["text"] == "hello" and record["response"]["request_id"]
+    assert answers["named"]["response"]["body"]["ignored_fields"] == ["frobnicate"]
+    (error,) = await content(client, done["error_file_id"])
+    assert error["custom_id"] == "bad" and error["response"]["status_code"] == 400
+    assert error["response"]["body"]["error"]["param"] == "temperature"
+    outputs = (await client.get("/v1/files", params={"purpose": "batch_output"})).json()["data"]
+    assert {file["id"] for file in outputs} == {done["output_file_id"], done["error_file_id"]}
+    assert not list(tmp_path.glob("batches/*.open")) and not list(tmp_path.glob("batches/*.output"))
+
+
+async def test_lines_go_to_the_engine_so_many_at_once_and_batches_in_turn(serve: Serve, tmp_path):
+    """Eight rows: two lines at a time, of all batches together, so that whoever comes by HTTP finds a place."""
+    engine = ScriptedEngine(says("hello"))
+    most = 0
+
+    def watch(request, step):
+        nonlocal most
+        most = max(most, engine.num_running)
+
+    engine.on_step = watch
+    client = serve(engine, files_folder=str(tmp_path))
+    async with background(client):
+        long = await create(client, await upload(client, *[line(f"long{n}", max_tokens=7) for n in range(200)]))
+        short = await create(client, await upload(client, *[line(f"short{n}", max_tokens=9) for n in range(3)]))
+        done = await until(client, short["id"], "completed")
+        assert done["request_counts"]["completed"] == 3
+        early = (await client.get(f"/v1/batches/{long['id']}")).json()
+        assert early["status"] == "in_progress"  # the short one did not wait for the long one
+        await until(client, long["id"], "completed")
+    assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "number"),
+    [
+        ([line("a"), b"{oops"], "invalid_json_line", 2),
+        ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
+        ([line("a", "/v1/embeddings")], "invalid_url", 1),
+        ([line("a", stream=True)], "invalid_value", 1),
+        ([b""], "empty_file", None),
+    ],
+)
+async def test_a_file_with_a_bad_line_fails_whole_and_says_which(serve: Serve, tmp_path, lines, code, number):
+    client = serve(files_folder=str(tmp_path))
+    async with background(client):
+        batch = await create(client, await upload(client, *lines))
+        failed = await until(client, batch["id"], "failed", "completed")
+    assert failed["status"] == "failed" and failed["failed_at"] and failed["output_file_id"] is None
+    assert failed["errors"]["object"] == "list"
+    assert [(error["code"], error["line"]) for error in failed["errors"]["data"]] == [(code, number)]
+
+
+async def test_bad_creations_are_refused_by_name(serve: Serve, tmp_path):
+    client = serve(files_folder=str(tmp_path))
+    file_id = await upload(client, line("a"))
+    good = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for change, param in (
+        ({"input_file_id": "file-0"}, "input_file_id"),
+        ({"input_file_id": "../x"}, "input_file_id"),
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"endpoint": "http://elsewhere/v1/completions"}, "endpoint"),
+        ({"completion_window": "1d"}, "completion_window"),
+        ({"completion_window": "999h"}, "completion_window"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata"),
+        ({"metadata": {str(n): "v" for n in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
+        ({"model": "other"}, "model"),
+    ):
+        answer = await client.post("/v1/batches", json={**good, **change})
+        assert error_of(answer, 404 if param == "model" else 400)["param"] == param
+    del good["endpoint"]
+    assert "endpoint is missing" in error_of(await client.post("/v1/batches", json=good), 400)["message"]
+    assert (await client.get("/v1/batches")).json()["data"] == []
+    for path in ("batch_x", "batch_" + "0" * 32, "..%2fx"):
+        error_of(await client.get(f"/v1/batches/{path}"), 404)
+        error_of(await client.post(f"/v1/batches/{path}/cancel"), 404)
+
+
+async def test_lists_and_files_in_use(serve: Serve, tmp_path):
+    client = serve(files_folder=str(tmp_path))
+    file_id = await upload(client, line("a"))
+    ids = [(await create(client, file_id))["id"] for _ in range(3)]
+    assert "cancel that first" in error_of(await client.delete(f"/v1/files/{file_id}"), 400)["message"]
+    page = (await client.get("/v1/batches", params={"limit": 2})).json()
+    assert [batch["id"] for batch in page["data"]] == [ids[2], ids[1]] and page["has_more"] is True
+    rest = (await client.get("/v1/batches", params={"after": ids[1]})).json()
+    assert [batch["id"] for batch in rest["data"]] == [ids[0]] and rest["has_more"] is False
+    assert error_of(await client.get("/v1/batches", params={"limit": 101}), 400)["param"] == "limit"
+
+
+async def test_cancel_keeps_what_was_answered_and_ends_the_rest(serve: Serve, tmp_path):
+    engine = ScriptedEngine(says("hello"))
+    held = hold_at(engine, 6)
+    client = serve(engine, files_folder=str(tmp_path))
+    async with background(client):
+        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(50)]))
+        await asyncio.wait_for(held.wait(), 10)
+        cancelling = (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()
+        assert cancelling["status"] == "cancelling" and cancelling["cancelling_at"]
+        done = await until(client, batch["id"], "cancelled")
+    assert engine.num_running == 0  # what was under way was aborted
+    assert 0 < done["request_counts"]["completed"] < 50 and done["cancelled_at"] and done["cancelling_at"]
+    assert len(await content(client, done["output_file_id"])) == done["request_counts"]["completed"]
+    assert "has ended" in error_of(await client.post(f"/v1/batches/{batch['id']}/cancel"), 400)["message"]
+
+
+async def test_a_batch_expires_and_names_what_was_not_answered(serve: Serve, tmp_path, monkeypatch):
+    engine = ScriptedEngine(says("hello"))
+    hold_at(engine, 6)
+    client = serve(engine, files_folder=str(tmp_path))
+    file_id = await upload(client, *[line(f"r{n}") for n in range(20)])
+    batch = await create(client, file_id, completion_window="1h")
+    card = next(tmp_path.glob("batches/*.json"))
+    card.write_text(card.read_text().replace(str(batch["expires_at"]), str(int(time.time()) + 2)))
+    async with background(client):
+        done = await until(client, batch["id"], "expired")
+    answered = {record["custom_id"] for record in await content(client, done["output_file_id"])}
+    late = await content(client, done["error_file_id"])
+    assert {record["error"]["code"] for record in late} == {"batch_expired"}
+    assert sorted(answered | {record["custom_id"] for record in late}) == sorted(f"r{n}" for n in range(20))
+    assert len(answered) + len(late) == 20
+    assert done["request_counts"] == {"total": 20, "completed": len(answered), "failed": len(late)}
+
+
+async def test_a_batch_goes_on_in_the_next_process(serve: Serve, tmp_path):
+    """The first is stopped in the middle, with half a record on the disk; the second asks only what is left."""
+    first = ScriptedEngine(says("hello"))
+    held = hold_at(first, 12)
+    client = serve(first, files_folder=str(tmp_path))
+    async with background(client):
+        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(30)]))
+        await asyncio.wait_for(held.wait(), 10)
+    partial = next(tmp_path.glob("batches/*.output"))
+    num_done = partial.read_bytes().count(b"\n")
+    with partial.open("ab") as file:
+        file.write(b'{"id":"batch_req_0123')
+    second = ScriptedEngine(says("hello"))
+    client = serve(second, files_folder=str(tmp_path))
+    assert (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] == "in_progress"
+    async with background(client):
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}, done
+    assert 0 < num_done < 30 and len(second.requests) == 30 - num_done
+    ids = [record["custom_id"] for record in await content(client, done["output_file_id"])]
+    assert sorted(ids) == sorted(f"r{n}" for n in range(30))
+
+
+async def test_one_process_runs_batches_and_another_takes_over(serve: Serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "LOOK_SECONDS", 0.02)
+    engines = [ScriptedEngine(says("hello")) for _ in range(2)]
+    clients = [serve(engine, files_folder=str(tmp_path)) for engine in engines]
+    file_id = await upload(clients[1], *[line(f"r{n}") for n in range(5)])
+    async with background(clients[1]):
+        async with background(clients[0]):  # has no lock
+            batch = await create(clients[0], file_id)
+            await until(clients[0], batch["id"], "completed")
+            stuck = await create(clients[0], file_id)
+            await until(clients[0], stuck["id"], "completed")
+        assert not engines[0].requests and len(engines[1].requests) == 10
+    async with background(clients[0]):  # the other has ended
+        third = await create(clients[1], file_id)
+        await until(clients[1], third["id"], "completed")
+    assert len(engines[0].requests) == 5
+
+
+async def test_a_batch_that_fills_the_store_fails_and_keeps_what_it_has(serve: Serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "LOOK_EVERY_RECORDS", 2)
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path), max_files_bytes=6000)
+    async with background(client):
+        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(20)]))
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["status"] == "failed" and done["errors"]["data"][0]["code"] == "storage_full", done
+    assert len(await content(client, done["output_file_id"])) == done["request_counts"]["completed"] > 0
