@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.observe.journeys import current
+from octavo.server.shapes import Stops
 
 log = logging.getLogger("octavo.server")
 
@@ -153,7 +154,7 @@ class SamplingFields(RequestFields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: Any = None
+    stop: Stops = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None

@@ -39,7 +39,9 @@ def build_document(app: FastAPI, service: Service) -> Schema:
                     "required": True,
                     "content": {"multipart/form-data": {"schema": shape.form}},
                 }
-            operation["responses"] = _responses(shape, by_key.get(key), error, path)
+            operation["responses"] = _responses(shape, by_key.get(key), error)
+            if shape.leads_to:
+                operation["responses"]["200"]["links"] = _links(shape, document["paths"])
     document["components"] = {
         "schemas": schemas,
         "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -60,8 +62,8 @@ def _declared() -> tuple[dict[str, Dialect[Any]], dict[str, Shape]]:
     return dialects, shapes
 
 
-def _responses(shape: Shape, answer: Schema | None, error: Schema, path: str) -> Schema:
-    content: Schema = {media: {"schema": {"type": "string"}} for media in shape.media}
+def _responses(shape: Shape, answer: Schema | None, error: Schema) -> Schema:
+    content: Schema = {media: {"schema": {"description": f"{media}, as it is"}} for media in shape.media}
     if answer is not None or not content:
         content["application/json"] = {"schema": answer or {}}
     problem = {"content": {"application/json": {"schema": shape.error or error}}}
@@ -70,6 +72,16 @@ def _responses(shape: Shape, answer: Schema | None, error: Schema, path: str) ->
         "4XX": {"description": "the request cannot be served as it is; the message says why", **problem},
         "5XX": {"description": "the server cannot serve it, now or at all; the message says why", **problem},
     }
+
+
+def _links(shape: Shape, paths: Schema) -> Schema:
+    links = {}
+    for key in shape.leads_to:
+        method, path = key.split(" ")
+        operation = paths[path][method.lower()]["operationId"]
+        parameter = path.partition("{")[2].partition("}")[0]
+        links[operation] = {"operationId": operation, "parameters": {parameter: "$response.body#/id"}}
+    return links
 
 
 def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> Schema:

@@ -24,7 +24,7 @@ from octavo.server.generation import PromptProgress, Usage
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
+from octavo.server.shapes import EVENTS, Messages, Shape
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 from octavo.server.structured import read_grammar
 from octavo.text import Text
@@ -49,7 +49,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 
 class ChatRequest(GenerationFields):
-    messages: list[dict[str, Any]]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Any] | None = None

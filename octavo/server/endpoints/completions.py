@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -20,7 +20,7 @@ from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
+from octavo.server.shapes import EVENTS, Prompts, Shape
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 from octavo.server.structured import read_grammar
 
@@ -35,7 +35,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 
 class CompletionRequest(GenerationFields):
-    prompt: Any  # string, list of strings, list of token ids, list of lists of token ids
+    prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None  # even 0 asks for the chosen token's
 

@@ -17,7 +17,7 @@ from octavo.server.answers import json_answer
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT, new_id
 from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.shapes import Prompts, Shape
 from octavo.server.sse import until_gone
 
 MAX_INPUTS = 2048
@@ -32,7 +32,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 
 class EmbeddingRequest(RequestFields):
-    input: Any  # string, list of strings, list of token ids, list of lists of token ids
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes

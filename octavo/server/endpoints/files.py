@@ -49,7 +49,11 @@ FORM = {
     "required": ["file", "purpose"],
 }
 SHAPES = {
-    "POST /v1/files": Shape(StoredFile, form=FORM),
+    "POST /v1/files": Shape(
+        StoredFile,
+        form=FORM,
+        leads_to=("GET /v1/files/{file_id}", "GET /v1/files/{file_id}/content", "DELETE /v1/files/{file_id}"),
+    ),
     "GET /v1/files": Shape(FileList),
     "GET /v1/files/{file_id}": Shape(StoredFile),
     "GET /v1/files/{file_id}/content": Shape(media=("application/octet-stream",)),

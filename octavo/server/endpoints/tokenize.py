@@ -15,7 +15,7 @@ from octavo.server.chats import Chat, check_variables, encode, text_for
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.shapes import Messages, Shape
 from octavo.text.tools import parse_tool_choice, parse_tools
 
 LONG_LIST = 20_000
@@ -30,7 +30,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 
 class TokenizeRequest(RequestFields):
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
     add_generation_prompt: bool | None = None  # messages only; None: yes
     return_token_strs: bool | None = None
