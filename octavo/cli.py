@@ -10,7 +10,7 @@ from typing import Any
 from octavo import __version__
 from octavo.bench.flags import add_bench
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, number, options_from, whole
+from octavo.flags import OF_REQUESTS, OFFLINE, Parser, add_config_flags, config_from, count, number, options_from, whole
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 130, 141
 
@@ -203,7 +203,7 @@ def _add_run_batch(commands: Any) -> None:
     parser.add_argument(
         "--max-concurrency", type=count, metavar="N", help="requests under way at once (default: 2 for each row)"
     )
-    add_config_flags(parser, OFFLINE, positional=False)
+    add_config_flags(parser, OFFLINE, also=OF_REQUESTS, positional=False)
     parser.set_defaults(run=_run_batch)
 
 

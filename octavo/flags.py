@@ -17,6 +17,11 @@ from octavo.errors import ConfigError
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """The sections that mean something without a server."""
+OF_REQUESTS = (
+    "max_body_bytes", "max_messages", "max_n", "max_logprobs", "strict_fields",
+    "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
+)  # fmt: skip
+"""Of a server's knobs, those that say what becomes of a request, wherever it comes from."""
 
 _DEST = "config."  # a config field's place in the namespace, apart from the commands' own flags
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -66,13 +71,17 @@ def _nearest(name: str, names: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def add_config_flags(parser: argparse.ArgumentParser, only: Sequence[str] = (), *, positional: bool = True) -> None:
-    """Every knob of the sections named in `only` (all of them if empty). `positional`: MODEL may be given without a flag."""
+def add_config_flags(
+    parser: argparse.ArgumentParser, only: Sequence[str] = (), *, also: Sequence[str] = (), positional: bool = True
+) -> None:
+    """Every knob of the sections named in `only` (all of them if empty), and those named in `also`. `positional`: MODEL may be
+    given without a flag."""
     for section, cls in sections():
-        if only and section not in only:
+        knobs = [knob for knob in dataclasses.fields(cls) if not only or section in only or knob.name in also]
+        if not knobs:
             continue
         group = parser.add_argument_group(section)
-        for knob in dataclasses.fields(cls):
+        for knob in knobs:
             if knob.metadata["flag"] == "MODEL":
                 _add_model(parser, group, knob, positional)
             else:

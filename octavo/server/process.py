@@ -29,8 +29,9 @@ from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.observe import logs
 from octavo.server.app import build_app
+from octavo.server.prepare import prepare
 from octavo.server.service import Service
-from octavo.text import Text, load_text
+from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
 
@@ -130,7 +131,7 @@ async def _run(order: ServerOrder) -> int:
     pulse = Pulse(order.pulse_fd) if order.pulse_fd >= 0 else None
     client = ZmqClient(order.engine_address, order.reply_address, order.origin, order.orders_address, pulse)
     try:
-        text = await _unless_stopped(stop, _prepare(client, order))
+        text = await _unless_stopped(stop, prepare(client, order.model_path, order.config, order.default_sampling))
         if text is None:
             return 0
         app = build_app(client, text, order.config, order.model_name)
@@ -144,23 +145,6 @@ async def _run(order: ServerOrder) -> int:
         client.close()
         if stop.abandoned.is_set():  # the supervisor was killed, and the engine with it: nobody else is left to do it
             shutil.rmtree(Path(order.reply_address.removeprefix("ipc://")).parent, ignore_errors=True)
-
-
-async def _prepare(client: ZmqClient, order: ServerOrder) -> Text:
-    """The text room and the engine, made at the same time."""
-    model = order.config.model
-    loading = asyncio.to_thread(
-        load_text,
-        Path(order.model_path),
-        tokenizer=model.tokenizer,
-        chat_template=model.chat_template,
-        default_sampling=order.default_sampling,
-        tool_call_parser=order.config.server.tool_call_parser,
-        reasoning_parser=order.config.server.reasoning_parser,
-    )
-    text, report = await asyncio.gather(loading, client.ready())
-    text.require_fit(report.vocab_size)
-    return text
 
 
 async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, Text]) -> Text | None:

@@ -79,7 +79,7 @@ def test_bad_lines_do_not_stop_the_rest(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     good = [json.dumps(line) for line in requests(3, 2)]
     source.write_text("\n".join([good[0], "{oops", good[1], good[1], good[2].replace("embeddings", "nothing")]))
-    done = run_batch(str(source), str(output))
+    done = run_batch(str(source), str(output), "--strict-fields")
     assert done.returncode == 3 and "2 answered, 3 failed" in done.stderr, done.stderr
     records = [json.loads(text) for text in output.read_text().splitlines()]
     assert sorted(record["error"]["line"] for record in records if record["error"]) == [2, 4, 5]

@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from tqdm import tqdm
@@ -28,7 +27,8 @@ from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back
 from octavo.server.endpoints.batches import batch_routes, seeded_routes
 from octavo.server.inside import ask
-from octavo.text import Text, load_text
+from octavo.server.prepare import prepare
+from octavo.text import Text
 from octavo.weights.source import ModelSource, resolve
 
 EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
@@ -240,16 +240,10 @@ class _Engine:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _prepare(self) -> None:
-        model = self._config.model
-        loading = asyncio.to_thread(
-            load_text,
-            Path(self._source.path),
-            tokenizer=model.tokenizer,
-            chat_template=model.chat_template,
-            default_sampling=dict(self._source.default_sampling),
-        )
-        self.text, self.report = await asyncio.gather(loading, self.client.ready())
-        self.text.require_fit(self.report.vocab_size)
+        source = self._source
+        self.text = await prepare(self.client, source.path, self._config, source.default_sampling)
+        assert self.client.report is not None
+        self.report = self.client.report
 
 
 def _count_lines(file: BinaryIO) -> int:

@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,12 +51,19 @@ class _Refused(Exception):
 
 class BatchRunner:
     def __init__(
-        self, files: FileStore, batches: BatchStore, ask: Ask, rules: Rules, model_name: str, lock: Path
+        self,
+        files: FileStore,
+        batches: BatchStore,
+        ask: Ask,
+        rules: Rules,
+        model_name: str,
+        lock: Path,
+        is_crowded: Callable[[], bool],
     ) -> None:
-        """`rules.urls`: all that batches may ask; each batch names one of them."""
+        """`rules.urls`: all that batches may ask; each batch names one of them. `is_crowded`: requests wait for the engine."""
         self._files, self._batches = files, batches
         self._ask, self._rules, self._model_name = ask, rules, model_name
-        self._lock = lock
+        self._lock, self._is_crowded = lock, is_crowded
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
@@ -119,7 +126,7 @@ class _Run:
     def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
         self._files, self._batches, self._ask = runner._files, runner._batches, runner._ask
         self._rules = msgspec.structs.replace(runner._rules, urls=(batch.endpoint,))
-        self._model_name = runner._model_name
+        self._model_name, self._is_crowded = runner._model_name, runner._is_crowded
         self._batch = batch
         self._slots, self._cancelled = slots, cancelled
         self._tally, self._seen = Tally(), Seen()
@@ -176,7 +183,7 @@ class _Run:
                 status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
             )
         with self._files.open(self._batch.input_file_id) as file:
-            await answer_lines(self._unanswered(file), self._ask, self._slots, self._write)
+            await answer_lines(self._unanswered(file), self._ask, self._slots, self._write, self._is_crowded)
 
     def _validate(self) -> int:
         """The number of requests. Raises _Refused where a line is none: OpenAI's batches run whole or not at all."""

@@ -4,11 +4,11 @@ Knows nothing of how lines are answered. Whoever has a key of this server sees e
 import asyncio
 import functools
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from octavo.errors import InvalidRequest, NotFound
 from octavo.server.answers import json_answer
@@ -38,8 +38,8 @@ class OutputExpiresAfter(BaseModel):
 
 class BatchRequest(RequestFields):
     input_file_id: str
-    endpoint: str
-    completion_window: str
+    endpoint: Annotated[str, WithJsonSchema({"enum": list(ROUTES)})]
+    completion_window: Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[1-9][0-9]?h$"})]
     metadata: dict[str, str] | None = None
     output_expires_after: OutputExpiresAfter | None = None
 
@@ -56,7 +56,7 @@ class BatchList(msgspec.Struct, frozen=True):
 
 
 SHAPES = {
-    "POST /v1/batches": Shape(Batch),
+    "POST /v1/batches": Shape(Batch, leads_to=("GET /v1/batches/{batch_id}", "POST /v1/batches/{batch_id}/cancel")),
     "GET /v1/batches": Shape(BatchList),
     "GET /v1/batches/{batch_id}": Shape(Batch),
     "POST /v1/batches/{batch_id}/cancel": Shape(Batch),
@@ -137,7 +137,12 @@ def _runner(service: Service, stores: Stores) -> BatchRunner:
     server = service.config.server
     rules = Rules(batch_routes(), int(server.max_body_bytes), server.strict_fields)
     lock = stores.root / "runner.lock"
-    return BatchRunner(stores.files, stores.batches, service.ask, rules, service.model_name, lock)
+
+    def is_crowded() -> bool:
+        pulse = service.engine.pulse
+        return pulse is not None and pulse.num_waiting > 0
+
+    return BatchRunner(stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded)
 
 
 def _num_slots(service: Service) -> int:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from octavo.engine.pulse import Pulse
 from octavo.server.batch import runner as runner_module
 from tests.doubles import ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
@@ -119,6 +120,25 @@ async def test_lines_go_to_the_engine_so_many_at_once_and_batches_in_turn(serve:
         assert early["status"] == "in_progress"  # the short one did not wait for the long one
         await until(client, long["id"], "completed")
     assert most == 2
+
+
+@pytest.mark.parametrize("num_waiting", [0, 3])
+async def test_while_others_wait_for_the_engine_one_line_at_a_time_is_enough(serve: Serve, tmp_path, num_waiting):
+    engine = ScriptedEngine(says("hello"))
+    engine.pulse = Pulse()
+    engine.pulse.end(1, 8, num_waiting)  # what the engine last said of its rows and its queue
+    most = 0
+
+    def watch(request, step):
+        nonlocal most
+        most = max(most, engine.num_running)
+
+    engine.on_step = watch
+    client = serve(engine, files_folder=str(tmp_path))
+    async with background(client):
+        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(12)]))
+        await until(client, batch["id"], "completed")
+    assert most == (1 if num_waiting else 2)
 
 
 @pytest.mark.parametrize(
