@@ -39,7 +39,7 @@ fuzz-api: $(TEST_READY)  ## schemathesis against a real server on a tiny model (
 	@$(BIN)/python -m scripts.fuzz_api --schemathesis .venv-fuzz/bin/schemathesis $(ARGS)
 
 clean:  ## remove the virtual environment, caches and build outputs
-	@rm -rf $(VENV) .venv-fuzz build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
+	@rm -rf $(VENV) .venv-fuzz $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
