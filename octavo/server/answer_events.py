@@ -41,6 +41,7 @@ class AnswerShape:
     tools: Schemas = field(default_factory=dict)
     think_format: ThinkFormat | None = None
     is_parallel: bool = True  # False: what comes after the first call is not given
+    is_calls_alone: bool = False  # a grammar has it so: what is left of a list that was cut is no content
     include_reasoning: bool = True
 
     @property
@@ -172,7 +173,7 @@ class _Reader:
             events += self._parser.finish()
             if reason == "stop" and self._parser.num_calls:
                 reason = "tool_calls"
-        if events and (len(events) > 1 or not self._shape.include_reasoning):
+        if events and (len(events) > 1 or not self._shape.include_reasoning or self._shape.is_calls_alone):
             events = self._tidy(events)
         return AnswerPiece(
             piece.index, events, reason, delta.stop_reason, piece.token_ids, piece.logprobs, piece.progress
@@ -184,6 +185,8 @@ class _Reader:
         for event in events:
             match event, kept[-1] if kept else None:
                 case Reasoning(), _ if not self._shape.include_reasoning:
+                    pass
+                case Content(), _ if self._shape.is_calls_alone and self._parser.num_calls:
                     pass
                 case ((CallBegin() | CallArguments() | CallEnd()), _) if event.index and not self._shape.is_parallel:
                     pass

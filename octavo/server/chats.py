@@ -8,9 +8,10 @@ from typing import Any
 
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answer_events import AnswerShape
-from octavo.server.fields import RequestFields
+from octavo.server.fields import RequestFields, SamplingFields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
+from octavo.server.structured import grammar_of_schema, read_grammar
 from octavo.text import Text
 from octavo.text.parsers import tool_format
 from octavo.text.tools import Tool, ToolChoice, calls_schema, schemas_by_name, template_form
@@ -49,21 +50,21 @@ class Chat:
 
     def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
         """`is_constrained`: a grammar says what the answer is from its first token on, so it holds no reasoning."""
-        calls = text.formats.tools if self.offered else None
+        formats = (self.text or text).formats
+        calls = formats.tools if self.offered else None
         if self.choice.is_enforced:
             calls, is_constrained = tool_format("plain_json"), True
         return AnswerShape(
             tool_format=calls,
             tools=schemas_by_name(self.offered),
-            think_format=None if is_constrained else text.formats.thinking,
+            think_format=None if is_constrained else formats.thinking,
             is_parallel=self.choice.parallel,
+            is_calls_alone=self.choice.is_enforced,
             include_reasoning=include_reasoning,
         )
 
 
 def check_choice(choice: ToolChoice, service: Service) -> None:
-    if choice.is_enforced:
-        raise Unsupported("tool_choice can be 'auto' or 'none' here, for now", param="tool_choice")
     if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
         raise Unsupported(
             "tool_choice 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool",
@@ -100,6 +101,20 @@ def effort_variables(
     if not known and (effort != "none" or text.formats.thinking is not None):
         fields.pass_over("reasoning_effort", service.config.server)
     return known
+
+
+async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, response_format: object = None) -> str:
+    """What an answer must look like; empty: it may be anything. `response_format` is for answers in words: where calls are
+    required there are none."""
+    wished = await read_grammar(service, fields, response_format)
+    schema = chat.schema()
+    if schema is None:
+        return wished
+    if wished and response_format is None:
+        raise InvalidRequest(
+            "tool_choice and structured_outputs both say what the answer must be: give one of them", param="tool_choice"
+        )
+    return await grammar_of_schema(service, schema, "tools")
 
 
 async def encode(

@@ -13,6 +13,9 @@ from octavo.errors import InvalidRequest, Unsupported
 
 _MAX_NAME = 64  # characters, as OpenAI has it
 _SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
+                   "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
+"""What else may say, or hide, that an object has further properties."""
 _VALUES = {"enum", "const", "default", "examples"}  # hold data, in which "$ref" is only a key
 
 
@@ -130,9 +133,29 @@ def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | 
         "type": "array",
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "minItems": 1,
-        "$defs": {place: _moved(tool.parameters, place) for tool, place in zip(chosen, places, strict=True)},
+        "$defs": {place: _closed(_moved(tool.parameters, place)) for tool, place in zip(chosen, places, strict=True)},
     }
     return schema if choice.parallel else {**schema, "maxItems": 1}
+
+
+def _closed(schema: Any) -> Any:
+    """Where a schema lists properties and leaves others open, others are not wanted: no function has a parameter for them, and a
+    model that is kept to the schema alone would go on making them up."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {
+        key: {name: _closed(part) for name, part in value.items()}
+        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping)
+        else value
+        if key in _VALUES
+        else _closed(value)
+        for key, value in schema.items()
+    }
+    if "properties" in closed and closed.keys().isdisjoint(_ADD_PROPERTIES):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -28,6 +28,10 @@ WEATHER = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "get_time"}}
+BROKEN = {
+    "type": "function",
+    "function": {"name": "x", "parameters": {"type": "object", "not": {"required": ["a"]}}},
+}
 TURNS = (
     "{% for m in messages %}{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
@@ -248,12 +252,38 @@ async def test_logprobs_cover_every_token_of_a_call(serve: Serve) -> None:
     assert bytes(ids[:-1]).decode() == CALL
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_calls_that_are_required_are_kept_to_by_a_grammar(serve: Serve, choice: Any) -> None:
+    answer = '[{"name": "get_weather", "arguments": {"city": "Rome"}}]'
+    scripted = engine(says(answer))
+    client = serve(scripted, byte_text(OPEN))
+    body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "response_format": {"type": "json_object"}}
+    told = await ask(client, **body)
+    assert told["choices"][0]["finish_reason"] == "tool_calls" and "reasoning" not in told["choices"][0]["message"]
+    (call,) = told["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    streamed = events((await client.post(URL, json={"messages": HI, **body, "stream": True})).content)
+    assert put_together(streamed) == as_streamed(told)
+    grammar = scripted.requests[0].params.grammar
+    assert '"get_weather"' in grammar and ('"get_time"' in grammar) == (choice == "required")
+
+
+async def test_what_is_left_of_a_list_of_calls_that_was_cut_is_no_content(serve: Serve) -> None:
+    answer = '[{"name": "get_time", "arguments": {}}, {"name": "get_ti'
+    client = serve(engine(says(answer, reason="length")), byte_text(HERMES))
+    (choice,) = (await ask(client, tools=[CLOCK], tool_choice="required"))["choices"]
+    assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "length"
+
+
 CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object"),
     ({"tools": [{"type": "web_search"}]}, "tools", "only 'function'"),
     ({"tools": [WEATHER, WEATHER]}, "tools", "twice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
+    ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "not"),
+    ({"tools": [CLOCK], "tool_choice": "required", "guided_regex": "a+"}, "tool_choice", "both"),
     ({"functions": [{"name": "x"}]}, "functions", "tools"),
     ({"function_call": {"name": "x"}}, "function_call", "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not set 'messages'"),

@@ -37,7 +37,7 @@ def test_a_required_call_is_a_list_of_name_and_arguments() -> None:
     assert first["properties"] == {"name": {"const": "now"}, "arguments": {"$ref": "#/$defs/tool_0"}}
     assert first["required"] == ["name", "arguments"] and first["additionalProperties"] is False
     assert second["properties"]["name"] == {"const": "grow"}
-    assert schema["$defs"]["tool_0"] == {"type": "object", "properties": {}}
+    assert schema["$defs"]["tool_0"] == {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def test_references_of_a_tool_still_lead_to_its_own_parts() -> None:
@@ -64,6 +64,17 @@ def test_what_the_schema_asks_for_is_read_as_calls() -> None:
     text = '[{"name": "now", "arguments": {}}, {"name": "grow", "arguments": {"root": {"next": null}}}]'
     answer = collect(parser.feed(text) + parser.finish())
     assert [call.name for call in answer.calls] == ["now", "grow"] and answer.content == "" and parser.num_calls == 2
+
+
+def test_a_required_call_makes_no_parameters_up() -> None:
+    inner = {"type": "object", "properties": {"b": {}}, "patternProperties": {"^x": {}}}
+    parameters = {"properties": {"a": {"type": "object", "properties": {}}, "i": inner, "free": {"type": "object"}}}
+    tools = parse_tools([function("now", parameters)])
+    schema = calls_schema(tools, parse_tool_choice("required", tools))
+    assert schema is not None
+    closed = schema["$defs"]["tool_0"]
+    assert closed["additionalProperties"] is closed["properties"]["a"]["additionalProperties"] is False
+    assert closed["properties"]["i"] == inner and closed["properties"]["free"] == {"type": "object"}
 
 
 @pytest.mark.parametrize(

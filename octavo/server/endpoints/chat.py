@@ -17,7 +17,15 @@ from octavo.server.answer_events import AnswerPiece, Answers
 from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
-from octavo.server.chats import Chat, check_choice, check_variables, effort_variables, encode, text_for
+from octavo.server.chats import (
+    Chat,
+    answer_grammar,
+    check_choice,
+    check_variables,
+    effort_variables,
+    encode,
+    text_for,
+)
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import PromptProgress, Usage
@@ -26,7 +34,6 @@ from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Messages, Shape
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
-from octavo.server.structured import read_grammar
 from octavo.text import Text
 from octavo.text.parsers import Content
 from octavo.text.tools import parse_tool_choice, parse_tools
@@ -81,9 +88,10 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
-        grammar = await read_grammar(service, fields, fields.response_format)
+        prompt = await parse(service, fields)
+        grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
         response_id = new_id("chatcmpl")
-        response = _Response(service, fields, response_id, await parse(service, fields), arrived, grammar)
+        response = _Response(service, fields, response_id, prompt, arrived, grammar)
         if fields.stream:
             return stream_answer(
                 service,
