@@ -1,6 +1,7 @@
 """No request makes the server read a file or open a connection, whatever it names; and what it may ask for is limited."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from octavo.params import MAX_BAD_WORDS, MAX_BIASES
+from octavo.server.endpoints import routers
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
 
@@ -93,8 +95,9 @@ async def test_nothing_is_read_and_nobody_is_called(serve: Serve, watch: Watch, 
     secret.write_text("the secret words")
     client = serve(ScriptedEngine(), trust_request_chat_template=trusts)
     requests = hostile(str(secret))
-    for path in (CHAT, COMPLETIONS, "/tokenize", "/v1/embeddings"):  # what is loaded at first use is loaded now
-        await client.post(path, json={})
+    plain = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in [(COMPLETIONS, {"prompt": "a"}), (CHAT, plain), *hostile("/nowhere")]:
+        await client.post(path, json=body)  # modules are loaded at their first use: now
     for path, body in requests:
         data = json.dumps(body).encode()
         watch.is_on = True
@@ -111,6 +114,24 @@ def test_the_watch_does_see(watch: Watch, tmp_path: Any) -> None:
         (tmp_path / "nothing").read_text()
     watch.is_on = False
     assert any(event.startswith("open") for event in watch.seen)
+
+
+async def test_every_route_but_liveness_needs_a_key(serve: Serve) -> None:
+    client = serve(api_key="secret")
+    found = (route for router in routers(client.app.state.service) for route in router.routes)  # type: ignore[attr-defined]
+    routes = {(method, route.path) for route in found for method in route.methods}  # type: ignore[attr-defined]
+    assert len(routes) > 10
+    for method, path in sorted(routes):
+        url = re.sub(r"\{[^}]*\}", "x", path)
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"x-api-key": "Bearer secret"},
+        ):
+            response = await client.request(method, url, headers=headers)
+            is_liveness = path in ("/health", "/health/live", "/health/ready")
+            assert (response.status_code == 401) is not is_liveness, (method, path, headers)
 
 
 @pytest.mark.parametrize(
