@@ -121,6 +121,10 @@ class ServerConfig:
     max_logprobs: int = knob(
         MAX_LOGPROBS, f"most of the likeliest tokens whose logprobs one request may ask for, at most {MAX_LOGPROBS}"
     )
+    max_stored_responses: int = knob(
+        1000, "responses that each API process keeps for previous_response_id, the latest used ones; 0: none"
+    )
+    max_stored_response_bytes: int | str = knob(64 * 2**20, "most memory for those", kind="bytes")
     strict_fields: bool = knob(
         False,
         "refuse requests with a field that is unknown or without effect; off: such fields are named back in ignored_fields",
@@ -278,6 +282,12 @@ class Config:
                 self.server.max_logprobs,
                 0 <= self.server.max_logprobs <= MAX_LOGPROBS,
                 f"between 0 and {MAX_LOGPROBS}",
+            ),
+            (
+                "--max-stored-responses",
+                self.server.max_stored_responses,
+                self.server.max_stored_responses >= 0,
+                "at least 0",
             ),
             ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
             ("--max-files", self.batches.max_files, self.batches.max_files >= 1, "at least 1"),

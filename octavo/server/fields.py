@@ -81,6 +81,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "vllm_xargs": "there is no extension that would read it",
     # of the Responses API
     "include.reasoning.encrypted_content": "reasoning is given as plain text, and taken back as such",
+    "context_management": "nothing is edited out of a context",
     "prompt_cache_options": "equal prefixes are shared without it",
     "prompt_cache_retention": "cached prefixes stay until others need their room",
     "reasoning.context": "the template says which reasoning a model sees again",
@@ -92,7 +93,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     # of Anthropic's
     "diagnostics": "there is nothing to compare a prompt with",
     "inference_geo": "everything is computed here",
-    "output_config.effort": "this model has no such dial",
     "speed": "there is one speed",
     "thinking.budget_tokens": "max_tokens is the one limit",
     "thinking.display": "reasoning is given in full",
@@ -246,11 +246,15 @@ Body = TypeVar("Body", bound=RequestFields)
 
 
 def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
-    """From another dialect's values, checked as if they had come in a body."""
+    """From another dialect's values, checked as if they had come in a body. What the schema does not have is refused: nobody
+    would name it back."""
     try:
-        return schema.model_validate(values)
+        fields = schema.model_validate(values)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
+    for name in fields.model_extra or ():
+        raise Unsupported(f"{name} is not supported here", param=name)
+    return fields
 
 
 @dataclass(frozen=True, slots=True)
