@@ -36,10 +36,10 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-Shape = Callable[[int, ErrorDetail, str], msgspec.Struct]
+ErrorShape = Callable[[int, ErrorDetail, str], msgspec.Struct]
 """(status, what happened, request id) → the body that another dialect's clients expect."""
 
-SHAPES: dict[str, Shape] = {}
+ERROR_SHAPES: dict[str, ErrorShape] = {}
 """By path, which covers the paths below it. An endpoint whose dialect is not OpenAI's puts its own here."""
 
 
@@ -75,7 +75,7 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
         headers["retry-after"] = str(error.retry_after)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    shape = next((shape for root, shape in SHAPES.items() if path == root or path.startswith(root + "/")), None)
+    shape = next((shape for root, shape in ERROR_SHAPES.items() if path == root or path.startswith(root + "/")), None)
     told = body if shape is None else shape(status, body.error, request_id)
     return Response(msgspec.json.encode(told), status, headers, media_type="application/json")
 

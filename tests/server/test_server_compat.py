@@ -15,6 +15,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [97]},
     "/v1/responses": {"input": "a"},
     "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
 }
 STRANGE = [["value"]]  # no field that is honoured or only labels takes it
 

@@ -82,6 +82,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104, 105]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
 }
 
 
@@ -184,7 +186,7 @@ def test_no_path_or_query_is_a_server_error(server):
     def walk(data):
         path, method = data.draw(st.sampled_from(operations))
         url = path
-        for name in ("{file_id}", "{batch_id}", "{name}", "{stream_id}", "{request_id}", "{page}"):
+        for name in ("{file_id}", "{batch_id}", "{name}", "{stream_id}", "{request_id}", "{page}", "{response_id}"):
             url = url.replace(name, "".join(f"%{byte:02x}" for byte in data.draw(words).encode()))
         names = st.sampled_from(["limit", "after", "order", "purpose", "state", "x"])
         query = data.draw(st.dictionaries(names, st.integers() | st.text(max_size=10), max_size=3))

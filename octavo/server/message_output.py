@@ -1,0 +1,177 @@
+"""Anthropic's message, grown from an answer's events; each growth is also an event of its stream, in Anthropic's order.
+Knows nothing of text formats, tokens or HTTP: whole answers are streamed ones whose events nobody reads."""
+
+from typing import Literal
+
+import msgspec
+
+from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+# ── the message ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str = ""  # Anthropic's proof that the words are the model's own: none is given or checked here
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw  # an object, as the model wrote it: no number in it is rounded
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    thinking_tokens: int
+
+
+class MessageUsage(msgspec.Struct, frozen=True):
+    input_tokens: int  # without those that were found in the cache
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+    cache_creation: None = None
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
+
+
+class Message(msgspec.Struct, frozen=True, tag="message"):
+    id: str
+    model: str
+    content: list[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    role: Literal["assistant"] = "assistant"
+
+
+class TokenCount(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+# ── events of its stream ────────────────────────────────────────────────────────────────────────────
+
+
+class TextDelta(msgspec.Struct, frozen=True, tag="text_delta", gc=False):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, frozen=True, tag="thinking_delta", gc=False):
+    thinking: str
+
+
+class SignatureDelta(msgspec.Struct, frozen=True, tag="signature_delta", gc=False):
+    signature: str
+
+
+class JsonDelta(msgspec.Struct, frozen=True, tag="input_json_delta", gc=False):
+    partial_json: str
+
+
+class End(msgspec.Struct, frozen=True, gc=False):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageStart(msgspec.Struct, frozen=True, tag="message_start"):
+    message: Message
+
+
+class BlockStart(msgspec.Struct, frozen=True, tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class BlockDelta(msgspec.Struct, frozen=True, tag="content_block_delta", gc=False):
+    index: int
+    delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
+
+
+class BlockStop(msgspec.Struct, frozen=True, tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(msgspec.Struct, frozen=True, tag="message_delta"):
+    delta: End
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, frozen=True, tag="message_stop"):
+    pass
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    pass
+
+
+class Blocks:
+    """The content of one message."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []  # those that are done
+        self._told: list[msgspec.Struct] = []
+        self._open: Block | None = None
+        self._texts: list[str] = []  # of the open block
+
+    def feed(self, event: Event) -> None:
+        match event:
+            case Content(text):
+                self._begin(TextBlock(""))
+                self._add(text, TextDelta(text))
+            case Reasoning(text):
+                self._begin(ThinkingBlock(""))
+                self._add(text, ThinkingDelta(text))
+            case CallBegin():
+                self._close()
+                self._begin(ToolUseBlock(event.id, event.name, msgspec.Raw(b"{}")))
+            case CallArguments(_, text):
+                self._add(text, JsonDelta(text))
+            case CallEnd():
+                self._close()
+
+    def finish(self) -> None:
+        """An answer without a word has no block."""
+        self._close()
+
+    def take_told(self) -> list[msgspec.Struct]:
+        """The events since it was last asked."""
+        told, self._told = self._told, []
+        return told
+
+    def _begin(self, block: Block) -> None:
+        if type(self._open) is type(block):
+            return
+        self._close()
+        self._open, self._texts = block, []
+        self._told.append(BlockStart(len(self.blocks), block))
+
+    def _add(self, text: str, delta: TextDelta | ThinkingDelta | JsonDelta) -> None:
+        self._texts.append(text)
+        self._told.append(BlockDelta(len(self.blocks), delta))
+
+    def _close(self) -> None:
+        text = "".join(self._texts)
+        match self._open:
+            case None:
+                return
+            case TextBlock():
+                block: Block = TextBlock(text)
+            case ThinkingBlock():
+                block = ThinkingBlock(text)
+                self._told.append(BlockDelta(len(self.blocks), SignatureDelta(block.signature)))
+            case ToolUseBlock():
+                block = msgspec.structs.replace(self._open, input=msgspec.Raw(text.encode() or b"{}"))
+        self._told.append(BlockStop(len(self.blocks)))
+        self.blocks.append(block)
+        self._open = None

@@ -1,0 +1,257 @@
+"""POST /v1/messages: Anthropic's blocks, events, usage and errors; what is refused and under which name."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from pydantic import TypeAdapter
+
+from octavo.messages import Finish, GenerateRequest, TokenDelta
+from tests.doubles import AsgiCall, ScriptedEngine, never_ends, says
+from tests.server.conftest import Serve
+from tests.server.test_server_responses import prompt
+
+URL = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+HI: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+_EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def message_of(response: httpx.Response) -> dict[str, Any]:
+    """A whole answer, by the client's own types."""
+    assert response.status_code == 200, response.text
+    body = response.json()
+    Message.model_validate(body)
+    assert body.keys() >= {"id", "type", "role", "content", "model", "stop_reason", "stop_sequence", "usage"}
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    return dict(body)
+
+
+def error_of(response: httpx.Response, status: int, kind: str = "invalid_request_error") -> str:
+    """The words of an error in Anthropic's shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    ErrorResponse.model_validate(body) if kind != "request_too_large" else None
+    assert body.keys() == {"type", "error", "request_id"} and body["error"].keys() == {"type", "message"}
+    assert body["type"] == "error" and body["error"]["type"] == kind, body
+    assert body["request_id"] == response.headers["x-request-id"]
+    return str(body["error"]["message"])
+
+
+def events_of(body: bytes) -> list[dict[str, Any]]:
+    """Every event of a stream, each of them checked, the pings left out."""
+    told = []
+    for block in body.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] not in ("ping", "error"):
+            _EVENTS.validate_python(event)
+        if event["type"] != "ping":
+            told.append(event)
+    return told
+
+
+def blocks_of(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content that a stream's events come to."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in told:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open and event["index"] == len(blocks)
+                blocks.append({**event["content_block"], "json": ""})
+                is_open = True
+            case "content_block_delta":
+                assert is_open and event["index"] == len(blocks) - 1
+                for key, value in event["delta"].items():
+                    match key:
+                        case "text" | "thinking" | "signature":
+                            blocks[-1][key] += value
+                        case "partial_json":
+                            blocks[-1]["json"] += value
+            case "content_block_stop":
+                assert is_open and event["index"] == len(blocks) - 1
+                is_open = False
+    for block in blocks:
+        spelled = block.pop("json")
+        if block["type"] == "tool_use":
+            assert block["input"] == {}
+            block["input"] = json.loads(spelled)
+    return blocks
+
+
+class TestWhole:
+    async def test_a_message(self, serve: Serve) -> None:
+        engine = ScriptedEngine(says("hello", cached=3))
+        body = {**HI, "system": "be kind", "temperature": 0.5, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"}}
+        message = message_of(await serve(engine).post(URL, json=body))
+        assert message["id"].startswith("msg_") and message["type"] == "message" and message["role"] == "assistant"
+        assert message["content"] == [{"type": "text", "text": "hello", "citations": None}]
+        assert message["stop_reason"] == "end_turn" and message["stop_sequence"] is None
+        ids = prompt("system: be kind", "user: hi")
+        (request,) = engine.requests
+        assert request.prompt_ids == ids and request.params.max_tokens == 50
+        assert (request.params.temperature, request.params.top_p, request.params.top_k) == (0.5, 0.9, 5)
+        usage = message["usage"]
+        assert usage["input_tokens"] == len(ids) - 3 and usage["cache_read_input_tokens"] == 3
+        assert usage["output_tokens"] == 6 and usage["cache_creation_input_tokens"] == 0
+        assert "ignored_fields" not in message
+
+    async def test_why_it_stopped(self, serve: Serve) -> None:
+        client = serve(ScriptedEngine(says("abcdef")))
+        message = message_of(await client.post(URL, json={**HI, "stop_sequences": ["x", "cd"]}))
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "cd")
+        assert message["content"][0]["text"] == "ab"
+        cut = serve(ScriptedEngine(says("abc", reason="length")))
+        assert message_of(await cut.post(URL, json={**HI, "max_tokens": 3}))["stop_reason"] == "max_tokens"
+        room = 256 - len(prompt("user: hi"))
+        engine = ScriptedEngine(says("a" * room, reason="length"))
+        message = message_of(await serve(engine).post(URL, json={**HI, "max_tokens": 4096}))
+        assert (
+            message["stop_reason"] == "model_context_window_exceeded" and engine.requests[0].params.max_tokens == room
+        )
+
+    async def test_an_answer_without_a_word(self, serve: Serve) -> None:
+        message = message_of(await serve(ScriptedEngine(says(""))).post(URL, json=HI))
+        assert message["content"] == [] and message["stop_reason"] == "end_turn"
+
+    async def test_blocks_become_messages(self, serve: Serve) -> None:
+        engine = ScriptedEngine()
+        mark = {"type": "ephemeral"}
+        messages = [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a", "cache_control": mark}, {"type": "text", "text": "b"}],
+            },
+            {"role": "assistant", "content": [{"type": "text", "text": "c"}]},
+            {"role": "user", "content": "d"},
+        ]
+        system = [{"type": "text", "text": "be kind", "cache_control": mark}, {"type": "text", "text": "be brief"}]
+        body = {"max_tokens": 9, "messages": messages, "system": system, "cache_control": mark}
+        message = message_of(await serve(engine).post(URL, json=body))
+        assert "ignored_fields" not in message
+        turns = ("system: be kind\n\nbe brief", "user: a\nb", "assistant: c", "user: d")
+        assert engine.requests[0].prompt_ids == prompt(*turns)
+        count = await serve().post(COUNT, json={key: body[key] for key in ("messages", "system")})
+        assert count.json() == {"input_tokens": len(prompt(*turns))}
+
+
+class TestStream:
+    async def test_the_events_of_a_message(self, serve: Serve) -> None:
+        client = serve(ScriptedEngine(says("héj", cached=1)))
+        response = await client.post(URL, json={**HI, "stream": True})
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert b'event: ping\ndata: {"type":"ping"}\n\n' in response.content
+        told = events_of(response.content)
+        assert [event["type"] for event in told] == [
+            "message_start", "content_block_start", *["content_block_delta"] * 3, "content_block_stop",
+            "message_delta", "message_stop",
+        ]  # fmt: skip
+        assert blocks_of(told) == [{"type": "text", "text": "héj", "citations": None}]
+        start, end = told[0]["message"], told[-2]
+        total = len(prompt("user: hi"))
+        assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["input_tokens"] == total
+        assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+        assert end["usage"]["output_tokens"] == 5 and end["usage"]["cache_read_input_tokens"] == 1
+
+    async def test_fields_without_effect_are_named_back(self, serve: Serve) -> None:
+        more = {"thinking": {"type": "enabled", "budget_tokens": 2000}, "inference_geo": "us", "odd": 1}
+        names = ["inference_geo", "odd", "thinking.budget_tokens"]
+        client = serve()
+        message = message_of(await client.post(URL, json={**HI, **more}))
+        assert sorted(message["ignored_fields"]) == names
+        told = events_of((await client.post(URL, json={**HI, **more, "stream": True})).content)
+        assert sorted(told[0]["ignored_fields"]) == names
+        words = error_of(await serve(strict_fields=True).post(URL, json={**HI, **more}), 400)
+        assert any(name in words for name in names)
+
+    async def test_an_error_in_a_stream_is_an_event(self, serve: Serve) -> None:
+        def fails(request: GenerateRequest) -> list[list[TokenDelta]]:
+            failure = TokenDelta(request.id, 0, [], Finish("error", message="the page table is torn"))
+            return [[TokenDelta(request.id, 0, [ord("a")])], [failure]]
+
+        told = events_of((await serve(ScriptedEngine(fails)).post(URL, json={**HI, "stream": True})).content)
+        assert told[-1]["error"] == {"type": "api_error", "message": "the page table is torn"}
+
+    async def test_pings_keep_a_stream_alive(self, serve: Serve) -> None:
+        engine = ScriptedEngine(says("abc"))
+        engine.gate.clear()
+        app = serve(engine, sse_keep_alive_interval=0.01).app  # type: ignore[attr-defined]
+        call = AsgiCall(app, "POST", URL, json.dumps({**HI, "stream": True}).encode())
+        await call.until(lambda call: len(call.sent) >= 2)
+        assert set(call.sent) == {b'event: ping\ndata: {"type":"ping"}\n\n'}
+        engine.gate.set()
+        await call.done()
+        assert blocks_of(events_of(b"".join(call.sent)))[0]["text"] == "abc"
+
+    async def test_a_client_that_leaves_ends_the_work(self, serve: Serve) -> None:
+        engine = ScriptedEngine(never_ends)
+        app = serve(engine).app  # type: ignore[attr-defined]
+        call = AsgiCall(app, "POST", URL, json.dumps({**HI, "stream": True}).encode())
+        await call.until(lambda call: b"text_delta" in b"".join(call.sent))
+        call.leave()
+        await call.done()
+        assert len(engine.aborts) == 1
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"max_tokens": None}, "max_tokens"),
+            ({"max_tokens": 0}, "max_tokens must be at least 1"),
+            ({"temperature": 200}, "temperature must be between"),
+            ({"stop_sequences": ["a"] * 65}, "stop_sequences: at most 64"),
+            ({"stop_sequences": ["a", 1]}, "stop_sequences[1]"),
+            ({"system": 1}, "system must be"),
+            ({"system": [IMAGE]}, "system[0].type 'image' is not supported"),
+            ({"messages": []}, "messages is empty"),
+            ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+            ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+            ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type 'image' is not supported"),
+            ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+            ({"messages": [{"role": "user", "content": "a", "odd": 1}]}, "messages[0].odd"),
+            ({"messages": [*HI["messages"], {"role": "assistant", "content": "a"}]}, "end with a user's message"),
+            ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "names no tool_use"),
+            ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages has"),
+            ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type 'web_search_20250305'"),
+            ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+            ({"tool_choice": {"type": "any"}}, "there are no tools"),
+            ({"tool_choice": {"type": "odd"}}, "tool_choice.type must be"),
+            ({"thinking": {"type": "odd"}}, "thinking.type"),
+            ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+            ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ],
+    )  # fmt: skip
+    async def test_bad_fields_are_named(self, serve: Serve, fields: dict[str, Any], words: str) -> None:
+        assert words in error_of(await serve().post(URL, json={**HI, **fields}), 400)
+
+    async def test_every_refusal_has_the_dialects_shape(self, serve: Serve) -> None:
+        client = serve(max_body_bytes=200)
+        error_of(await client.post(URL, content=b"{"), 400)
+        error_of(await client.post(URL, json={**HI, "model": "other"}), 404, "not_found_error")
+        error_of(await client.post(COUNT, json={"messages": "x"}), 400)
+        error_of(await client.post(URL, json={**HI, "system": "x" * 200}), 413, "request_too_large")
+        error_of(await client.get(URL), 405)
+        error_of(await client.post(URL + "/batches", json={}), 404, "not_found_error")
+        error_of(await serve(ScriptedEngine(report=None)).post(URL, json=HI), 503, "overloaded_error")
+        other = (await client.post("/v1/messages-of-old", json={})).json()
+        assert other.keys() == {"error"}, "only these routes"
+
+    async def test_both_ways_to_send_a_key(self, serve: Serve) -> None:
+        client = serve(api_key="sesame")
+        assert "API key" in error_of(await client.post(URL, json=HI), 401, "authentication_error")
+        headers = [{"x-api-key": "wrong"}, {"x-api-key": ""}, {"authorization": "Basic sesame"}]
+        for wrong in headers:
+            error_of(await client.post(URL, json=HI, headers=wrong), 401, "authentication_error")
+        for right in ({"x-api-key": "sesame", "anthropic-version": "2023-06-01"}, {"authorization": "Bearer sesame"}):
+            message_of(await client.post(URL, json=HI, headers=right))
+        both = {"x-api-key": "sesame", "authorization": "Bearer other"}
+        assert (await client.get("/v1/models", headers=both)).status_code == 200
