@@ -69,7 +69,7 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
 def error_response(error: Exception, request_id: str, method: str = "", path: str = "") -> Response:
     """`path`: as the router sees it. It says whose dialect is spoken."""
     status, body = describe(error, request_id, f"{method} {path}")
-    _note(error)
+    note(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
@@ -83,11 +83,10 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
 def error_event(error: Exception, request_id: str) -> bytes:
     """An error after the first byte of a stream: an event of its own, then the end."""
     _, body = describe(error, request_id)
-    _note(error)
     return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
 
 
-def _note(error: Exception) -> None:
+def note(error: Exception) -> None:
     """For the journey and the log: which error it was, and of which field. Its message may quote the client's words."""
     if (journey := current.get()) is not None:
         param = getattr(error, "param", None)

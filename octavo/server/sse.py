@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineUnavailable, OctavoError
 from octavo.server.answers import name_back
-from octavo.server.errors_http import ClientGone, error_event
+from octavo.server.errors_http import ClientGone, error_event, note
 from octavo.server.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
@@ -151,18 +151,22 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 if not self._service.stopping or not self._is_head_out:
                     raise
-                last = self._tell(_cut_off(), request_id)
+                last = self._last_words(_cut_off(), request_id)
             except Exception as error:
                 if not self._is_head_out:
                     raise
                 if not isinstance(error, OctavoError):
                     log.exception("request %s failed in its stream", request_id)
-                last = self._tell(error, request_id)
+                last = self._last_words(error, request_id)
             finally:
                 if keep_alive is not None:
                     keep_alive.cancel()
                     await asyncio.wait({keep_alive})
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _last_words(self, error: Exception, request_id: str) -> bytes:
+        note(error)
+        return self._tell(error, request_id)
 
     async def _send_head(self, send: Send) -> None:
         async with self._head:
