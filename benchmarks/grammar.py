@@ -1,7 +1,7 @@
 """What keeping to a grammar costs: time per token at a batch of 32 with and without one, and time to first token for a large
 schema that was never seen before. Both sides run in turn, in one process; medians are shown.
 
-    python -m benchmarks.grammar [MODEL] [--rows 32] [--tokens 64] [--rounds 5]
+    python -m benchmarks.grammar [MODEL] [--rows 32] [--tokens 48] [--rounds 5]
 """
 
 import argparse
@@ -101,8 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with LLM(options.model or None, max_num_seqs=options.rows) as llm:
         rows, tokens = options.rows, options.tokens

@@ -7,6 +7,8 @@ the bits for itself. Compiling and filling go on without the interpreter's lock,
 
 import functools
 import logging
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,6 +62,7 @@ class _Row:
     stop_ids: Ints  # that end the row
     min_len: int  # tokens of prompt and output before which it may not end
     ignores_eos: bool  # it ends only where its grammar leaves nothing else
+    ends_by_eos: bool  # and by no other token
     is_over: bool = False  # what ends it has been sampled: nothing that follows counts
     failure: str = ""
 
@@ -101,6 +104,7 @@ class Grammars:
             inside,
             prompt_len + params.min_tokens,
             params.ignore_eos,
+            not params.stop_token_ids,
         )
 
     def leave(self, row: int) -> None:
@@ -125,11 +129,7 @@ class Grammars:
         if not own:
             return None
         bits = np.full((len(own), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
-        ready: list[tuple[LLMatcher, int]] = []
-        for number, (_, row) in enumerate(own):
-            matcher = self._advanced(row)
-            if matcher is not None:
-                ready.append((matcher, number))
+        ready = self._advance([row for _, row in own])
         self._fill(ready, bits)
         for matcher, number in ready:
             at, row = own[number]
@@ -147,20 +147,23 @@ class Grammars:
                 own.is_over = token in own.stop_ids
                 own.pending.append(token)
 
-    def _advanced(self, row: _Row) -> "LLMatcher | None":
-        """The row's matcher, with all of its tokens taken in. None: its bits no longer matter."""
-        if row.is_over or row.failure:
-            return None
-        try:
-            matcher = row.matcher.result()
-        except Exception as error:
-            row.failure = f"the grammar could not be compiled: {error}"
-            return None
-        if not row.pending or matcher.consume_tokens(row.pending):
-            row.pending = []
-            return matcher
-        row.failure = _said(matcher)
-        return None
+    def _advance(self, rows: list[_Row]) -> "list[tuple[LLMatcher, int]]":
+        """The rows' matchers, with all of their tokens taken in, and each one's number; without those whose bits no longer matter."""
+        ready: list[tuple[LLMatcher, int]] = []
+        for number, row in enumerate(rows):
+            if row.is_over or row.failure:
+                continue
+            try:
+                matcher = row.matcher.result()
+            except Exception as error:
+                row.failure = f"the grammar could not be compiled: {error}"
+                continue
+            if row.pending and not matcher.consume_tokens(row.pending):
+                row.failure = _said(matcher)
+                continue
+            row.pending.clear()
+            ready.append((matcher, number))
+        return ready
 
     def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
         if len(matchers) == 1:
@@ -175,29 +178,32 @@ class Grammars:
             row.failure = _said(matcher)
             bits[:] = -1
             return
-        eos_ids = self._eos_ids
-        can_end = _any_set(bits, eos_ids)
-        if can_end:
-            _set(
-                bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)]
-            )  # whoever named them means them as an end
-        banned = row.stop_ids if row_len < row.min_len else eos_ids if row.ignores_eos else None
-        if can_end and banned is not None:
-            before = bits.copy()
-            _clear(bits, banned)
-            if not bits.any():  # the grammar has come to its end, and so has the answer
-                bits[:] = before
-        if not bits.any():
-            row.failure = f"the grammar cannot go on: {_WORDS['NoExtensionBias']}"
-            bits[:] = -1
+        banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
+        if banned is None and row.ends_by_eos:
+            return  # as most do: the grammar has set the bits already
+        if not row.ends_by_eos and _any_set(bits, self._eos_ids):
+            # Whoever names a control token means it as an end: it may come where the grammar may end.
+            _set(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
+        if banned is None or not _any_set(bits, banned):
+            return
+        before = bits.copy()
+        _clear(bits, banned)
+        if not bits.any():  # the grammar has come to its end, and so has the answer
+            bits[:] = before
 
     # ── what takes a while, and is done once ──
 
-    def warm(self) -> None:
-        """Read the vocabulary beside whatever else goes on, so that the first grammar does not wait for it."""
-        self._pool.submit(self._warm)
+    def warm_later(self, seconds: float) -> None:
+        """Read the vocabulary once the start is over, so that neither the start nor the first grammar waits for it. Whoever is
+        gone by then has read none."""
+        later = threading.Timer(seconds, _warm, [weakref.ref(self)])
+        later.daemon = True
+        later.start()
 
-    def _warm(self) -> None:
+    def warm(self) -> None:
+        self._pool.submit(self._read)
+
+    def _read(self) -> None:
         try:
             self._tokenizer  # noqa: B018
         except ImportError:
@@ -245,6 +251,12 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return compiled.deep_copy()
+
+
+def _warm(grammars: "weakref.ref[Grammars]") -> None:
+    found = grammars()
+    if found is not None:
+        found.warm()
 
 
 def _said(matcher: "LLMatcher") -> str:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.fields import SamplingFields
 from octavo.server.service import Service
 from octavo.text.grammar import grammar_of, schema_grammar, wish_of_response_format
+from octavo.text.vocabulary import Vocabulary
 
 _LARGE = 4_000  # characters beyond which a wish goes to a thread: reading it would hold up the other streams
 
@@ -24,19 +25,22 @@ async def read_grammar(service: Service, fields: SamplingFields, response_format
         names = " and ".join(param for param, _, _ in found)
         raise InvalidRequest(f"{names} both say what the answer must look like: give one of them", param=found[1][0])
     param, where, wish = found[0]
+    vocabulary = _vocabulary(service, param)
     return await _beside(
+        service,
         wish,
-        functools.partial(
-            grammar_of, wish, service.text.vocabulary, param=param, where=where, max_bytes=_max_bytes(service)
-        ),
+        functools.partial(grammar_of, wish, vocabulary, param=param, where=where, max_bytes=_max_bytes(service)),
     )
 
 
 async def grammar_of_schema(service: Service, schema: object, param: str) -> str:
     """For answers whose form an endpoint decides by itself: a call of a tool that is required."""
     return await _beside(
+        service,
         schema,
-        functools.partial(schema_grammar, schema, service.text.vocabulary, param=param, max_bytes=_max_bytes(service)),
+        functools.partial(
+            schema_grammar, schema, _vocabulary(service, param), param=param, max_bytes=_max_bytes(service)
+        ),
     )
 
 
@@ -56,12 +60,20 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, 
     return found
 
 
-async def _beside(wish: object, compile: Callable[[], str]) -> str:
+async def _beside(service: Service, wish: object, compile: Callable[[], str]) -> str:
     try:
-        is_large = len(wish if isinstance(wish, str) else json.dumps(wish)) > _LARGE
+        takes_long = len(wish if isinstance(wish, str) else json.dumps(wish)) > _LARGE
     except (ValueError, RecursionError):
-        is_large = True
-    return await asyncio.to_thread(compile) if is_large else compile()
+        takes_long = True
+    takes_long = takes_long or not service.text.vocabulary.is_ready  # the first of all
+    return await asyncio.to_thread(compile) if takes_long else compile()
+
+
+def _vocabulary(service: Service, param: str) -> Vocabulary:
+    try:
+        return service.text.vocabulary
+    except Unsupported as error:
+        raise Unsupported(error.message, param=param) from error
 
 
 def _max_bytes(service: Service) -> int:

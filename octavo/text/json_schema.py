@@ -102,8 +102,9 @@ class _Checker:
         prepared = self._schema(self._root, "#", 0)
         for place in [*self._at]:
             self._check_reference(place)
-        self._check_loops()
-        self._check_ends()
+        if self._written:  # only references lead back
+            self._check_loops()
+            self._check_ends()
         for place, node in self._at.items():
             if isinstance(node, dict) and "oneOf" in node:
                 self._settle_one_of(node, place)

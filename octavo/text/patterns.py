@@ -4,7 +4,7 @@ Knows nothing of grammars or schemas."""
 import re
 
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r" \t\n\r\x0b\x0c"}
-_PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+", re.S)
+_PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
 
 
 def plain_classes(pattern: str) -> str:

@@ -51,6 +51,7 @@ _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kerne
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
 # auto: the model's own type
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
+_START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
 _MAX_UNCOLLECTED = 2  # as executor.base says
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 
@@ -223,14 +224,17 @@ class Runner:
 
     def allocate(self, num_pages: int, num_host_pages: int) -> list[str]:
         """Take the memory that the executor settled on; from now on steps can run. → what there is to say of them."""
+        notes: list[str] = []
         limits = self.limits
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             stores = self.stores.allocate(num_pages, limits.max_num_seqs)
             self.pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
                 self._seat(self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens))
-                return self._record()
-        return []
+                notes = self._record()
+        if not self.spec.is_encoder:
+            self.rows.sampling.grammars.warm_later(_START_S)
+        return notes
 
     def _record(self) -> list[str]:
         # Ranks talk to each other in the middle of a step, which no tape can hold.

@@ -21,7 +21,7 @@ class City(BaseModel):
 
 class Guide(BaseModel):
     city: City
-    next: "Guide | None"
+    next: City | None
 
 
 @pytest.fixture

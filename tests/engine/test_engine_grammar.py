@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.messages import TokenDelta
 from octavo.text.grammar import schema_grammar
 from tests.doubles import write_byte_tokenizer
 from tests.schemas import PEOPLES, peoples, suite
@@ -236,3 +238,16 @@ def test_two_ranks_keep_to_a_grammar_alike(folder, llm):
     single = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as two:
         assert [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)] == single
+
+
+def test_an_engine_that_takes_a_request_over_goes_on_where_it_was(llm):
+    """Another engine gets the prompt and the tokens so far, and nothing of the matcher that saw them."""
+    params, prompt = asks(8, 60, json=PEOPLES["many of a kind"]), [5, 6, 7]
+    whole = one(llm, params, prompt).token_ids
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        request = msgspec.structs.replace(llm._request(prompt, params), begun=[whole[:cut]])
+        deltas: list[TokenDelta] = []
+        llm._loop.add(request)
+        while not deltas or deltas[-1].finish is None:
+            deltas += llm._loop.step()
+        assert whole[:cut] + [token for delta in deltas for token in delta.token_ids] == whole

@@ -158,9 +158,11 @@ def test_ends_are_settled_by_the_row():
     assert left(found.masks(rows(1), rows(4))) == {"b", "c"}
     found.enter(2, params(min_tokens=9), 3, [*b"ac"], [*ENDS])
     assert left(found.masks(rows(2), rows(5))) == ENDS  # nothing else is left
-    found.enter(3, params(), 3, [ord("a")], [EOS, CALL, ord("z")])
+    found.enter(5, params(min_tokens=3, stop_token_ids=[ord("b")]), 3, [ord("a")], [*ENDS, ord("b")])
+    assert left(found.masks(rows(5), rows(4))) == {"c"}  # a stop that is text may not come yet, either
+    found.enter(3, params(stop_token_ids=[CALL, ord("z")]), 3, [ord("a")], [EOS, CALL, ord("z")])
     assert left(found.masks(rows(3), rows(4))) == {"b", "c", *ENDS, CALL}  # a control token ends it where it may end
-    found.enter(4, params(), 3, [], [EOS, CALL])
+    found.enter(4, params(stop_token_ids=[CALL]), 3, [], [EOS, CALL])
     assert left(found.masks(rows(4), rows(3))) == {"a"}
 
 
