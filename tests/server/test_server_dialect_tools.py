@@ -4,6 +4,8 @@ import json
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from octavo.messages import GenerateRequest
 from octavo.text.grammar import grammar_of
@@ -25,6 +27,39 @@ def shown(request: GenerateRequest) -> str:
     return bytes(request.prompt_ids).decode()
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(
+        st.sampled_from(["a", " ", "\n", "é", "<think>", "</think>", "<tool_call>", "</tool_call>", CALL, TIME, "{}"]),
+        max_size=8,
+    ),
+    chunks=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    is_parallel=st.booleans(),
+    reason=st.sampled_from(["stop", "length"]),
+)
+async def test_a_whole_answer_is_the_streamed_one_put_together(
+    serve: Serve, parts: list[str], chunks: tuple[int, int], is_parallel: bool, reason: Any
+) -> None:
+    """For any cut into tokens, and what is streamed keeps to the dialect's order: see typed_events and blocks_of."""
+    answer = "".join(parts) or "."
+    whole, streamed = (serve(engine(says(answer, reason=reason, chunk=chunk)), byte_text(THINKING)) for chunk in chunks)
+    body = {**TestResponses.BODY, "parallel_tool_calls": is_parallel}
+    one = check_response((await whole.post(RESPONSES, json=body)).json())
+    other = typed_events((await streamed.post(RESPONSES, json={**body, "stream": True})).content)[-1]["response"]
+    assert without_ids(one["output"]) == without_ids(other["output"])
+    assert (one["status"], one["usage"]) == (other["status"], other["usage"])
+    choice = {"type": "auto", "disable_parallel_tool_use": not is_parallel}
+    body = {**TestMessages.BODY, "tool_choice": choice}
+    message = messages.message_of(await whole.post(MESSAGES, json=body))
+    told = messages.events_of((await streamed.post(MESSAGES, json={**body, "stream": True})).content)
+    assert without_ids(message["content"]) == without_ids(messages.blocks_of(told))
+    assert message["stop_reason"] == told[-2]["delta"]["stop_reason"]
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
 class TestShapes:
     """The engine gets the grammar that a chat's response_format becomes."""
 
@@ -34,11 +69,11 @@ class TestShapes:
         scripted = ScriptedEngine(says('{"city": "a"}'))
         client = serve(scripted)
         format = {"type": "json_schema", "name": "place", "schema": self.STRICT, "strict": True}
-        for given, wish in ((format, {"json": self.STRICT}), ({"type": "json_object"}, {"json_object": True})):
+        for shape, wish in ((format, {"json": self.STRICT}), ({"type": "json_object"}, {"json_object": True})):
             response = check_response(
-                (await client.post(RESPONSES, json={"input": "a", "text": {"format": given}})).json()
+                (await client.post(RESPONSES, json={"input": "a", "text": {"format": shape}})).json()
             )
-            assert response["text"]["format"] == given
+            assert response["text"]["format"] == shape
             assert scripted.requests[-1].params.grammar == grammar_of(wish, byte_text().vocabulary)
         bad = {"type": "json_schema", "name": "place", "schema": {"type": "odd"}}
         error = error_of(await client.post(RESPONSES, json={"input": "a", "text": {"format": bad}}), 400)
