@@ -47,6 +47,10 @@ def part(kind: str, value: object) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": kind, kind: value}]}]}
 
 
+def anthropic(content: object) -> dict[str, Any]:
+    return {"model": "byte-model", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+
+
 def targets(path: str) -> list[str]:
     return [
         f"file://{path}",
@@ -84,6 +88,16 @@ def hostile(path: str) -> list[tuple[str, dict[str, Any]]]:
             (COMPLETIONS, {"prompt": "a", "prompt_embeds": target}),
             (COMPLETIONS, {"prompt": "a", "vllm_xargs": {"logits_processors": target}}),
             (COMPLETIONS, {"prompt": {"url": target}}),
+            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": target}]}]}),
+            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": target}]}]}),
+            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": target}]}]}),
+            (RESPONSES, {"input": "hi", "previous_response_id": target}),
+            (RESPONSES, {"input": "hi", "prompt": {"id": target}}),
+            (RESPONSES, {"input": "hi", "tools": [{"type": "mcp", "server_label": "a", "server_url": target}]}),
+            (RESPONSES, {"input": "hi", "tools": [{"type": "file_search", "vector_store_ids": [target]}]}),
+            (MESSAGES, anthropic([{"type": "image", "source": {"type": "url", "url": target}}])),
+            (MESSAGES, anthropic([{"type": "document", "source": {"type": "file", "file_id": target}}])),
+            (MESSAGES, {**anthropic("hi"), "mcp_servers": [{"type": "url", "url": target, "name": "a"}]}),
             ("/tokenize", {"prompt": "a", "model": target}),
             ("/v1/embeddings", {"input": "a", "model": target}),
             (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": target}]}]}),
@@ -106,7 +120,12 @@ async def test_nothing_is_read_and_nobody_is_called(serve: Serve, watch: Watch, 
     client = serve(ScriptedEngine(), trust_request_chat_template=trusts)
     requests = hostile(str(secret))
     plain = {"messages": [{"role": "user", "content": "hi"}]}
-    for path, body in [(COMPLETIONS, {"prompt": "a"}), (CHAT, plain), *hostile("/nowhere")]:
+    for path, body in [
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, plain),
+        (RESPONSES, {"input": "a"}),
+        *hostile("/nowhere"),
+    ]:
         await client.post(path, json=body)  # modules are loaded at their first use: now
     for path, body in requests:
         data = json.dumps(body).encode()
