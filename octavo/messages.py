@@ -386,3 +386,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     # Of each row that wants them and computed prompt tokens, the last one aside.
     prompt_logprobs: list[list[Logprobs]] = []
     failures: dict[int, str] = {}  # which of `tokens` do not count, and why: their requests cannot go on
+    grammar_seconds: float = 0.0  # that grammars took to say what may follow

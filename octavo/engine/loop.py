@@ -79,7 +79,7 @@ class EngineLoop:
             done = self._in_flight.popleft()
             committed = self.scheduler.commit(done, result)
             now = clock()
-            self._note_commit(done, committed, now)
+            self._note_commit(done, committed, result.grammar_seconds, now)
             host_seconds += now - collected
             deltas += committed
         pace.turned(host_seconds)
@@ -171,9 +171,10 @@ class EngineLoop:
         if scheduler.forked:
             journal.forked(scheduler.forked)
 
-    def _note_commit(self, plan: StepPlan, deltas: list[TokenDelta], now: float) -> None:
+    def _note_commit(self, plan: StepPlan, deltas: list[TokenDelta], grammar_seconds: float, now: float) -> None:
         num_tokens = sum(plan.counts)
         self.metrics.step(now, num_tokens, deltas)
+        self.journal.grammar_seconds += grammar_seconds
         self.journal.committed(plan.step, len(plan.rows), num_tokens, now)
         if self.scheduler.ended:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}

@@ -63,13 +63,17 @@ class _Track:
     """One choice on its way."""
 
     __slots__ = (
-        "cached", "chunks", "computed", "dropped", "epoch", "first_look", "index", "is_ended", "is_pooled", "name", "num_output",
+        "cached", "chunks", "computed", "dropped", "epoch", "first_look", "grammar_at", "has_grammar", "index", "is_ended", "is_pooled", "name", "num_output",
         "output_at", "own_waits", "preemptions", "queue_look", "reason", "stages", "start", "step_at", "swapped",
     )  # fmt: skip
 
-    def __init__(self, index: int, is_pooled: bool, now: float, queue_look: dict[str, float], step_at: int) -> None:
+    def __init__(
+        self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
+    ) -> None:
         self.index = index
-        self.is_pooled = is_pooled  # it gets a vector, and no tokens
+        self.is_pooled = request.pooling is not None  # it gets a vector, and no tokens
+        self.has_grammar = bool(request.params.grammar)
+        self.grammar_at = 0.0  # what grammars had taken when the present stage began
         self.name: StageName = "queue"
         self.start = now
         self.stages: list[Stage] = []
@@ -124,6 +128,7 @@ class EngineJournal:
     def __init__(self) -> None:
         self.on_end: Callable[[EngineJourney], None] | None = None  # None: nobody wants to know
         self._journeys: dict[str, _Journey] = {}
+        self.grammar_seconds = 0.0  # that grammars took in all steps, for whoever had one
         self._tally = StepTally()
         self._queue = _Queue()
         self._num_plans = 0
@@ -135,8 +140,7 @@ class EngineJournal:
 
     def queued(self, request: GenerateRequest, now: float) -> None:
         look = self._queue.look(now)
-        is_pooled = request.pooling is not None
-        tracks = [_Track(index, is_pooled, now, look, self._num_plans) for index in range(request.params.n)]
+        tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
         journey = self._journeys[request.id] = _Journey(request, tracks)
         for track, begun in zip(tracks, request.begun, strict=False):  # it outlived an engine
             if begun is None:
@@ -278,6 +282,7 @@ class EngineJournal:
     def _next_stage(self, track: _Track, name: StageName, now: float) -> None:
         self._close(track, now)
         track.name, track.start, track.output_at = name, now, track.num_output
+        track.grammar_at = self.grammar_seconds
 
     def _close(self, track: _Track, now: float) -> None:
         track.epoch += 1
@@ -288,6 +293,7 @@ class EngineJournal:
     def _stage(self, track: _Track, now: float) -> Stage:
         """What the track's present stage comes to, if it ends now."""
         output = max(0, track.num_output - track.output_at)
+        grammar = self.grammar_seconds - track.grammar_at if track.has_grammar else 0.0
         match track.name:
             case "queue" | "preempted":
                 waits = self._waits(track, now)
@@ -304,12 +310,20 @@ class EngineJournal:
                     mean_rows=round(steps.num_rows / steps.num_steps, 2) if steps.num_steps else 0.0,
                     rows=histogram(steps.by_rows, ROW_BOUNDS),
                     ms=histogram(steps.by_ms, MS_BOUNDS),
+                    grammar_seconds=grammar,
                 )
             case _:
                 cached, computed = track.cached, track.computed
                 chunks = list(track.chunks)
                 return Stage(
-                    track.name, track.start, now, output, cached_tokens=cached, computed_tokens=computed, chunks=chunks
+                    track.name,
+                    track.start,
+                    now,
+                    output,
+                    cached_tokens=cached,
+                    computed_tokens=computed,
+                    chunks=chunks,
+                    grammar_seconds=grammar,
                 )
 
     def _waits(self, track: _Track, now: float) -> list[Wait]:

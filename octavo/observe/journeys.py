@@ -51,6 +51,7 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
     finish_reasons: list[str | None] = []  # by choice
     first_byte_seconds: float | None = None
     detokenise_seconds: float = 0.0  # in all, most of it while the engine went on
+    grammar_seconds: float = 0.0  # to check its grammar, and in the engine's steps to keep to it
     error: str = ""
     legs: list[Leg] = []  # every choice, where there are several
     note: str = ""
@@ -70,7 +71,7 @@ class OpenJourney:
         self.status = 0
         self.error = ""
         self.first_byte = self.delivered = self.ended = 0.0
-        self.detokenise_seconds = 0.0
+        self.detokenise_seconds = self.grammar_seconds = 0.0
         self.requests: list[str] = []  # GenerateRequests handed to the engine
         self.params: SamplingParams | None = None  # of the first of them
         self.trace_context: dict[str, str] = {}  # the client's headers of the W3C's trace context
@@ -140,6 +141,7 @@ class OpenJourney:
             status=self.status,
             first_byte_seconds=_round(self.first_byte - self.received) if self.first_byte else None,
             detokenise_seconds=_round(self.detokenise_seconds),
+            grammar_seconds=_round(self.grammar_seconds + sum(stage.grammar_seconds for stage in stages)),
             error=self.error,
             note="" if len(journeys) == len(self.requests) else "the engine did not tell what it did",
             **_totals(journeys, self.received, self._answers),

@@ -56,6 +56,9 @@ class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     mean_rows: float = 0.0  # decode: rows of those steps
     rows: dict[str, int] = {}  # decode: steps by their number of rows (upper bounds)
     ms: dict[str, int] = {}  # decode: steps by their milliseconds (upper bounds)
+    grammar_seconds: float = (
+        0.0  # prefill, recompute, decode: of its steps, to find what its and others' grammars leave
+    )
     stages: dict[str, float] = {}  # several: seconds by stage
     num_stages: int = 0  # several: how many were folded into it
 

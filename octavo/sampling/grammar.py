@@ -8,6 +8,7 @@ the bits for itself. Compiling and filling go on without the interpreter's lock,
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class Masks:
     at: Ints  # [G] which of the step's samples
     bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may come
     failures: dict[int, str]  # sample → why its grammar cannot go on; its bits leave every token
+    seconds: float = 0.0  # that it took to find the bits, the wait for the tokens before them aside
 
 
 @dataclass(slots=True)
@@ -128,14 +130,16 @@ class Grammars:
         own = [(at, self.rows[row]) for at, row in enumerate(rows.tolist()) if row in self.rows]
         if not own:
             return None
+        started = time.perf_counter()
         bits = np.full((len(own), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
         ready = self._advance([row for _, row in own])
         self._fill(ready, bits)
         for matcher, number in ready:
-            at, row = own[number]
-            self._settle(row, matcher, bits[number], int(lens[at]))
+            sample, row = own[number]
+            self._settle(row, matcher, bits[number], int(lens[sample]))
         failures = {at: row.failure for at, row in own if row.failure}
-        return Masks(np.array([at for at, _ in own], dtype=np.int64), bits, failures)
+        at = np.array([at for at, _ in own], dtype=np.int64)
+        return Masks(at, bits, failures, time.perf_counter() - started)
 
     def _take_in(self) -> None:
         latest, self._latest = self._latest, None

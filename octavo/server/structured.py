@@ -4,10 +4,12 @@ Knows nothing of grammars themselves: text/grammar.py makes and checks them."""
 import asyncio
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.observe.journeys import current
 from octavo.server.fields import SamplingFields
 from octavo.server.service import Service
 from octavo.text.grammar import grammar_of, schema_grammar, wish_of_response_format
@@ -66,7 +68,11 @@ async def _beside(service: Service, wish: object, compile: Callable[[], str]) ->
     except (ValueError, RecursionError):
         takes_long = True
     takes_long = takes_long or not service.text.vocabulary.is_ready  # the first of all
-    return await asyncio.to_thread(compile) if takes_long else compile()
+    started = time.monotonic()
+    grammar = await asyncio.to_thread(compile) if takes_long else compile()
+    if (journey := current.get()) is not None:
+        journey.grammar_seconds += time.monotonic() - started
+    return grammar
 
 
 def _vocabulary(service: Service, param: str) -> Vocabulary:

@@ -32,9 +32,9 @@ def sample_scored(
     if raw is not None:
         extras = extras or Extras()
         extras.scores = score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
-    if masks is not None and masks.failures:
+    if masks is not None:
         extras = extras or Extras()
-        extras.failures = masks.failures
+        extras.failures, extras.grammar_seconds = masks.failures, masks.seconds
     return tokens, extras
 
 

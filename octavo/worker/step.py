@@ -19,11 +19,12 @@ class Extras:
     scores: Scores | None = None  # of the tokens whose row wants them
     prompt_scores: list[list[Scores]] = field(default_factory=list)  # of each row that wants them, piece by piece
     failures: dict[int, str] = field(default_factory=dict)  # sampled token → why it does not count
+    grammar_seconds: float = 0.0
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
         prompt_scores = [[part.sent_home() for part in parts] for parts in self.prompt_scores]
-        return Extras(self.vectors, scores, prompt_scores, self.failures)
+        return Extras(self.vectors, scores, prompt_scores, self.failures, self.grammar_seconds)
 
 
 class Step:
@@ -56,6 +57,7 @@ class Step:
             [] if extras.scores is None else extras.scores.entries(),
             [[entry for part in parts for entry in part.entries()] for parts in extras.prompt_scores],
             extras.failures,
+            extras.grammar_seconds,
         )
 
 

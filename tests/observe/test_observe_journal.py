@@ -4,6 +4,7 @@ stages without gaps, and numbers that add up, whatever happens."""
 import itertools
 import random
 
+import msgspec
 import pytest
 
 from octavo.cache import KVCache
@@ -210,6 +211,19 @@ def test_an_embedding_ends_with_its_prompt() -> None:
     (track,) = engine.told["a"].tracks
     assert names(track) == ["queue", "prefill"] and track.output_tokens == 0 and track.finish_reason == "stop"
     assert track.stages[1].computed_tokens == 9
+
+
+def test_grammars_take_time_of_those_who_have_one() -> None:
+    engine = Engine(num_pages=32)
+    collect = engine.loop.executor.collect
+    engine.loop.executor.collect = lambda: msgspec.structs.replace(collect(), grammar_seconds=0.25)  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+    engine.loop.add(GenerateRequest("plain", [1, 2, 3], params, []))
+    engine.loop.add(GenerateRequest("keeps", [4, 5, 6], msgspec.structs.replace(params, grammar="g"), []))
+    engine.run()
+    (plain,), (keeps,) = engine.told["plain"].tracks, engine.told["keeps"].tracks
+    assert [stage.grammar_seconds for stage in keeps.stages] == [0, 0.25, 0.75]
+    assert not any(stage.grammar_seconds for stage in plain.stages)
 
 
 def test_a_request_that_outlived_an_engine_goes_on() -> None:
