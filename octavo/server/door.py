@@ -22,7 +22,8 @@ from octavo.server.service import Service
 
 log = logging.getLogger("octavo.server")
 
-OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready"})
+OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/", "/play"})
+OPEN_FOLDER = "/pages/"  # the files of these pages, which ask for the key themselves
 MAX_REQUEST_ID_LEN = 200
 
 
@@ -53,7 +54,9 @@ class Door:
             passage.end()
 
     def check_key(self, scope: Scope, headers: Headers) -> None:
-        if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
+        route = route_of(scope)
+        is_open = route in OPEN_ROUTES or (route.startswith(OPEN_FOLDER) and scope["method"] == "GET")
+        if not self._keys or INSIDE in scope or is_open:
             return
         # Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured.
         given = [_secret(name, value) for name, value in headers.raw if name in (b"authorization", b"x-api-key")]

@@ -14,9 +14,9 @@ from tests.server.conftest import Serve, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = [
-    ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/"),
+    ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/live"),
     ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "//health"), ("GET", "/HEALTH"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("POST", "/pages/cockpit.js"),
 ]  # fmt: skip
 
 
@@ -122,7 +122,7 @@ class TestBodies:
 
 
 class TestRoutes:
-    @pytest.mark.parametrize("path", ["/", "/v1/nope", "/v1/completions/", "/docs", "/redoc"])
+    @pytest.mark.parametrize("path", ["/v1/nope", "/v1/completions/", "/docs", "/redoc"])
     async def test_unknown(self, serve: Serve, path: str) -> None:
         assert error_of(await serve().get(path), 404)["code"] == "not_found"
 
