@@ -112,7 +112,9 @@ class OpenJourney:
         seen = max(
             (track.stages[-1].end for _, track in tracks), default=0.0
         )  # what is not over: until the engine looked
-        end = self.ended or seen or time.monotonic()
+        # A stream that can be resumed goes on when its client has left.
+        has_outlived = 0 < self.ended < self.delivered
+        end = self.delivered if has_outlived else self.ended or seen or time.monotonic()
         stages = self._front()
         at = stages[-1].end if stages else self.received
         if tracks:
@@ -158,8 +160,10 @@ class OpenJourney:
     def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
         if not self.ended:
             return _engine_state(track for _, track in tracks)
-        if self.status == 499:
+        if self.status == 499 and not (tracks and len(self._answers) == len(tracks)):
             return "aborted"
+        if self.status == 499:
+            return "finished"  # its client had left, and may read it later
         return "failed" if self.status >= 400 or self.error else "finished"
 
 

@@ -48,7 +48,7 @@ class Journeys:
         if journey.is_told:
             self._tell(journey)
         else:
-            self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._tell, journey)
+            self._wait(journey)
 
     async def engine_part(self, journey: OpenJourney, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until the engine has told all of its part, or for so long."""
@@ -70,6 +70,16 @@ class Journeys:
     def still_here(self) -> list[OpenJourney]:
         """Those whose prompts are not yet with the engine, which knows of the others."""
         return [journey for journey in self._open.values() if not journey.requests and journey.method == "POST"]
+
+    def _wait(self, journey: OpenJourney) -> None:
+        self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience, journey)
+
+    def _lose_patience(self, journey: OpenJourney) -> None:
+        """A stream that can be resumed goes on without its client: as long as text comes, so does the rest."""
+        if time.monotonic() - journey.delivered < PATIENCE_SECONDS:
+            self._wait(journey)
+        else:
+            self._tell(journey)
 
     def _tell(self, journey: OpenJourney) -> None:
         if (timer := self._over.pop(journey, None)) is not None:

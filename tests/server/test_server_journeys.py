@@ -196,6 +196,21 @@ async def test_an_engine_that_says_nothing_is_no_reason_to_wait(serve: Serve) ->
     assert [stage.name for stage in journey.stages][3:] == ["engine", "flush"] and journey.note
 
 
+async def test_a_stream_that_goes_on_without_its_client_is_told_when_it_is_over(served: Any) -> None:
+    server = served(engine(seconds=0.005))
+    body = ask(max_tokens=60, stream=True, stream_options={"resumable": True})
+    call = AsgiCall(server.app, "POST", COMPLETIONS, json.dumps(body).encode(), {"x-request-id": "left"})
+    await call.until(lambda call: len(call.sent) >= 3)
+    call.leave()
+    await call.done()
+    async with asyncio.timeout(10):
+        while (journey := await server.journey("left"))["state"] != "finished":
+            pass
+    stages = check(journey)
+    assert journey["output_tokens"] == 60 and journey["finish_reasons"] == ["length"]
+    assert stages["decode"]["output_tokens"] == 59
+
+
 class TestLog:
     async def lines(self, server: Served, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
         with caplog.at_level(logging.INFO, logger="octavo.server"):

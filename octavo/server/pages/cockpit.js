@@ -131,7 +131,7 @@ function fit(canvas) {
 function spark(canvas, points, top) {
   const pen = fit(canvas), { width, height } = canvas;
   const most = top || Math.max(1e-9, ...points.map(([, value]) => value ?? 0)) * 1.1;
-  const end = points[points.length - 1][0];
+  const end = points[points.length - 1][0], span = Math.max(30, end - points[0][0]);
   pen.clearRect(0, 0, width, height);
   pen.strokeStyle = color("--accent");
   pen.lineWidth = devicePixelRatio || 1;
@@ -139,7 +139,7 @@ function spark(canvas, points, top) {
   let down = false;
   for (const [time, value] of points) {
     if (value === null) { down = false; continue; }
-    const x = width * (1 - (end - time) / PAST_SECONDS), y = height - 1 - (height - 2) * (value / most);
+    const x = width * (1 - (end - time) / span), y = height - 1 - (height - 2) * (value / most);
     if (down) pen.lineTo(x, y); else pen.moveTo(x, y);
     down = true;
   }
