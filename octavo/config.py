@@ -81,6 +81,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int | str = knob(
         AUTO, "tokens computed in one step, prefill chunks and decodes together", kind="tokens"
     )
+    max_waiting_requests: int = knob(4096, "requests that may wait for a row; more are refused with 429; 0: any number")
+    max_waiting_tokens: int = knob(2**23, "prompt tokens that may wait, of all requests together; 0: any number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,14 @@ class Config:
                 _positive(self.scheduler.max_num_batched_tokens),
                 "at least 1",
             ),
+            *(
+                (name, number, number >= 0, "at least 0")
+                for name, number in (
+                    ("--max-waiting-requests", self.scheduler.max_waiting_requests),
+                    ("--max-waiting-tokens", self.scheduler.max_waiting_tokens),
+                    ("--max-engine-restarts", self.server.max_engine_restarts),
+                )
+            ),
             ("--max-model-len", self.model.max_model_len, _positive(self.model.max_model_len), "at least 1"),
             (
                 "--kv-cache-memory-bytes",
@@ -313,7 +323,6 @@ class Config:
                     ("--step-timeout", self.server.step_timeout),
                 )
             ),
-            ("--max-engine-restarts", restarts := self.server.max_engine_restarts, restarts >= 0, "at least 0"),
         ):
             if not ok:
                 raise ConfigError(f"{name} must be {limit}, got {value}")

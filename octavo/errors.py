@@ -10,7 +10,8 @@ OctavoError
 │   ├── ModelNotFound 404       the model named in the request is not served here
 │   ├── NotFound 404            an object named by its id is not, or no longer, here
 │   ├── TooLarge 413            the request body is over the limit
-│   └── Overloaded 429          refused at the door; carries .retry_after
+│   ├── Overloaded 429          refused at the door, or left the queue unserved; carries .retry_after
+│   └── DeadlineExceeded 504     the request's own deadline_ms has passed
 ├── EngineError
 │   ├── RequestFailed 500       this request only
 │   ├── EngineUnavailable 503   starting or draining; carries .retry_after
@@ -89,6 +90,13 @@ class Overloaded(RequestError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own deadline has passed before it was done."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class EngineError(OctavoError):

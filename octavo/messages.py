@@ -35,6 +35,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     begun: list[list[int] | None] = []  # it outlived an engine: tokens that each choice has so far; None: it has ended
     strikes: int = 0  # engines that ended while it ran and since which it has not moved on
     http_id: str = ""  # the HTTP request that it belongs to
+    deadline: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended, done or not; 0: never
+    queue_until: float = 0.0  # … at which it is ended if it has no row yet; 0: never
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -43,6 +45,12 @@ class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
     request_id: str
     index: int = -1  # which of the n choices; −1: all that are left
     reason: FinishReason = "abort"  # "stop": a stop string was found
+
+
+class LeaveQueue(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """A request has waited for as long as it wanted to. If it never had a row, it ends, with cause "overload"."""
+
+    request_id: str
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -71,6 +79,14 @@ class ReadProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Answered with an octavo.engine.progress.Progress as JSON: who waits, for what and how long."""
 
     call: int
+    origin: int = 0
+
+
+class ReadPlace(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """Answered with "POSITION SECONDS" of a request in the queue: 1 is the head, and when it may have a row. "": it is not there."""
+
+    call: int
+    request_id: str
     origin: int = 0
 
 
@@ -123,8 +139,8 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int = 0
 
 
-Control = ReadMetrics | ReadProgress | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
-ToEngine = GenerateRequest | Abort | Hello | Answered | Control
+Control = ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
+ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | Answered | Control
 
 
 # ── engine → API process ────────────────────────────────────────────────────────────────────────────
@@ -138,6 +154,8 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     num_preemptions: int = 0
     message: str | None = None  # with reason "error": what happened
+    cause: Literal["fault", "overload", "deadline"] = "fault"  # … and whose doing it was
+    retry_after: int = 0  # seconds, with cause "overload"
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

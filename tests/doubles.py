@@ -21,10 +21,12 @@ from octavo.messages import (
     FinishReason,
     GenerateRequest,
     Hello,
+    LeaveQueue,
     Ping,
     ReadJourneys,
     ReadMetrics,
     ReadPage,
+    ReadPlace,
     ReadProgress,
     Reply,
     ResetPrefixCache,
@@ -127,6 +129,8 @@ class ScriptedEngine(EngineClient):
         self.num_pings = 0
         self.answers_control = True
         self.progress = "{}"  # what it answers to ReadProgress
+        self.place = ""  # … and to ReadPlace
+        self.leaves: list[str] = []  # requests that wanted to wait no longer
         self.on_step: Callable[[GenerateRequest, int], None] = lambda request, step: None  # before each step
         self.gate = asyncio.Event()  # steps are held while it is clear
         self.gate.set()
@@ -159,12 +163,17 @@ class ScriptedEngine(EngineClient):
                 player = self._players.get(message.request_id)  # type: ignore[assignment]
                 if player is not None and message.index < 0:
                     player.cancel()
-            case Ping() | ReadMetrics() | ReadProgress() | ResetPrefixCache() | ReadJourneys() | ReadPage():
+            case LeaveQueue():
+                self.leaves.append(message.request_id)
+            case (
+                Ping() | ReadMetrics() | ReadProgress() | ReadPlace() | ResetPrefixCache() | ReadJourneys() | ReadPage()
+            ):
                 self.num_pings += isinstance(message, Ping)
                 if self.answers_control:
                     bodies = {
                         ReadMetrics: "# no metrics\n",
                         ReadProgress: self.progress,
+                        ReadPlace: self.place,
                         ReadJourneys: "[]",
                         ReadPage: "[]",
                     }

@@ -3,7 +3,7 @@ Knows nothing of the loop that makes them."""
 
 from dataclasses import dataclass, field
 
-from octavo.errors import RequestFailed
+from octavo.engine.failures import failure_of
 from octavo.messages import GenerateRequest, Logprobs, TokenDelta, numbers_of
 from octavo.text import Text, TextStream
 
@@ -55,7 +55,7 @@ class Vector:
 
     def take(self, delta: TokenDelta) -> bool:
         if delta.finish is not None and delta.finish.reason == "error":
-            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+            raise failure_of(delta.finish)
         self.output.embedding = numbers_of(delta.vector)
         return False
 
@@ -80,7 +80,7 @@ class Answer:
     def take(self, delta: TokenDelta) -> bool:
         """True: a stop string ended the choice, which the engine does not know."""
         if delta.finish is not None and delta.finish.reason == "error":
-            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+            raise failure_of(delta.finish)
         choice, stream = self.output.outputs[delta.index], self._streams[delta.index]
         if choice.finish_reason is not None:
             return False

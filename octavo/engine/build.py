@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from octavo.cache import KVCache
 from octavo.config import Config
+from octavo.engine.backlog import Backlog
 from octavo.engine.loop import EngineLoop
 from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
@@ -23,7 +24,9 @@ class Engine(NamedTuple):
     report: EngineReport
 
 
-def start_engine(config: Config, source: ModelSource, model_name: str, pulse: Pulse | None = None) -> Engine:
+def start_engine(
+    config: Config, source: ModelSource, model_name: str, pulse: Pulse | None = None, backlog: Backlog | None = None
+) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change."""
     executor = load_executor(config, source)
     try:
@@ -43,7 +46,8 @@ def start_engine(config: Config, source: ModelSource, model_name: str, pulse: Pu
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
     metrics = EngineMetrics(model_name, report)
-    loop = EngineLoop(scheduler, executor, metrics, pulse=pulse, max_ring_bytes=int(config.server.journey_bytes))
+    max_ring_bytes = int(config.server.journey_bytes)
+    loop = EngineLoop(scheduler, executor, metrics, pulse=pulse, backlog=backlog, max_ring_bytes=max_ring_bytes)
     return Engine(loop, report)
 
 

@@ -29,11 +29,13 @@ from octavo.messages import (
     EngineLost,
     EngineReport,
     EngineStarted,
+    Finish,
     FinishReason,
     FromEngine,
     FromSupervisor,
     GenerateRequest,
     Hello,
+    LeaveQueue,
     Reply,
     StepDeltas,
     ToEngine,
@@ -42,6 +44,8 @@ from octavo.messages import (
 )
 
 log = logging.getLogger("octavo.engine")
+
+_LAST_WORDS_SECONDS = 0.05
 
 
 class EngineClient(ABC):
@@ -59,6 +63,7 @@ class EngineClient(ABC):
         self._streams = Streams()
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests that do not wait for ever
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
 
@@ -84,6 +89,8 @@ class EngineClient(ABC):
         request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
         self._send(request)
+        if request.deadline or request.queue_until:
+            self._set_timers(request)
 
     def abort(self, request_id: str, index: int = -1, reason: FinishReason = "abort") -> None:
         """No more deltas of this choice (−1: of any choice) are wanted; its row and pages are freed before the next step."""
@@ -96,6 +103,8 @@ class EngineClient(ABC):
             while deltas := await self._streams.next(request_id):
                 yield deltas
         finally:
+            for timer in self._timers.pop(request_id, ()):
+                timer.cancel()
             if self._streams.close(request_id):
                 self._send(Abort(request_id))
 
@@ -117,6 +126,30 @@ class EngineClient(ABC):
         """For the engine process to keep; lost if there is none."""
         if self.report is not None:
             self._send(answered)
+
+    def _set_timers(self, request: GenerateRequest) -> None:
+        """Kept here, so that they hold even while there is no engine."""
+        loop = asyncio.get_running_loop()
+        self._timers[request.id] = [
+            loop.call_later(max(0.0, when - request.submitted), act, request)
+            for when, act in ((request.deadline, self._expire), (request.queue_until, self._leave_queue))
+            if when
+        ]
+
+    def _expire(self, request: GenerateRequest) -> None:
+        message = "the request's deadline_ms has passed before it was done"
+        if self._streams.end(request.id, Finish("error", message=message, cause="deadline")):
+            self._send(Abort(request.id))
+
+    def _leave_queue(self, request: GenerateRequest) -> None:
+        if self._streams.has_begun(request.id):
+            return
+        if self.is_recovering:
+            message = "the engine is being started again, and the request's max_queue_ms has passed"
+            self._streams.end(request.id, Finish("error", message=message, cause="overload", retry_after=2))
+            self._send(Abort(request.id))
+        else:
+            self._send(LeaveQueue(request.id))
 
     @abstractmethod
     def close(self) -> None:
@@ -250,11 +283,13 @@ class ZmqClient(EngineClient):
     async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
         while True:
-            self._obey(decoder.decode(await socket.recv()))
+            await self._obey(decoder.decode(await socket.recv()))
 
-    def _obey(self, order: FromSupervisor) -> None:
+    async def _obey(self, order: FromSupervisor) -> None:
         match order:
             case EngineLost():
+                # Its last tokens may lie in the socket: they need not be computed again, and they tell who moved on.
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
                 self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))

@@ -3,13 +3,14 @@ Knows nothing of sockets: an outbox does."""
 
 import logging
 import queue
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
 from octavo.engine.build import Engine
 from octavo.engine.reunion import Reunion
-from octavo.errors import EngineUnavailable
+from octavo.errors import EngineUnavailable, Overloaded
 from octavo.messages import (
     Abort,
     Answered,
@@ -18,11 +19,13 @@ from octavo.messages import (
     FromEngine,
     GenerateRequest,
     Hello,
+    LeaveQueue,
     Ping,
     ReadJourneys,
     ReadLive,
     ReadMetrics,
     ReadPage,
+    ReadPlace,
     ReadProgress,
     Reply,
     ResetPrefixCache,
@@ -98,6 +101,8 @@ class Driver:
                 if self._reunion is not None:
                     self._reunion.drop(message)
                 self._forget_if_done(message.request_id)
+            case LeaveQueue():
+                self._leave_queue(message.request_id)
             case Hello():
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
@@ -106,7 +111,14 @@ class Driver:
             case Answered():
                 self._loop.answered(message)
             case (
-                ReadMetrics() | ReadProgress() | Ping() | ResetPrefixCache() | ReadJourneys() | ReadLive() | ReadPage()
+                ReadMetrics()
+                | ReadProgress()
+                | ReadPlace()
+                | Ping()
+                | ResetPrefixCache()
+                | ReadJourneys()
+                | ReadLive()
+                | ReadPage()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
 
@@ -123,17 +135,27 @@ class Driver:
         """Whatever is wrong with a request that the door let through is this request's failure alone."""
         self._origins[request.id] = request.origin
         try:
+            self._loop.check(request)
             if request.begun:
                 self._check_room(request)
             self._loop.add(request)
+        except Overloaded as error:
+            self._refuse(request.id, range(request.params.n), _overload(error))
         except Exception as error:
             log.exception("request %s could not be queued", request.id)
-            finish = Finish("error", message=f"the engine could not take this request: {type(error).__name__}: {error}")
-            self._outbox.send(
-                request.origin,
-                StepDeltas([TokenDelta(request.id, index, [], finish) for index in range(request.params.n)]),
-            )
-            self._forget_if_done(request.id)
+            message = f"the engine could not take this request: {type(error).__name__}: {error}"
+            self._refuse(request.id, range(request.params.n), Finish("error", message=message))
+
+    def _refuse(self, request_id: str, choices: Iterable[int], finish: Finish) -> None:
+        deltas = [TokenDelta(request_id, index, [], finish) for index in choices]
+        self._outbox.send(self._origins[request_id], StepDeltas(deltas))
+        self._forget_if_done(request_id)
+
+    def _leave_queue(self, request_id: str) -> None:
+        choices = self._loop.scheduler.choices(request_id)
+        if choices and all(choice.is_untouched for choice in choices):
+            self._loop.abort(Abort(request_id, reason="error"))
+            self._refuse(request_id, [choice.index for choice in choices], _overload(self._loop.overdue()))
 
     def _check_room(self, request: GenerateRequest) -> None:
         """Memory was measured anew: there may be less of it than where the request began."""
@@ -163,3 +185,7 @@ class Driver:
             self._origins.pop(request_id, None)
             if self._reunion is not None:
                 self._reunion.forget(request_id)
+
+
+def _overload(error: Overloaded) -> Finish:
+    return Finish("error", message=error.message, cause="overload", retry_after=error.retry_after or 1)

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.engine.backlog import Backlog
 from octavo.engine.live import Endings, look, page_owners
 from octavo.engine.progress import progress_of
 from octavo.engine.pulse import Pulse
+from octavo.errors import Overloaded
 from octavo.executor.base import Executor
 from octavo.messages import (
     Abort,
@@ -21,6 +23,7 @@ from octavo.messages import (
     ReadLive,
     ReadMetrics,
     ReadPage,
+    ReadPlace,
     ReadProgress,
     ResetPrefixCache,
     StepPlan,
@@ -40,11 +43,13 @@ class EngineLoop:
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
         pulse: Pulse | None = None,
+        backlog: Backlog | None = None,
         max_ring_bytes: int = MAX_RING_BYTES,
     ) -> None:
-        """`pulse`: where to tell others that the loop turns. None: nobody wants to know."""
+        """`pulse`: where to tell others that the loop turns. None: nobody wants to know. `backlog`: None: any number may wait."""
         self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
         self.pulse = Pulse() if pulse is None else pulse
+        self.backlog = Backlog() if backlog is None else backlog
         self.journal = EngineJournal()
         self._ring = JourneyRing(max_ring_bytes)
         self._endings = Endings()
@@ -92,6 +97,19 @@ class EngineLoop:
         self.metrics.arrived(request, now)
         self.journal.queued(request, now)
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raises Overloaded where the queue takes no more, or the request wanted to wait no longer than until now."""
+        if request.queue_until and self._clock() >= request.queue_until and not any(request.begun):
+            raise self.overdue()
+        if not request.begun:
+            self.backlog.check(request, self.scheduler, self._clock())
+
+    def overdue(self) -> Overloaded:
+        """What becomes of a request that waited for its max_queue_ms."""
+        waiting = len(self.scheduler.waiting)
+        message = f"no row was free within the request's max_queue_ms; {waiting} requests wait"
+        return Overloaded(message, self.backlog.retry_after(waiting, self._clock()))
+
     def abort(self, abort: Abort) -> None:
         if self.scheduler.abort(abort.request_id, abort.index):
             now = self._clock()
@@ -116,6 +134,8 @@ class EngineLoop:
                 return self.metrics.text(self.state())
             case ReadProgress():
                 return msgspec.json.encode(progress_of(self.scheduler, self.metrics, self._clock())).decode()
+            case ReadPlace():
+                return self._place(control.request_id)
             case Ping():
                 return "pong"
             case ReadJourneys():
@@ -150,6 +170,15 @@ class EngineLoop:
             blocked_seconds=self.journal.waits(self._clock()),
         )
 
+    def _place(self, request_id: str) -> str:
+        leader = next(
+            (choice for choice in self.scheduler.choices(request_id) if choice in self.scheduler.waiting), None
+        )
+        if leader is None:
+            return ""
+        place = self.scheduler.waiting.place(leader)
+        return f"{place} {self.backlog.seconds_for(place, self._clock()):.1f}"
+
     def close(self) -> None:
         self.executor.close()
 
@@ -164,6 +193,7 @@ class EngineLoop:
             scheduler.returned = []
         if scheduler.admitted:
             journal.admitted(scheduler.admitted, plan, now)
+            self.backlog.moved(now, len(scheduler.admitted))
             for request in scheduler.admitted:
                 self.metrics.admitted(request.id, now, request.num_cached)
         reason = scheduler.head_waits_for

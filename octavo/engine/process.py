@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from octavo.config import Config
+from octavo.engine.backlog import Backlog
 from octavo.engine.build import start_engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.pulse import Pulse
@@ -88,6 +89,8 @@ def main() -> int:
     tempfile.tempdir = str(_folder(order.address))
     report_pipe = _claim_stdout()
     logs.install(logging.WARNING, order.config.server.log_format)
+    limits = order.config.scheduler
+    backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
     pulse = Pulse(order.pulse_fd)
     pulse.reset()
     inbox: Inbox = queue.SimpleQueue()
@@ -96,7 +99,7 @@ def main() -> int:
     threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
-        engine = start_engine(order.config, source, order.served_name, pulse)
+        engine = start_engine(order.config, source, order.served_name, pulse, backlog)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2

@@ -115,6 +115,19 @@ class Streams:
         stream = self._streams.pop(request_id, None)
         return stream is not None and bool(stream.open_choices)
 
+    def has_begun(self, request_id: str) -> bool:
+        """Whether the request is open and has had a token."""
+        stream = self._streams.get(request_id)
+        return stream is not None and any(stream.outputs)
+
+    def end(self, request_id: str, finish: Finish) -> bool:
+        """End every choice that is open, as the engine would. False: there is none."""
+        stream = self._streams.get(request_id)
+        if stream is None or not stream.open_choices:
+            return False
+        self.deliver([TokenDelta(request_id, index, [], finish) for index in [*stream.open_choices]])
+        return True
+
     # ── when an engine has ended ──
 
     def strike(self, seated: Collection[str]) -> list[str]:
@@ -129,9 +142,7 @@ class Streams:
                     f"request {name} was alone in the engine when that ended, {stream.alone} times in a row: it is given up, "
                     "and the others go on"
                 )
-                self.deliver(
-                    [TokenDelta(name, i, [], Finish("error", message=message)) for i in [*stream.open_choices]]
-                )
+                self.end(name, Finish("error", message=message))
                 failed.append(name)
         return failed
 

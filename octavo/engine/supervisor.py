@@ -24,7 +24,7 @@ from octavo.engine.listening import cannot_listen, check_certificates, listen, u
 from octavo.engine.process import EngineOrder
 from octavo.engine.pulse import Pulse, shared_memory
 from octavo.engine.reception import Reception
-from octavo.engine.standard_streams import hold_standard_streams, say
+from octavo.engine.standard_streams import hold_standard_streams, say, settle_standard_error
 from octavo.messages import EngineGone, EngineLost, EngineReport, EngineStarted, FromSupervisor
 from octavo.weights.source import ModelSource, resolve
 
@@ -91,6 +91,7 @@ def serve(config: Config) -> int:
     finally:
         reception.close()
         folder.close()
+        settle_standard_error()
 
 
 class _Supervisor:

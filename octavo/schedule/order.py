@@ -21,6 +21,7 @@ class WaitingQueue:
         self._policy = policy
         self._heap: list[tuple[int, int]] = []  # (key, sequence); entries of removed requests are skipped later
         self._waiting: dict[int, Request] = {}
+        self.num_prompt_tokens = 0  # of all that wait
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -30,6 +31,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._waiting[request.sequence] = request
+        self.num_prompt_tokens += request.prompt_len
         heapq.heappush(self._heap, (self._policy(request), request.sequence))
 
     def head(self) -> Request | None:
@@ -47,5 +49,11 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._waiting[request.sequence]
+        self.num_prompt_tokens -= request.prompt_len
         if self._heap[0][1] == request.sequence:
             heapq.heappop(self._heap)
+
+    def place(self, request: Request) -> int:
+        """1: it is the head. Walks the queue: for those who ask."""
+        key = (self._policy(request), request.sequence)
+        return 1 + sum((self._policy(other), other.sequence) < key for other in self._waiting.values())

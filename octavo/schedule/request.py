@@ -71,6 +71,11 @@ class Request:
         return len(self.tokens) > self.prompt_len
 
     @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of it was ever planned, by this scheduler or one before it."""
+        return self.row < 0 and not self.epoch and not self.has_output
+
+    @property
     def length(self) -> int:
         return len(self.tokens) + self.pending
 

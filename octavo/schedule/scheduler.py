@@ -157,6 +157,14 @@ class Scheduler:
     def request_ids(self) -> list[str]:
         return list(self._groups)
 
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    def choices(self, request_id: str) -> list[Request]:
+        """Those of a request that are not finished."""
+        return list(self._groups.get(request_id, ()))
+
     def requests(self) -> Iterator[Request]:
         """Every choice that is not finished: for those who look, between two steps."""
         return (choice for choices in self._groups.values() for choice in choices)

@@ -19,6 +19,7 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.NotFound: "not_found",
     errors.TooLarge: "request_too_large",
     errors.Overloaded: "rate_limit_exceeded",
+    errors.DeadlineExceeded: "deadline_exceeded",
     errors.RequestFailed: "request_failed",
     errors.EngineUnavailable: "engine_unavailable",
     errors.EngineDead: "engine_dead",
@@ -73,6 +74,8 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
+    if isinstance(error, errors.RequestFailed | errors.DeadlineExceeded):
+        headers["x-should-retry"] = "false"  # clients of OpenAI's heed it: the same request would fare the same
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     shape = next((shape for root, shape in ERROR_SHAPES.items() if path == root or path.startswith(root + "/")), None)

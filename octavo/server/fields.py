@@ -22,6 +22,7 @@ log = logging.getLogger("octavo.server")
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
+MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
 MAX_NAMED_BACK = 64  # an answer does not grow with the rubbish in its request
 MAX_NAME_LEN = 100
 MAX_LOGGED = 1000  # names that are remembered as told
@@ -121,6 +122,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
     include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
+    include_queue: bool | None = None  # ours: comments that tell the place in the queue, until there is a row
     resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
@@ -214,6 +216,8 @@ class GenerationFields(SamplingFields):
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    deadline_ms: int | None = None  # ours: from its arrival, after which the request is ended
+    max_queue_ms: int | None = None  # ours: the same, if it has no row by then
     stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
     # Labels for the caller's own books: taken, and without effect here.
     user: str | None = None
@@ -232,6 +236,10 @@ class GenerationFields(SamplingFields):
     @property
     def wants_progress(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_progress)
+
+    @property
+    def wants_queue(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_queue)
 
     @property
     def wants_resumable(self) -> bool:
@@ -340,6 +348,10 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         if type(count) is int and not 0 <= count <= server.max_logprobs:
             limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
             raise InvalidRequest(f"{name} must be {limit}, got {count}", param=name)
+    for name in ("deadline_ms", "max_queue_ms"):
+        number = getattr(fields, name)
+        if number is not None and not 1 <= number <= MAX_MILLISECONDS:
+            raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {number}", param=name)
     if fields.stream_interval is not None and fields.stream_interval < 1:
         raise InvalidRequest(
             f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from octavo.errors import RequestFailed
+from octavo.engine.failures import failure_of
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
 from octavo.observe.journeys import current
 from octavo.server.service import Service
@@ -235,7 +235,7 @@ def _by_choice(deltas: list[TokenDelta]) -> list[_Arrived]:
     """(choice, tokens, end, logprobs). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
     for delta in deltas:
         if delta.finish is not None and delta.finish.reason == "error":
-            raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+            raise failure_of(delta.finish)
     if len(deltas) == 1:
         return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish, deltas[0].logprobs)]
     together: dict[int, _Arrived] = {}

@@ -25,6 +25,7 @@ import uvicorn
 from octavo.engine.client import ZmqClient
 from octavo.engine.pulse import Pulse
 from octavo.engine.reception import take_connections
+from octavo.engine.standard_streams import settle_standard_error
 from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.observe import logs
@@ -231,4 +232,6 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    settle_standard_error()
+    sys.exit(code)

@@ -53,6 +53,7 @@ def build_requests(
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequest(f"{max_tokens_param} must be at least 1, got {wanted}", param=max_tokens_param)
+    wishes = _wishes(fields, arrived)
     requests = []
     for number, prompt in enumerate(prompts):
         max_tokens = wanted
@@ -69,8 +70,18 @@ def build_requests(
             max_tokens_param=max_tokens_param,
             arrived=arrived,
         )
-        requests.append(msgspec.structs.replace(request, wants_progress=True) if fields.wants_progress else request)
+        requests.append(msgspec.structs.replace(request, **wishes) if wishes else request)
     return requests
+
+
+def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
+    """What most requests do not ask for."""
+    wishes: dict[str, Any] = {"wants_progress": True} if fields.wants_progress else {}
+    if fields.deadline_ms is not None:
+        wishes["deadline"] = arrived + fields.deadline_ms / 1000
+    if fields.max_queue_ms is not None:
+        wishes["queue_until"] = arrived + fields.max_queue_ms / 1000
+    return wishes
 
 
 _BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", "grammar"}

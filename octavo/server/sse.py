@@ -2,6 +2,7 @@
 Knows nothing of what the events say."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -14,7 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import EngineUnavailable, OctavoError
+from octavo.errors import EngineError, EngineUnavailable, OctavoError
+from octavo.messages import ReadPlace
 from octavo.server.answers import name_back
 from octavo.server.errors_http import ClientGone, error_event, note
 from octavo.server.service import DRAIN_RETRY_AFTER, Service
@@ -22,6 +24,7 @@ from octavo.server.service import DRAIN_RETRY_AFTER, Service
 log = logging.getLogger("octavo.server")
 
 DONE = b"data: [DONE]\n\n"
+QUEUE_SECONDS = 0.5  # between two comments that tell the place in the queue
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it, proxies see that the stream lives
 T = TypeVar("T")
 
@@ -81,16 +84,18 @@ def stream_answer(
     *,
     ignored: Sequence[str] = (),
     resumable: bool = False,
+    queued: Sequence[str] = (),
 ) -> "EventStream":
-    """`events` as a response; resumable: they are numbered, and go on where the connection does not."""
+    """`events` as a response; resumable: they are numbered, and go on where the connection does not. `queued`: requests whose
+    place in the queue is told meanwhile."""
     if not resumable:
-        return EventStream(service, events, ignored)
+        return EventStream(service, events, ignored, queued=queued)
     log = service.logs.open(stream_id, owner_of(request))
     log.filling = asyncio.create_task(log.fill(events, ignored))
     service.enter()  # a server that drains waits for it, as for any answer
     log.filling.add_done_callback(lambda _: service.leave())
     service.track(log.filling)
-    return EventStream(service, log.read(0), headers={"x-stream-id": stream_id})
+    return EventStream(service, log.read(0), headers={"x-stream-id": stream_id}, queued=queued)
 
 
 def owner_of(request: Request) -> bytes:
@@ -116,6 +121,7 @@ class EventStream(Response):
         tell: Callable[[Exception, str], bytes] = error_event,
         keep_alive: bytes = KEEP_ALIVE,
         headers: Mapping[str, str] | None = None,
+        queued: Sequence[str] = (),
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -127,6 +133,7 @@ class EventStream(Response):
         self._tell = tell
         self._keep_alive_bytes = keep_alive
         self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
+        self._queued = queued  # none of them has been heard of
         self._head = asyncio.Lock()  # held while the head goes out: nothing may overtake it
         self._is_head_out = False
         self._last_sent = 0.0
@@ -137,11 +144,13 @@ class EventStream(Response):
         )
 
     async def _deliver(self, send: Send, send_body: Send, request_id: str) -> None:
-        keep_alive = asyncio.create_task(self._keep_alive(send)) if self._keep_alive_seconds else None
+        has_comments = self._keep_alive_seconds or self._queued
+        keep_alive = asyncio.create_task(self._keep_alive(send)) if has_comments else None
         last = b""
         async with aclosing(self._events) as events:
             try:
                 first = name_back(await anext(events, b""), self._ignored_fields)
+                self._queued = ()
                 await self._send_head(send)
                 self._last_sent = time.monotonic()
                 await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -175,15 +184,28 @@ class EventStream(Response):
                 self._is_head_out = True
 
     async def _keep_alive(self, send: Send) -> None:
+        """Comments, whenever nothing else was sent for so long: the place in the queue, or that the stream lives."""
         self._last_sent = time.monotonic()
-        while True:
+        while seconds := QUEUE_SECONDS if self._queued else self._keep_alive_seconds:
             quiet = time.monotonic() - self._last_sent
-            if quiet < self._keep_alive_seconds:
-                await asyncio.sleep(self._keep_alive_seconds - quiet)
+            if quiet < seconds:
+                await asyncio.sleep(seconds - quiet)
                 continue
-            await self._send_head(send)
-            await send({"type": "http.response.body", "body": self._keep_alive_bytes, "more_body": True})
+            comment = await place_comment(self._service, self._queued) if self._queued else self._keep_alive_bytes
+            if comment:
+                await self._send_head(send)
+                await send({"type": "http.response.body", "body": comment, "more_body": True})
             self._last_sent = time.monotonic()
+
+
+async def place_comment(service: Service, queued: Sequence[str]) -> bytes:
+    """The first of these requests that is in the queue: its place there, and in how many seconds it may have a row."""
+    for request_id in queued:
+        with contextlib.suppress(EngineError):  # being started again, say: there is nothing to tell
+            if place := await service.engine.control(ReadPlace(call=0, request_id=request_id)):
+                position, seconds = place.split()
+                return f": queue position={position} estimate_s={seconds}\n\n".encode()
+    return b""
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,5 +1,7 @@
 """Starting, stopping and starting again; and starts that must fail with one line."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
@@ -26,6 +28,12 @@ def stream_story(server: Server, num_tokens: int, into: list[str]) -> None:
         "ignore_eos": True,
     }
     into.append(server.post("/v1/completions", body)[1])
+
+
+def stream_to_its_end(server: Server) -> None:
+    """Whatever that end is."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        stream_story(server, 4000, [])
 
 
 def test_sigterm_finishes_what_runs_and_a_new_server_takes_the_port():
@@ -60,16 +68,47 @@ def test_without_restarts_a_killed_engine_ends_streams_with_an_error_and_the_ser
     assert any("killed by SIGKILL" in line for line in server.lines)
 
 
-def test_nothing_outlives_a_killed_supervisor(tmp_path):
+def test_what_does_not_finish_in_time_is_told_so_and_the_exit_code_tells():
+    answers: list[str] = []
+    with Server("--kv-cache-memory-bytes", "256M", "--shutdown-timeout", "0.2") as server:
+        thread = threading.Thread(target=stream_story, args=(server, 4000, answers))
+        thread.start()
+        server.wait_until_running(1)
+        assert server.terminate() == 3, server.lines
+        thread.join()
+    assert '"code":"engine_unavailable"' in answers[0] and answers[0].endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_told_twice_it_stops_now_even_if_its_engine_cannot(tmp_path, is_stopped):
+    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(tmp_path)}) as server:
+        children = server.children()
+        thread = threading.Thread(target=stream_to_its_end, args=(server,))
+        thread.start()
+        server.wait_until_running(1)
+        if is_stopped:
+            os.kill(server.engine(), signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        while server.get("/health/ready")[0] == 200:  # the signal is on its way
+            time.sleep(0.01)
+        assert server.terminate(10) == 130
+        thread.join()
+        assert not any(map(is_alive, children)) and not list(tmp_path.glob("octavo-*"))
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_nothing_outlives_a_killed_supervisor(tmp_path, is_stopped):
     """No process, and no folder of sockets."""
     with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(tmp_path)}) as server:
         assert list(tmp_path.glob("octavo-*"))
         children = server.children()
         assert len(children) == 2
+        if is_stopped:
+            os.kill(server.engine(), signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
         deadline = time.monotonic() + 20
-        while any(map(is_alive, children)) and time.monotonic() < deadline:
+        while (any(map(is_alive, children)) or list(tmp_path.glob("octavo-*"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_alive, children))
         assert not list(tmp_path.glob("octavo-*"))

@@ -103,6 +103,7 @@ class House:
 
     def close(self) -> None:
         self.inbox.put(None)
+        self.ended.set()  # whoever waits for that, in a thread of its own, would keep the event loop from closing
         for thread in self.threads:
             thread.join(5)
         for client in self.clients:

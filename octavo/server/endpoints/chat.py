@@ -100,6 +100,7 @@ def router(service: Service) -> APIRouter:
                 response.stream(),
                 ignored=fields.ignored,
                 resumable=fields.wants_resumable,
+                queued=response.request_ids if fields.wants_queue else (),
             )
         body = await until_gone(service, request.receive, response.collect())
         return json_answer(body, fields.ignored)
@@ -157,6 +158,7 @@ class _Response:
             grammar=grammar,
         )
         self._is_plain = not (fields.logprobs or fields.return_token_ids)
+        self.request_ids = [request.id]
         self._answers = Answers(
             service,
             request,

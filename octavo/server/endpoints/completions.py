@@ -90,6 +90,7 @@ def router(service: Service) -> APIRouter:
                 response.stream(),
                 ignored=fields.ignored,
                 resumable=fields.wants_resumable,
+                queued=response.request_ids if fields.wants_queue else (),
             )
         body = await until_gone(service, request.receive, response.collect())
         return json_answer(body, fields.ignored)
@@ -171,6 +172,7 @@ class _Response:
         wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
         self._is_plain = not (wants_tokens or fields.echo)
         per_event = fields.tokens_per_event(service.config.server)
+        self.request_ids = [each.id for each in requests]
         self._generation = Generation(service, requests, per_event, every_token=wants_tokens)
         self._fields, self._text, self._prompts = fields, text, prompts
         self._offsets: dict[int, int] = {}  # of each choice that has begun: characters of its tokens so far

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.engine.door import admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.engine.failures import failure_of
 from octavo.errors import InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.answers import json_answer
@@ -159,7 +160,7 @@ async def _vector(service: Service, request: GenerateRequest) -> bytes:
             service.heard()
             for delta in deltas:
                 if delta.finish is not None and delta.finish.reason == "error":
-                    raise RequestFailed(delta.finish.message or "the engine could not go on with this request")
+                    raise failure_of(delta.finish)
                 if delta.vector:
                     return delta.vector
     raise RequestFailed("the engine ended this request without a vector")

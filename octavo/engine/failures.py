@@ -1,0 +1,16 @@
+"""What a request's end by an error becomes: an exception of the house's tree.
+Knows nothing of who raises it."""
+
+from octavo.errors import DeadlineExceeded, OctavoError, Overloaded, RequestFailed
+from octavo.messages import Finish
+
+
+def failure_of(finish: Finish) -> OctavoError:
+    message = finish.message or "the engine could not go on with this request"
+    match finish.cause:
+        case "overload":
+            return Overloaded(message, finish.retry_after)
+        case "deadline":
+            return DeadlineExceeded(message)
+        case _:
+            return RequestFailed(message)
