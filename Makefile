@@ -11,7 +11,7 @@ CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients check bench fuzz-api clean help
+.PHONY: serve test test-clients check bench fuzz-api torture clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -37,6 +37,9 @@ bench: $(READY)  ## host time per step, and 32 requests at once against one afte
 fuzz-api: $(TEST_READY)  ## schemathesis against a real server on a tiny model (ARGS="--max-examples 500 --document other.json")
 	@[ -x .venv-fuzz/bin/schemathesis ] || { $${PYTHON:-python3} -m venv .venv-fuzz && .venv-fuzz/bin/pip install -q $(PIP_ARGS) 'schemathesis>=4'; }
 	@$(BIN)/python -m scripts.fuzz_api --schemathesis .venv-fuzz/bin/schemathesis $(ARGS)
+
+torture: $(READY)  ## kill, freeze and starve a real server under load: what clients saw (ARGS="--only kill_engine")
+	@$(BIN)/python -m benchmarks.torture $(ARGS)
 
 clean:  ## remove the virtual environment, caches and build outputs
 	@rm -rf $(VENV) .venv-fuzz $(CLIENTS) $(NODE_CLIENT)/node_modules build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis octavo/kernels/cpu/native-*

@@ -1,0 +1,95 @@
+"""python -m benchmarks.torture [faults | fuzz | soak]: done to a real server, with the figures printed. Exit code 1: something was lost.
+Knows nothing of how a fault is done."""
+
+import argparse
+import asyncio
+import sys
+import time
+
+from benchmarks.torture.faults import FLAGS, Campaign, Row
+from benchmarks.torture.fuzz import fuzz
+from benchmarks.torture.house import House
+from benchmarks.torture.soak import FLAGS as SOAK_FLAGS
+from benchmarks.torture.soak import soak
+
+MAX_GROWTH = 0.1
+"""Resident memory may be this much larger after a soak than when it was warm."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["faults", "fuzz"], help="faults, fuzz, soak (default: faults fuzz)")
+    parser.add_argument("--streams", type=int, default=64, help="faults: good clients at one time (default: 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="faults: that each of them asks for (default: 64)")
+    parser.add_argument("--only", default="", help="faults whose name holds this (kill_engine, disconnect …)")
+    parser.add_argument("--requests", type=int, default=100_000, help="fuzz: hostile ones (default: 100000)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="soak (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the dice (default: 0)")
+    arguments = parser.parse_args()
+    campaigns = {"faults": run_faults, "fuzz": run_fuzz, "soak": run_soak}
+    if unknown := [what for what in arguments.what if what not in campaigns]:
+        parser.error(f"unknown campaign {unknown[0]!r}; there are {', '.join(campaigns)}")
+    return max([campaigns[what](arguments) for what in arguments.what])
+
+
+def run_faults(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    rows = Campaign(arguments.streams, arguments.tokens).run(arguments.only)
+    show(rows)
+    seconds = time.monotonic() - began
+    print(f"\n{len(rows)} faults in {seconds:.0f} s, {arguments.streams} streams of {arguments.tokens} tokens\n")
+    return 1 if any(row.lost or row.leaked for row in rows) or not rows else 0
+
+
+def show(rows: list[Row]) -> None:
+    cells = [("fault", "recovery", "lost", "leaked pages", "good clients saw")]
+    for row in rows:
+        recovery = "-" if row.recovery_s is None else f"{row.recovery_s:.1f} s"
+        saw = f"{row.saw}; {row.remark}" if row.remark else row.saw
+        cells.append((row.fault, recovery, str(row.lost), str(row.leaked), saw))
+    widths = [max(len(line[at]) for line in cells) for at in range(4)]
+    for line in cells:
+        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths, strict=False)), line[4]]))
+
+
+def run_fuzz(arguments: argparse.Namespace) -> int:
+    with House(*FLAGS) as house:
+        before = [house.engine(), *house.servers()]
+        tally, changed, seconds = asyncio.run(fuzz(house, arguments.requests, arguments.seed))
+        leaked = asyncio.run(house.used_pages())
+        crashed = sum(pid not in before for pid in [house.engine(), *house.servers()])
+    print(
+        f"{tally.sent.total():,} hostile requests in {seconds:.0f} s (seed {arguments.seed}), 16 good clients beside them"
+    )
+    print("  sent: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.sent.most_common()))
+    print(
+        "  came back: " + ", ".join(f"{status or 'closed'} {count:,}" for status, count in tally.statuses.most_common())
+    )
+    print(
+        f"  5xx or no answer: {len(tally.faults)}; processes that ended: {crashed}; good answers changed: {changed}; pages leaked: {leaked}\n"
+    )
+    for fault in tally.faults[:10]:
+        print(f"  {fault}")
+    return 1 if tally.faults or changed or crashed or leaked else 0
+
+
+def run_soak(arguments: argparse.Namespace) -> int:
+    with House(*SOAK_FLAGS) as house:
+        count, looks = asyncio.run(soak(house, arguments.minutes, arguments.seed))
+    print(
+        f"soak of {arguments.minutes:g} minutes: {count.answers:,} answers, {count.left:,} clients left, {count.errors} errors"
+    )
+    print("  at  resident  open files  pages in use")
+    for tenth, look in enumerate(looks):
+        print(f"  {tenth * 10:3d}%  {look.resident / 2**20:6.1f} MiB  {look.open_files:6d}  {look.pages:6d}")
+    growth = looks[-1].resident / looks[0].resident - 1
+    print(f"  resident memory {growth:+.1%}\n")
+    return (
+        1
+        if count.errors or looks[-1].pages or growth > MAX_GROWTH or looks[-1].open_files > looks[0].open_files + 8
+        else 0
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""A server in processes of its own, and good clients whose answers are known: what every fault is done to.
+Knows nothing of any fault."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.http_stream import Client, HTTPFailure, Target
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 180.0
+QUIET_LIMIT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """Number → command line."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            with contextlib.suppress(OSError):
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that are the process's own."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+class House:
+    """`octavo serve` on a free port, until the block ends."""
+
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None, log: str = "") -> None:
+        """`log`: a file for what it prints; empty: this process keeps it."""
+        self.port = free_port()
+        self._log = open(log, "w") if log else open(os.devnull, "w")  # noqa: SIM115
+        self._flags, self._environment = flags, environment or {}
+
+    def __enter__(self) -> "House":
+        command = [sys.executable, "-m", "octavo.cli", "serve", "--port", str(self.port), *self._flags]
+        environment = {**os.environ, **self._environment}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT))))
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self._log)
+        asyncio.run(self._wait_until_well())
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+    def client(self) -> Client:
+        return Client(Target("127.0.0.1", self.port, False, ""))
+
+    def engine(self) -> int:
+        (pid,) = (pid for pid, command in children_of(self.process.pid).items() if command.endswith("engine.process"))
+        return pid
+
+    def servers(self) -> list[int]:
+        found = children_of(self.process.pid).items()
+        return [pid for pid, command in found if command.endswith("server.process")]
+
+    async def is_well(self) -> bool:
+        client = self.client()
+        try:
+            async with asyncio.timeout(10):
+                await client.get("/health")
+            return True
+        except (OSError, HTTPFailure, TimeoutError):
+            return False
+        finally:
+            await client.close()
+
+    async def used_pages(self) -> int:
+        """Once nothing runs: what is still held then has leaked."""
+        client = self.client()
+        deadline = time.monotonic() + QUIET_LIMIT_S
+        try:
+            while True:
+                text = (await client.get("/metrics")).decode()
+                busy = sum(_metric(text, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
+                used = _metric(text, "octavo:kv_pages", 'state="used"')
+                if (not busy and not used) or time.monotonic() > deadline:
+                    return int(used)
+                await asyncio.sleep(0.1)
+        finally:
+            await client.close()
+
+    async def _wait_until_well(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not await self.is_well():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the server did not start: exit code {self.process.poll()}")
+            await asyncio.sleep(0.05)
+
+
+def _metric(text: str, name: str, label: str = "") -> float:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(name) and label in line]
+    return sum(float(value) for key, value in lines if key.split("{")[0] == name)
+
+
+@dataclass(slots=True)
+class Answer:
+    text: str = ""
+    usage: Any = None
+    error: str = ""
+    times: list[float] = field(default_factory=list)  # of its events
+
+    @property
+    def longest_pause(self) -> float:
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+    @property
+    def content(self) -> tuple[str, object]:
+        """What must be the same whatever happens."""
+        return self.text, self.usage
+
+
+class Load:
+    """Good clients: streams, greedy and seeded by turns, whose answers depend on nothing but their number."""
+
+    def __init__(self, house: House, num_streams: int, num_tokens: int) -> None:
+        self._house, self._num_tokens = house, num_tokens
+        self.answers = [Answer() for _ in range(num_streams)]
+
+    @property
+    def num_events(self) -> int:
+        return sum(len(answer.times) for answer in self.answers)
+
+    async def run(self) -> list[Answer]:
+        client = self._house.client()
+        try:
+            await asyncio.gather(*(self._ask(client, number) for number in range(len(self.answers))))
+        finally:
+            await client.close()
+        return self.answers
+
+    async def until(self, num_events: int) -> None:
+        """Every stream has begun, and all together have had so many events."""
+        while self.num_events < num_events or not all(answer.times or answer.error for answer in self.answers):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+    async def _ask(self, client: Client, number: int) -> None:
+        answer = self.answers[number]
+        body: dict[str, Any] = {
+            "prompt": f"Story number {number}: Once upon a time",
+            "max_tokens": self._num_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"temperature": 0} if number % 2 == 0 else {"temperature": 0.9, "seed": number}),
+        }
+        try:
+            async for event in client.post_events("/v1/completions", json.dumps(body).encode()):
+                answer.times.append(time.monotonic())
+                if event == b"[DONE]":
+                    continue
+                chunk = json.loads(event)
+                if "error" in chunk:
+                    answer.error = chunk["error"]["message"]
+                for choice in chunk.get("choices", ()):
+                    answer.text += choice["text"]
+                if chunk.get("usage"):
+                    answer.usage = (chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"])
+        except (OSError, HTTPFailure) as error:
+            answer.error = f"{type(error).__name__}: {error}"[:200]
