@@ -405,3 +405,5 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: list[list[Logprobs]] = []
     failures: dict[int, str] = {}  # which of `tokens` do not count, and why: their requests cannot go on
     grammar_seconds: float = 0.0  # that grammars took to say what may follow
+    # Which of `tokens` end their requests a little before max_tokens: their grammars let them end there.
+    last: list[int] = []

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
+from octavo.sampling.closing import Closing, Ends
 from octavo.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Masks:
     bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may come
     failures: dict[int, str]  # sample → why its grammar cannot go on; its bits leave every token
     seconds: float = 0.0  # that it took to find the bits, the wait for the tokens before them aside
+    # Samples after which their rows are at their end, a little before max_tokens.
+    last: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -63,8 +66,10 @@ class _Row:
     pending: list[int]  # tokens that the matcher has not taken in yet
     stop_ids: Ints  # that end the row
     min_len: int  # tokens of prompt and output before which it may not end
+    max_len: int  # … at which it is cut
     ignores_eos: bool  # it ends only where its grammar leaves nothing else
     ends_by_eos: bool  # and by no other token
+    closing: Closing = field(default_factory=Closing)
     is_over: bool = False  # what ends it has been sampled: nothing that follows counts
     failure: str = ""
 
@@ -105,6 +110,7 @@ class Grammars:
             list(output_ids),
             inside,
             prompt_len + params.min_tokens,
+            prompt_len + (params.max_tokens or 0),
             params.ignore_eos,
             not params.stop_token_ids,
         )
@@ -134,12 +140,15 @@ class Grammars:
         bits = np.full((len(own), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
         ready = self._advance([row for _, row in own])
         self._fill(ready, bits)
+        last = []
         for matcher, number in ready:
             sample, row = own[number]
-            self._settle(row, matcher, bits[number], int(lens[sample]))
+            self._settle(row, matcher, bits[number], num_held := int(lens[sample]))
+            if not row.failure and self._ends.restrict(row.closing, matcher, bits[number], row.max_len - num_held):
+                last.append(sample)
         failures = {at: row.failure for at, row in own if row.failure}
         at = np.array([at for at, _ in own], dtype=np.int64)
-        return Masks(at, bits, failures, time.perf_counter() - started)
+        return Masks(at, bits, failures, time.perf_counter() - started, last)
 
     def _take_in(self) -> None:
         latest, self._latest = self._latest, None
@@ -209,7 +218,7 @@ class Grammars:
 
     def _read(self) -> None:
         try:
-            self._tokenizer  # noqa: B018
+            self._tokenizer, self._ends  # noqa: B018
         except ImportError:
             log.info("llguidance is not installed: requests with a grammar are refused")
         except OctavoError as error:
@@ -241,9 +250,15 @@ class Grammars:
     def _tokenizer(self) -> "LLTokenizer":
         return self._vocabulary.tokenizer(self._vocab_size)
 
+    @functools.cached_property
+    def _ends(self) -> Ends:
+        return Ends(self._vocabulary, self._vocab_size)
+
     def _matcher(self, grammar: str) -> "LLMatcher":
         """Runs in the pool's one thread."""
         from llguidance import LLMatcher, LLParserLimits
+
+        self._ends  # noqa: B018 (made here, once, and not in the middle of a step)
 
         compiled = self._compiled.get(grammar)
         if compiled is None:

@@ -113,6 +113,10 @@ class Scheduler:
         issued = self._in_flight.popleft()
         tokens, vectors = iter(result.tokens), iter(result.vectors)
         deltas = self._failed(plan, issued, result) if result.failures else []
+        if result.last:
+            for at in result.last:  # as if that were all that was asked for: it ends by its length
+                ending = _sampling(plan, issued)[at]
+                ending.max_len = min(ending.max_len, len(ending.tokens) + 1)
         if self._watched:
             deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
         page_size = self.cache.page_size
@@ -383,9 +387,7 @@ class Scheduler:
 
     def _failed(self, plan: StepPlan, issued: _Issued, result: StepResult) -> list[TokenDelta]:
         """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = [
-            r for r, samples in zip(issued.requests, plan.samples, strict=True) if samples and r.pooling is None
-        ]
+        sampling = _sampling(plan, issued)
         deltas = []
         for at, message in result.failures.items():
             if not (request := sampling[at]).is_finished:
@@ -422,3 +424,8 @@ class Scheduler:
         choices.remove(request)
         if not choices:
             del self._groups[request.id]
+
+
+def _sampling(plan: StepPlan, issued: _Issued) -> list[Request]:
+    """Whose tokens a step's result holds, in their order."""
+    return [r for r, samples in zip(issued.requests, plan.samples, strict=True) if samples and r.pooling is None]

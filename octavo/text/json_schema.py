@@ -90,6 +90,16 @@ def prepare(schema: object, param: str) -> Schema | bool:
     return _Checker(schema, param).run()
 
 
+def _bound(node: Schema) -> None:
+    """An integer without an end has one where readers of JSON begin to disagree: models go on with a digit for ever."""
+    for inclusive, exclusive, end in (
+        ("minimum", "exclusiveMinimum", -_MAX_SAFE),
+        ("maximum", "exclusiveMaximum", _MAX_SAFE),
+    ):
+        if inclusive not in node and exclusive not in node:
+            node[inclusive] = end
+
+
 class _Checker:
     def __init__(self, schema: object, param: str) -> None:
         self._root = schema
@@ -133,6 +143,8 @@ class _Checker:
                 continue
             node[key] = self._keyword(key, value, place, depth)
         self._count_properties(node, place)
+        if node.get("type") == "integer" and "enum" not in node and "const" not in node:
+            _bound(node)
         return node
 
     def _keyword(self, key: str, value: object, place: str, depth: int) -> object:

@@ -34,7 +34,7 @@ def sample_scored(
         extras.scores = score(raw.logits, tokens.index_select(0, raw.at), raw.wanted)
     if masks is not None:
         extras = extras or Extras()
-        extras.failures, extras.grammar_seconds = masks.failures, masks.seconds
+        extras.failures, extras.grammar_seconds, extras.last = masks.failures, masks.seconds, masks.last
     return tokens, extras
 
 

@@ -20,11 +20,12 @@ class Extras:
     prompt_scores: list[list[Scores]] = field(default_factory=list)  # of each row that wants them, piece by piece
     failures: dict[int, str] = field(default_factory=dict)  # sampled token → why it does not count
     grammar_seconds: float = 0.0
+    last: list[int] = field(default_factory=list)  # sampled tokens after which their rows end
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
         prompt_scores = [[part.sent_home() for part in parts] for parts in self.prompt_scores]
-        return Extras(self.vectors, scores, prompt_scores, self.failures, self.grammar_seconds)
+        return Extras(self.vectors, scores, prompt_scores, self.failures, self.grammar_seconds, self.last)
 
 
 class Step:
@@ -58,6 +59,7 @@ class Step:
             [[entry for part in parts for entry in part.entries()] for parts in extras.prompt_scores],
             extras.failures,
             extras.grammar_seconds,
+            extras.last,
         )
 
 

@@ -56,7 +56,7 @@ def test_a_prompt_streamed_and_whole(run) -> None:
 
 def test_a_schema(run) -> None:
     answer = json.loads(run("Give France and its capital.", "--schema", "country, capital"))
-    assert answer.keys() == {"country", "capital"}
+    assert answer.keys() >= {"country", "capital"}
 
 
 def test_tools_are_offered(run) -> None:

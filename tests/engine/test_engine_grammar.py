@@ -73,7 +73,7 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 @pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
 def test_every_finished_answer_validates(folder, monkeypatch, native):
-    """More than 300 schemas, 32 at once; a cut answer says that it is."""
+    """More than 300 schemas, 32 at once. So does one that had to end because of max_tokens, and it says that it had to."""
     monkeypatch.setenv("OCTAVO_NATIVE", native)
     with LLM(str(folder), **OPTIONS) as llm:
         schemas = [schema for name, schema in peoples().items() if name != "draft 7 tuple"]
@@ -89,15 +89,18 @@ def test_every_finished_answer_validates(folder, monkeypatch, native):
             schemas = schemas[::6]
         params = [asks(number, json=schema) for number, schema in enumerate(schemas)]
         outputs = llm.generate([f"Form {number}: " for number in range(len(schemas))], params, use_tqdm=False)
-    num_finished = 0
+    num_finished, broken = 0, []
     for schema, output in zip(schemas, outputs, strict=True):
         (answer,) = output.outputs
         assert answer.finish_reason in ("stop", "length")
-        if answer.finish_reason == "stop":
-            num_finished += 1
+        num_finished += answer.finish_reason == "stop"
+        try:
             validator(schema).validate(json.loads(answer.text))
-        else:
-            assert len(answer.token_ids) == 120
+        except ValueError:
+            broken.append(answer)
+    # A few have no end in reach: what they require takes more tokens.
+    assert all(answer.finish_reason == "length" and len(answer.token_ids) == 120 for answer in broken)
+    assert len(broken) <= 0.01 * len(schemas), [answer.text for answer in broken]
     assert num_finished > 0.7 * len(schemas)
 
 
@@ -110,6 +113,10 @@ def test_other_forms_are_kept_to(llm):
     for seed in range(6):
         assert re.fullmatch(r"[a-c]{2,5}-\d", one(llm, asks(seed, regex=r"[a-c]{2,5}-\d")).text)
         assert one(llm, asks(seed, choice=["yes", "no", "perhaps not"])).text in ("yes", "no", "perhaps not")
+        for max_tokens in (8, 20, 40):
+            answer = one(llm, asks(seed, max_tokens, json_object=True))
+            assert isinstance(json.loads(answer.text), dict)
+            assert answer.finish_reason == "stop" or max_tokens - 4 <= len(answer.token_ids) <= max_tokens
         answer = one(llm, asks(seed, grammar='root ::= "a" ("b" | "c")* "d"'))
         assert answer.finish_reason == "length" or re.fullmatch("a[bc]*d", answer.text)
         answer = one(llm, asks(seed, json_object=True, temperature=0.7))
