@@ -14,7 +14,7 @@ from octavo.server import endpoints
 from octavo.server.errors_http import ErrorBody
 from octavo.server.fields import Dialect, RequestFields
 from octavo.server.service import Service, version
-from octavo.server.shapes import Shape
+from octavo.server.shapes import Shape, ranges
 
 REF = "#/components/schemas/{name}"
 Schema = dict[str, Any]
@@ -92,6 +92,11 @@ def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> S
     if "model" in schema["properties"]:  # one model is served, and it may be left out
         names = [service.model_name, *([None] if "model" not in schema.get("required", ()) else [])]
         schema["properties"]["model"] = {"enum": names}
+    for name, limits in ranges(service.config.server).items():
+        field = schema["properties"].get(name, {})
+        for kind in field.get("anyOf", [field]):
+            if kind.get("type") in ("number", "integer"):
+                kind.update(limits)
     schema["description"] = (
         "Fields of other names are refused in strict mode, and otherwise named back: see /v1/compat."
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from octavo.server.app import build_app
 from octavo.server.openapi import undocumented
 from tests.doubles import ScriptedEngine, byte_text, config, says
-from tests.server.conftest import Serve
+from tests.server.conftest import Serve, error_of
 
 
 async def document(serve: Serve, **options: Any) -> dict[str, Any]:
@@ -94,6 +94,26 @@ async def test_an_answer_fits_its_schema(serve: Serve, path):
     content = whole["paths"][path]["post"]["responses"]["200"]["content"]
     assert fits(answer.json(), content["application/json"]["schema"], whole["components"]["schemas"]), answer.text
     assert not fits({}, content["application/json"]["schema"], whole["components"]["schemas"])
+
+
+async def test_the_ranges_are_those_that_requests_meet(serve: Serve):
+    """At each end a value is taken, beyond it refused."""
+    client = serve(max_n=4)
+    properties = (await client.get("/openapi.json")).json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    tried = 0
+    for name, field in properties.items():
+        for kind in field.get("anyOf", ()):
+            for end, step in (("minimum", -1), ("maximum", 1), ("exclusiveMinimum", 0)):
+                if end not in kind:
+                    continue
+                body = {"prompt": "p", name: kind[end] + step}
+                assert error_of(await client.post("/v1/completions", json=body), 400)["param"] == name, (name, end)
+                tried += 1
+                if name.endswith("logprobs"):
+                    continue  # the scripted engine has none to give
+                body[name] = kind[end] + (1e-9 if end == "exclusiveMinimum" else 0)
+                assert (await client.post("/v1/completions", json=body)).status_code == 200, (name, end)
+    assert tried >= 20
 
 
 VALUES = st.recursive(

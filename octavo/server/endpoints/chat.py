@@ -32,7 +32,7 @@ from octavo.server.generation import PromptProgress, Usage
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Messages, Shape
+from octavo.server.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
 from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
 from octavo.text import Text
 from octavo.text.parsers import Content
@@ -59,8 +59,8 @@ class ChatRequest(GenerationFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None

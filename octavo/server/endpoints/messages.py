@@ -19,7 +19,7 @@ from octavo.server.fields import Dialect, RequestFields, make_fields, read_field
 from octavo.server.message_blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.requests import new_id
 from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
+from octavo.server.shapes import EVENTS, Shape, System, Turns, TurnTools
 from octavo.server.sse import EventStream, typed_event, until_gone
 from octavo.server.turn import Turn, ignored_fields, named
 
@@ -61,9 +61,9 @@ class OutputConfig(BaseModel):
 
 
 class CountRequest(RequestFields):
-    messages: list[dict[str, Any]]
-    system: Any = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Turns
+    system: System = None
+    tools: TurnTools = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
