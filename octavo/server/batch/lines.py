@@ -41,7 +41,6 @@ class Rules(msgspec.Struct, frozen=True):
     seed: int | None = (
         None  # requests without a seed get one, made from this and their custom_id; None: they stay without
     )
-    extra: Mapping[str, msgspec.Raw] = {}  # members of a body that does not have them
 
 
 def read_lines(file: BinaryIO, rules: Rules) -> Iterator[Line | BadLine]:
@@ -96,10 +95,9 @@ def _body(raw: bytes, custom_id: str, url: str, rules: Rules) -> bytes:
     members = _object(raw, "body")
     if bytes(members.get("stream", b"false")) not in (b"false", b"null"):
         raise _Bad("invalid_value", "body.stream: the answers of a batch come whole, leave stream out", "body.stream")
-    added = {name: value for name, value in rules.extra.items() if name not in members}
-    if rules.seed is not None and url in rules.seeded and bytes(members.get("seed", b"null")) == b"null":
-        added["seed"] = msgspec.Raw(str(_seed(rules.seed, custom_id)).encode())
-    return msgspec.json.encode({**members, **added}) if added else raw
+    if rules.seed is None or url not in rules.seeded or bytes(members.get("seed", b"null")) != b"null":
+        return raw
+    return msgspec.json.encode({**members, "seed": msgspec.Raw(str(_seed(rules.seed, custom_id)).encode())})
 
 
 def _seed(base: int, custom_id: str) -> int:

@@ -100,6 +100,19 @@ async def test_a_batch_from_its_file_to_its_outputs(serve: Serve, tmp_path):
     assert not list(tmp_path.glob("batches/*.open")) and not list(tmp_path.glob("batches/*.output"))
 
 
+async def test_a_batch_of_responses(serve: Serve, tmp_path):
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path))
+    asked = {"custom_id": "r", "method": "POST", "url": "/v1/responses", "body": {"input": "hi"}}
+    async with background(client):
+        batch = await create(client, await upload(client, asked), endpoint="/v1/responses")
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["request_counts"] == {"total": 1, "completed": 1, "failed": 0}, done
+    (record,) = await content(client, done["output_file_id"])
+    body = record["response"]["body"]
+    assert body["output"][0]["content"][0]["text"] == "hello"
+    assert done["usage"]["total_tokens"] == body["usage"]["total_tokens"] > 0
+
+
 async def test_lines_go_to_the_engine_so_many_at_once_and_batches_in_turn(serve: Serve, tmp_path):
     """Eight rows: two lines at a time, of all batches together, so that whoever comes by HTTP finds a place."""
     engine = ScriptedEngine(says("hello"))
