@@ -11,7 +11,7 @@ CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients check bench fuzz-api torture clean help
+.PHONY: serve test test-clients test-browser check bench fuzz-api torture clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -23,6 +23,10 @@ test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x
 test-clients: $(READY) $(CLIENTS_READY)  ## install the clients people bring and run them against a real server
 	@OCTAVO_PYTHON=$(CURDIR)/$(BIN)/python exec $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients \
 		-p no:cacheprovider -W ignore tests/clients $(PYTEST_ARGS)
+
+test-browser: $(TEST_READY)  ## the cockpit and the playground in the system's chromium (screenshots: build/screenshots)
+	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install -q $(PIP_ARGS) playwright
+	@exec $(BIN)/python -m pytest -rs tests/browser $(PYTEST_ARGS)
 
 check: $(TEST_READY)  ## linter, formatter, type checker, architecture, sizes
 	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check

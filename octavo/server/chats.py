@@ -4,7 +4,7 @@ Knows nothing of any dialect's fields; engines and streams are for others."""
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answer_events import AnswerShape
@@ -21,12 +21,16 @@ RESERVED = (
     "messages",
     "tools",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template",
     "documents",
     "max_tokens",
     "tokenize",
 )
 """Names that no variable for the template may have: they are other fields, or none of a request's business."""
+
+Ending = Literal["answer", "turn", "open"]
+"""Where a prompt ends: where the model's answer begins, after the last message, or within it, to be gone on with."""
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -38,6 +42,7 @@ class Chat:
     choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
     text: Text | None = None  # None: the server's; otherwise maybe one with a template of the request's own
+    ending: Ending = "answer"
 
     @property
     def offered(self) -> list[Tool]:
@@ -76,6 +81,24 @@ def check_variables(variables: Mapping[str, Any], param: str) -> None:
     for name in variables:
         if name in RESERVED or not name.isidentifier():
             raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
+
+
+def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:
+    """`opens` and `continues`: vLLM's add_generation_prompt and continue_final_message."""
+    if not continues:
+        return "turn" if opens is False else "answer"
+    if opens:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other: set one of them",
+            param="continue_final_message",
+        )
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message by the assistant, with text and no calls",
+            param="continue_final_message",
+        )
+    return "open"
 
 
 async def text_for(service: Service, chat_template: object) -> Text:
@@ -117,9 +140,7 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
     return await grammar_of_schema(service, schema, "tools")
 
 
-async def encode(
-    service: Service, chat: Chat, *, max_tokens: int | None, add_generation_prompt: bool = True
-) -> list[int]:
+async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
     """The prompt's tokens. A long one, or one by a foreign template, is made in a thread: others' streams go on meanwhile."""
     text = chat.text or service.text
     tools = template_form(chat.offered)
@@ -129,7 +150,8 @@ async def encode(
             chat.messages,
             tools=tools or None,
             max_tokens=max_tokens,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=chat.ending == "answer",
+            continue_final_message=chat.ending == "open",
             **chat.variables,
         )
 

@@ -21,6 +21,10 @@ _MAX_SHRINKING = 4
 """Normalizing may shorten a text before it is cut into tokens: composing characters does, by less than this."""
 
 
+_END = "\ue000\ue001\ue000"
+"""Where the text of a message that is to be continued ends: characters that nobody gives a meaning. The last one counts."""
+
+
 class Text:
     def __init__(
         self,
@@ -147,10 +151,11 @@ class Text:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        text = self._render(messages, add_generation_prompt, tools, variables)
+        text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
         return self._tokenizer.lookalikes.reveal(text)
 
     def encode_chat(
@@ -158,15 +163,37 @@ class Text:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
         """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one. Only the
         template writes control tokens: what reads like one in a message, a tool or a variable stays the text it is."""
-        text = self._render(messages, add_generation_prompt, tools, variables)
+        text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
         self._check(text, "messages", max_tokens)
         return self._tokenizer.encode_chat(text)
+
+    def _render_to(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """As far as asked for: to the answer's beginning, to the end of the last message, or to the end of its text. That is
+        marked, since a template may write what it likes behind it, and trim what comes before."""
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt, tools, variables)
+        last = {**messages[-1], "content": messages[-1]["content"] + _END}
+        before, found, _ = self._render([*messages[:-1], last], False, tools, variables).rpartition(_END)
+        if not found:
+            raise InvalidRequest(
+                "the chat template does not show the last message as it is: it cannot be continued",
+                param="continue_final_message",
+            )
+        return before
 
     def _render(
         self,

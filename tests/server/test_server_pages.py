@@ -1,38 +1,51 @@
-"""The pages' files: open to all, from nowhere else, and everything that they name is there."""
+"""The pages as files: whole, open to all, and made of nothing from elsewhere. What they do is tried in a browser (tests/browser)."""
 
 import re
 
+import httpx
 import pytest
 
 from tests.server.conftest import Serve, error_of
 
+PAGES = ("/", "/play")
 
-@pytest.mark.parametrize(("path", "num_files"), [("/", 2), ("/play", 3)])
-async def test_pages_and_their_files_need_no_key_and_load_nothing_from_elsewhere(
-    serve: Serve, path: str, num_files: int
-) -> None:
+
+async def parts(client: httpx.AsyncClient, path: str) -> dict[str, str]:
+    """A page and all that it is made of, by path."""
+    found: dict[str, str] = {}
+    wanted = [path]
+    while wanted:
+        name = wanted.pop()
+        response = await client.get(name)
+        assert response.status_code == 200, name
+        found[name] = response.text
+        names = re.findall(r'(?:href|src)="(pages/[^"]+)"', response.text) if name == path else []
+        names += [f"pages/{part}" for part in re.findall(r'from "\./([^"]+)"', response.text)]
+        wanted += [f"/{part}" for part in names if f"/{part}" not in found]
+    return found
+
+
+@pytest.mark.parametrize("path", PAGES)
+async def test_a_page_and_its_parts_are_served_and_nothing_comes_from_elsewhere(serve: Serve, path: str) -> None:
+    client = serve()
+    found = await parts(client, path)
+    assert {name.rpartition(".")[2] for name in found} == {path, "css", "js", "svg"}
+    for name, text in found.items():
+        outside = [address for address in re.findall(r"https?://[^\s\"'`<)]*", text) if "www.w3.org" not in address]
+        assert outside == [], name
+    assert " style=" not in found[path] and "<script>" not in found[path], "the content policy refuses what is inline"
+    policy = (await client.get(path)).headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+
+
+async def test_pages_need_no_key_and_what_they_ask_for_does(serve: Serve) -> None:
     client = serve(api_key="secret")
-    page = await client.get(path)
-    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert page.headers["content-security-policy"].startswith("default-src 'self'")
-    names = re.findall(r'(?:src|href)="(pages/[^"]+)"', page.text)
-    assert len(names) == num_files
-    for name in names:
-        answer = await client.get(f"/{name}")
-        assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
-        for other in re.findall(r'from "\./([^"]+)"', answer.text):
-            assert (await client.get(f"/pages/{other}")).status_code == 200
-        assert not re.search(r"https?://", answer.text)
-    assert not re.search(r"https?://", page.text)
+    for path in (*PAGES, "/pages/style.css"):
+        assert (await client.get(path)).status_code == 200
+    for path in ("/v1/live", "/v1/models", "/v1/requests", "/metrics"):
+        assert (await client.get(path)).status_code == 401, path
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "%2e%2e%2fapp.py", "__init__.py"])
-async def test_no_other_file_is_served(serve: Serve, name: str) -> None:
-    assert error_of(await serve().get(f"/pages/{name}"), 404)
-
-
-async def test_what_the_pages_ask_for_needs_the_key(serve: Serve) -> None:
-    client = serve(api_key="secret")
-    for path in ("/v1/live", "/v1/requests", "/v1/requests/x", "/v1/live/pages/0"):
-        assert error_of(await client.get(path), 401)
-    assert error_of(await client.post("/pages/cockpit.js"), 401)
+@pytest.mark.parametrize("name", ["nothing.js", "cockpit.html", "..%2fapp.py", "%2e%2e", "style.css.js"])
+async def test_no_other_file_can_be_had(serve: Serve, name: str) -> None:
+    error_of(await serve().get(f"/pages/{name}"), 404)

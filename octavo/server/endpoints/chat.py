@@ -24,6 +24,7 @@ from octavo.server.chats import (
     check_variables,
     effort_variables,
     encode,
+    read_ending,
     text_for,
 )
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
@@ -39,10 +40,8 @@ from octavo.text.parsers import Content
 from octavo.text.tools import parse_tool_choice, parse_tools
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -66,6 +65,8 @@ class ChatRequest(GenerationFields):
     reasoning_effort: str | None = None
     chat_template: Any = None  # a string, where requests may bring templates
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
@@ -122,7 +123,9 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
     variables = fields.chat_template_kwargs or {}
     check_variables(variables, "chat_template_kwargs")
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
-    return Chat(parse_messages(fields.messages), tools, choice, {**by_effort, **variables}, text)
+    messages = parse_messages(fields.messages)
+    ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
+    return Chat(messages, tools, choice, {**by_effort, **variables}, text, ending)
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:

@@ -1,7 +1,7 @@
-"""GET /: the cockpit, a page that draws the live feed; GET /play: the playground, which talks to the model; their files.
-Knows nothing of what they draw. The files hold nothing secret, so they need no key: what they ask for does."""
+"""GET / (the cockpit), /play (the playground) and /pages/{name} (what they are made of): files of the package, read once.
+Knows nothing of what the pages show: they ask the other endpoints, with the key where there is one."""
 
-from importlib import resources
+from importlib.resources import files
 
 from fastapi import APIRouter, Response
 
@@ -9,42 +9,52 @@ from octavo.errors import NotFound
 from octavo.server.service import Service
 from octavo.server.shapes import Shape
 
-KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 HEADERS = {
-    # Nothing from elsewhere, neither scripts nor pictures, and nobody puts the page into another one.
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
+    # Nothing from elsewhere, nothing inline: a model's answer can put no script into the page.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+PAGES = {"/": "cockpit.html", "/play": "play.html"}
 SHAPES = {
     "GET /": Shape(media=("text/html",)),
     "GET /play": Shape(media=("text/html",)),
-    "GET /pages/{name}": Shape(media=tuple(KINDS.values())),
+    "GET /pages/{name}": Shape(media=("text/css", "text/javascript", "image/svg+xml")),
 }
 
 
 def router(service: Service) -> APIRouter:
+    found = {
+        entry.name: entry.read_bytes()
+        for entry in files("octavo.server").joinpath("pages").iterdir()
+        if entry.name.rpartition(".")[2] in TYPES
+    }
     router = APIRouter()
-    folder = resources.files("octavo.server") / "pages"
-    files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.rpartition(".")[2] in KINDS}
-
-    def page(name: str) -> Response:
-        if name not in files:
-            raise NotFound(f"there is no page {name[:60]!r}")
-        kind = KINDS[name.rpartition(".")[2]]
-        return Response(files[name], headers=HEADERS, media_type=kind)
 
     @router.get("/")
     async def cockpit() -> Response:
-        return page("cockpit.html")
+        return _file(found, PAGES["/"])
 
     @router.get("/play")
     async def playground() -> Response:
-        return page("play.html")
+        return _file(found, PAGES["/play"])
 
     @router.get("/pages/{name}")
-    async def file(name: str) -> Response:
-        return page(name)
+    async def part(name: str) -> Response:
+        if name not in found or name in PAGES.values():
+            raise NotFound(f"there is no page part {name[:60]!r}")
+        return _file(found, name)
 
     return router
+
+
+def _file(found: dict[str, bytes], name: str) -> Response:
+    return Response(found[name], media_type=TYPES[name.rpartition(".")[2]], headers=HEADERS)

@@ -11,7 +11,7 @@ from octavo.engine.door import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
-from octavo.server.chats import Chat, check_variables, encode, text_for
+from octavo.server.chats import Chat, check_variables, encode, read_ending, text_for
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
@@ -22,7 +22,6 @@ LONG_LIST = 20_000
 """Token ids beyond which decoding would hold up the other streams of this process."""
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    "continue_final_message": (False,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
@@ -33,6 +32,7 @@ class TokenizeRequest(RequestFields):
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
     add_generation_prompt: bool | None = None  # messages only; None: yes
+    continue_final_message: bool | None = None  # messages only
     return_token_strs: bool | None = None
     tools: list[Any] | None = None  # messages only, as the next one
     chat_template_kwargs: dict[str, Any] | None = None
@@ -104,12 +104,14 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
     variables = fields.chat_template_kwargs or {}
     check_variables(variables, "chat_template_kwargs")
     text = await text_for(service, fields.chat_template)
-    chat = Chat(parse_messages(fields.messages or []), tools, parse_tool_choice(None, tools), variables, text)
-    return await encode(service, chat, max_tokens=None, add_generation_prompt=fields.add_generation_prompt is not False)
+    messages = parse_messages(fields.messages or [])
+    ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
+    chat = Chat(messages, tools, parse_tool_choice(None, tools), variables, text, ending)
+    return await encode(service, chat, max_tokens=None)
 
 
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
-    for name in ("add_generation_prompt", "tools", "chat_template_kwargs", "chat_template"):
+    for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "chat_template"):
         if getattr(fields, name) is not None:
             raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
     encode, around = service.text.encode, fields.add_special_tokens is not False

@@ -1,248 +1,304 @@
-// The cockpit: draws what /v1/live says. Only what changed is drawn; pages are cells of a canvas.
-import { STAGES, ask, element, events, seconds, waterfall } from "./shared.js";
+// The cockpit: follows the live feed and draws it. What it shows is what the feed says; nothing is made up here.
+// Knows nothing of how the server comes to its numbers.
 
-const at = (id) => document.getElementById(id);
-const FREE = 0, CACHED = 1, SHARED = 2;
-const PAST_SECONDS = 300, MAX_LISTED = 200, MAX_ENDED = 50, RATE_SECONDS = 3;
-let pages = new Uint16Array(0), state = null, names = new Map(), cursor = -1;
-const past = [], ended = [], numbers = { "first token": [], "between tokens": [], "tokens per second": [], "pages in use": [] };
+import { ask, colour, count, element, events, find, keyDialog, percent, seconds, theme } from "./common.js";
+import { PageMap, drawBatch, drawHost, drawSpark, ownerColour, shorten } from "./drawing.js";
+import { facts, waterfall } from "./waterfall.js";
 
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const ownerColor = (code) => `hsl(${(code * 137.508) % 360} 45% 52%)`;
+const SPAN_SECONDS = 300; // of the sparklines
+const RATE_SECONDS = 3; // rates are means over this long
+const STAGE_SECONDS = 60; // stages' times are means over what ended in this long
+const MAX_ENDED = 200;
+const STAGES = [
+  ["receive", "① receive"], ["queue", "② queue, schedule"], ["tokenize", "③ tokenize"], ["embed", "④ embed"],
+  ["transform", "⑤ transform"], ["pages", "⑥ KV pages"], ["decode", "⑦ decode"], ["stream", "⑧ stream"],
+];
+const REASONS = { rows: "a free row", pages: "free pages", budget: "token budget", order: "those before", step: "the step's end" };
+
+const map = new PageMap(find("map"));
+const showKey = keyDialog(() => follow());
+const ended = []; // newest first
+const past = []; // [time, totals]
+const sparks = { ttft: [], itl: [], rate: [], pages: [] };
+let state = null;
+let isPaused = false;
+let following = null;
+
+for (const [name, title] of STAGES) {
+  find("line").append(
+    element("li", { "data-stage": name }, element("div", { class: "name", text: title }), element("div", { class: "value number", text: "–" }), element("div", { class: "more", text: " " })),
+  );
+}
+find("legend").append(
+  ...[["free", "free"], ["cached", "cached"], ["shared", "shared"]].map(([name, text]) => element("span", {}, element("i", { "data-colour": name }), element("span", { id: `count-${name}`, text }))),
+  element("span", {}, element("i", { "data-colour": "" }), element("span", { id: "count-owned", text: "one request's" })),
+  element("span", { id: "count-host", class: "hidden" }),
+);
 
 // ── the feed ──
-
 async function follow() {
-  for (;;) {
+  following?.abort();
+  const mine = (following = new AbortController());
+  while (!mine.signal.aborted) {
     try {
-      const models = await (await ask("v1/models")).json();
-      at("model").textContent = models.data?.[0]?.id ?? "";
-      const response = await ask("v1/live");
-      if (!response.ok) throw new Error((await response.json()).error.message);
-      at("status").textContent = "live";
-      for await (const { data } of events(response)) take(JSON.parse(data));
-      throw new Error("the server ended the feed");
+      const response = await ask("/v1/live", { signal: mine.signal });
+      connection("live", "live");
+      loadModel();
+      for await (const event of events(response)) {
+        if (mine.signal.aborted) return;
+        take(JSON.parse(event.data));
+      }
+      connection("lost", "the server has ended the feed");
     } catch (error) {
-      at("status").textContent = `${error.message}; trying again`;
-      await new Promise((resolve) => setTimeout(resolve, 2000));
+      if (mine.signal.aborted) return;
+      connection("lost", error.status ? error.message : "no connection");
+      if (error.status === 401) {
+        showKey();
+        return;
+      }
     }
+    await new Promise((resume) => setTimeout(resume, 1500));
   }
 }
 
-function take(told) {
-  state = told;
-  const changed = told.changes ?? [];
-  if (told.pages) {
-    const bytes = Uint8Array.from(atob(told.pages), (letter) => letter.charCodeAt(0));
-    pages = new Uint16Array(bytes.buffer);
-    layOut();
+function connection(is, text) {
+  const pill = find("connection");
+  if (pill.dataset.state !== is || pill.textContent !== text) {
+    pill.dataset.state = is;
+    pill.textContent = text;
   }
-  for (const [start, codes] of changed) codes.forEach((code, i) => { pages[start + i] = code; drawPage(start + i); });
-  names = new Map(told.rows.map((row) => [row[9], row[1]]));
-  past.push(told);
-  while (past.length > 2 && past[0].time < told.time - RATE_SECONDS) past.shift();
-  for (const end of told.ended) ended.unshift(end);
+}
+
+async function loadModel() {
+  try {
+    const models = await (await ask("/v1/models")).json();
+    find("model").textContent = `${models.data[0].id} · context ${count(models.data[0].max_model_len)}`;
+  } catch {
+    // Told by the feed's own error.
+  }
+}
+
+function take(news) {
+  if (news.pages) {
+    const bytes = Uint8Array.from(atob(news.pages), (letter) => letter.charCodeAt(0));
+    map.codes = new Uint16Array(bytes.buffer);
+  }
+  for (const [start, codes] of news.changes || []) map.codes.set(codes, start);
+  if (state && news.totals.steps < state.totals.steps) past.length = 0; // a new engine counts from 0
+  state = news;
+  for (const end of news.ended) ended.unshift({ ...end, at: news.time });
   ended.length = Math.min(ended.length, MAX_ENDED);
-  drawLine(); drawNumbers(); drawBatch(); drawQueue();
-  if (told.ended.length) drawEnded();
-  at("advice").textContent = told.advice || "Nothing has to wait.";
-  at("advice").classList.toggle("waiting", Boolean(told.advice));
-  at("num-free").textContent = told.num_free_pages;
-  at("num-cached").textContent = told.num_cached_pages;
-  at("num-shared").textContent = told.num_shared_pages;
-  at("num-owned").textContent = told.num_pages - told.num_free_pages - told.num_cached_pages - told.num_shared_pages;
-  at("num-swapped").textContent = told.num_host_pages_used;
+  past.push([news.time, news.totals]);
+  while (past.length > 2 && past[0][0] < news.time - RATE_SECONDS) past.shift();
+  note(news);
+  if (!isPaused) draw(news.ended.length > 0);
 }
 
-// ── the assembly line ──
-
-const mean = (name) => {
-  const values = ended.map((end) => end.stages[name]).filter((value) => value !== undefined);
-  return values.length ? seconds(values.reduce((a, b) => a + b, 0) / values.length) : "–";
-};
-
-function drawLine() {
-  const prompts = state.rows.filter((row) => row[3]), decodes = state.rows.filter((row) => !row[3]);
-  const sum = (rows) => rows.reduce((total, row) => total + row[4], 0);
-  const used = state.num_pages - state.num_free_pages - state.num_cached_pages;
-  const cells = [
-    ["① receive", state.totals.finished, `ended so far; read ${mean("receive")}`],
-    ["② queue", state.num_waiting, `wait; ${mean("queue")}`],
-    ["③ tokenise", mean("tokenise"), "a prompt"],
-    ["④ embed", sum(state.rows), "tokens in the last step"],
-    ["⑤ transform", prompts.length, `rows compute prompts, ${sum(prompts)} tokens; ${mean("prefill")}`],
-    ["⑥ KV pages", used, `of ${state.num_pages} in use`],
-    ["⑦ decode", decodes.length, `rows decode; ${mean("decode")}`],
-    ["⑧ stream", `${rate("generation_tokens").toFixed(0)}/s`, `tokens; flush ${mean("flush")}`],
-  ];
-  const line = at("line");
-  if (!line.children.length) for (const [name] of cells) {
-    const cell = element("li", name);
-    cell.append(element("b"), element("span"));
-    line.append(cell);
-  }
-  cells.forEach(([, value, words], i) => {
-    line.children[i].children[0].textContent = value;
-    line.children[i].children[1].textContent = words;
-    line.children[i].children[1].title = words;
-  });
+function rates() {
+  const [before, old] = past[0], [now, fresh] = past[past.length - 1];
+  const span = now - before;
+  return Object.fromEntries(Object.entries(fresh).map(([name, value]) => [name, span > 0 ? (value - old[name]) / span : 0]));
 }
 
-function rate(name) {
-  const first = past[0], last = past[past.length - 1];
-  return last.time > first.time ? (last.totals[name] - first.totals[name]) / (last.time - first.time) : 0;
-}
+const used = () => state.num_pages - state.num_free_pages - state.num_cached_pages;
+const mean = (total, number) => (number > 0 ? total / number : null);
 
-// ── sparklines ──
-
-function drawNumbers() {
-  const ratio = (total, count) => (rate(count) > 0 ? rate(total) / rate(count) : null);
-  const used = (state.num_pages - state.num_free_pages - state.num_cached_pages) / Math.max(1, state.num_pages);
+function note(news) {
+  const rate = rates();
   const values = {
-    "first token": [ratio("first_token_seconds", "first_tokens"), seconds],
-    "between tokens": [ratio("token_gap_seconds", "token_gaps"), seconds],
-    "tokens per second": [rate("generation_tokens"), (value) => value.toFixed(0)],
-    "pages in use": [used, (value) => `${(value * 100).toFixed(0)} %`],
+    ttft: mean(rate.first_token_seconds, rate.first_tokens),
+    itl: mean(rate.token_gap_seconds, rate.token_gaps),
+    rate: past.length > 1 ? rate.generation_tokens : null,
+    pages: used() / Math.max(1, state.num_pages),
   };
-  for (const [name, [value, write]] of Object.entries(values)) {
-    const points = numbers[name];
-    points.push([state.time, value]);
-    while (points[0][0] < state.time - PAST_SECONDS) points.shift();
-    const figure = at(`tile-${name}`) ?? tile(name);
-    figure.querySelector("b").textContent = value === null ? "–" : write(value);
-    spark(figure.querySelector("canvas"), points, name === "pages in use" ? 1 : 0);
+  for (const [name, points] of Object.entries(sparks)) {
+    points.push([news.time, values[name]]);
+    while (points.length && points[0][0] < news.time - SPAN_SECONDS) points.shift();
   }
 }
 
-function tile(name) {
-  const figure = element("figure", "", { id: `tile-${name}` }), caption = element("figcaption", name);
-  caption.append(element("b"));
-  figure.append(caption, element("canvas", "", { role: "img", "aria-label": `${name} over the last five minutes` }));
-  at("numbers").append(figure);
-  return figure;
-}
-
-function fit(canvas) {
-  const scale = devicePixelRatio || 1, width = Math.round(canvas.clientWidth * scale), height = Math.round(canvas.clientHeight * scale);
-  if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
-  return canvas.getContext("2d");
-}
-
-function spark(canvas, points, top) {
-  const pen = fit(canvas), { width, height } = canvas;
-  const most = top || Math.max(1e-9, ...points.map(([, value]) => value ?? 0)) * 1.1;
-  const end = points[points.length - 1][0], span = Math.max(30, end - points[0][0]);
-  pen.clearRect(0, 0, width, height);
-  pen.strokeStyle = color("--accent");
-  pen.lineWidth = devicePixelRatio || 1;
-  pen.beginPath();
-  let down = false;
-  for (const [time, value] of points) {
-    if (value === null) { down = false; continue; }
-    const x = width * (1 - (end - time) / span), y = height - 1 - (height - 2) * (value / most);
-    if (down) pen.lineTo(x, y); else pen.moveTo(x, y);
-    down = true;
+// ── drawing ──
+function draw(hasEnded) {
+  if (!state) return;
+  const rate = rates();
+  drawLine(rate);
+  find("step").textContent = `step ${count(state.step)}`;
+  const advice = state.advice || (state.rows.length ? "Nothing has to wait." : "Nothing to do: no request is here.");
+  if (find("advice").textContent !== advice) find("advice").textContent = advice;
+  find("advice-card").dataset.waits = state.advice ? "yes" : "no";
+  for (const [name, format] of [["ttft", seconds], ["itl", seconds], ["rate", (value) => (value === null ? "–" : count(value))], ["pages", percent]]) {
+    const points = sparks[name];
+    const latest = points.length ? points[points.length - 1][1] : null;
+    find(`value-${name}`).textContent = format(latest);
+    drawSpark(find(`spark-${name}`), points, SPAN_SECONDS, state.time);
   }
-  pen.stroke();
+  map.draw();
+  drawHost(find("host"), state.num_host_pages, state.waiting.filter((wait) => wait[5]).map((wait) => [wait[0], wait[5]]));
+  drawLegend();
+  const rows = state.rows.map(([row, request, choice, isPrompt, stepTokens, length, promptLen, maxLen, pages, owner]) => ({ row, request, choice, isPrompt, stepTokens, length, promptLen, maxLen, pages, owner }));
+  drawBatch(find("batch"), rows, state.max_rows);
+  const prompts = rows.filter((row) => row.isPrompt), tokens = rows.reduce((sum, row) => sum + row.stepTokens, 0);
+  find("batch-told").textContent = `${rows.length} of ${state.max_rows} rows: ${prompts.length} compute their prompts, ${rows.length - prompts.length} decode; ${count(tokens)} of ${count(state.max_step_tokens)} tokens in this step`;
+  drawQueue();
+  if (hasEnded || !find("ended").childElementCount) drawEnded();
 }
 
-// ── the page map ──
-
-let columns = 1, cell = 8;
-
-function layOut() {
-  const canvas = at("pages");
-  fit(canvas);
-  cell = Math.max(2, Math.floor(Math.sqrt((canvas.width * canvas.height) / Math.max(1, pages.length))));
-  while (cell > 1 && Math.ceil(pages.length / Math.floor(canvas.width / cell)) * cell > canvas.height) cell -= 1;
-  columns = Math.max(1, Math.floor(canvas.width / cell));
-  canvas.getContext("2d").clearRect(0, 0, canvas.width, canvas.height);
-  for (let page = 0; page < pages.length; page += 1) drawPage(page);
+function stageMeans() {
+  const recent = ended.filter((end) => end.at > state.time - STAGE_SECONDS);
+  return (...names) => mean(recent.reduce((sum, end) => sum + names.reduce((part, name) => part + (end.stages[name] || 0), 0), 0), recent.length);
 }
 
-function drawPage(page) {
-  const pen = at("pages").getContext("2d"), code = pages[page], gap = cell > 3 ? 1 : 0;
-  pen.fillStyle = code === FREE ? color("--free") : code === CACHED ? color("--cached") : code === SHARED ? color("--shared") : ownerColor(code);
-  pen.fillRect((page % columns) * cell, Math.floor(page / columns) * cell, cell - gap, cell - gap);
+function drawLine(rate) {
+  const meanOf = stageMeans();
+  const prompts = state.rows.filter((row) => row[3]).length;
+  const values = {
+    receive: [`${count(state.rows.length + state.num_waiting)} here`, `read and parse ${seconds(meanOf("receive", "parse"))}`],
+    queue: [`${count(state.num_waiting)} waiting`, `queued ${seconds(meanOf("queue", "preempted"))}`],
+    tokenize: [seconds(meanOf("tokenise")), "a request"],
+    embed: [`${count(rate.prompt_tokens)}/s`, `prompt tokens, ${count(rate.cached_tokens)}/s cached`],
+    transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `a step, ${rate.steps.toFixed(0)} steps/s`],
+    pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)} in use`],
+    decode: [`${count(rate.generation_tokens)}/s`, `tokens, ${state.rows.length - prompts} rows`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `ended, ${seconds(meanOf("detokenise", "flush"))} to flush`],
+  };
+  for (const item of find("line").children) {
+    const [value, more] = values[item.dataset.stage];
+    item.children[1].textContent = value;
+    item.children[2].textContent = more;
+  }
 }
 
-async function tellPage(page) {
-  if (page < 0 || page >= pages.length) return;
-  cursor = page;
-  const code = pages[page], box = at("page-told");
-  if (code === FREE) box.textContent = `Page ${page} is free.`;
-  else if (code === CACHED) box.textContent = `Page ${page} holds a prefix that nobody uses now.`;
-  else if (code === SHARED) {
-    const { owners } = await (await ask(`v1/live/pages/${page}`)).json();
-    if (cursor === page) box.textContent = `Page ${page} is shared by ${owners.join(", ") || "nobody any more"}.`;
-  } else box.textContent = `Page ${page} belongs to ${names.get(code) ?? "a request that has just left"}.`;
-}
-
-const canvas = at("pages");
-canvas.addEventListener("pointermove", (event) => {
-  const scale = devicePixelRatio || 1, column = Math.floor((event.offsetX * scale) / cell);
-  const page = Math.floor((event.offsetY * scale) / cell) * columns + column;
-  if (column < columns && page !== cursor) tellPage(page);
-});
-canvas.addEventListener("keydown", (event) => {
-  const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, Home: -cursor, End: pages.length - 1 - cursor }[event.key];
-  if (step === undefined) return;
-  event.preventDefault();
-  tellPage(Math.min(Math.max(cursor + step, 0), pages.length - 1));
-});
-addEventListener("resize", layOut);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layOut);
-
-// ── tables ──
-
-function fill(body, lines) {
-  while (body.rows.length > lines.length) body.deleteRow(-1);
-  lines.forEach((cells, i) => {
-    const row = body.rows[i] ?? body.insertRow();
-    cells.forEach((text, j) => {
-      const place = row.cells[j] ?? row.insertCell();
-      if (text instanceof Node) place.replaceChildren(text);
-      else if (place.textContent !== String(text)) place.textContent = text;
-    });
-  });
-}
-
-function drawBatch() {
-  const { rows } = state;
-  at("batch-count").textContent = `${rows.length} of ${state.max_rows} rows${rows.length > MAX_LISTED ? `, the first ${MAX_LISTED}` : ""}`;
-  fill(at("batch"), rows.slice(0, MAX_LISTED).map(([row, request, choice, isPrompt, tokens, length, , most, count]) =>
-    [row, choice ? `${request}#${choice}` : request, isPrompt ? `prompt, ${tokens} tokens` : `decode, ${tokens}`, `${length} / ${most}`, count]));
+function drawLegend() {
+  for (const mark of document.querySelectorAll("[data-colour]")) {
+    mark.style.background = mark.dataset.colour ? colour(mark.dataset.colour) : ownerColour(5);
+  }
+  find("count-free").textContent = `free ${count(state.num_free_pages)}`;
+  find("count-cached").textContent = `cached ${count(state.num_cached_pages)}`;
+  find("count-shared").textContent = `shared ${count(state.num_shared_pages)}`;
+  find("count-owned").textContent = `one request's ${count(used() - state.num_shared_pages)}`;
+  find("count-host").classList.toggle("hidden", !state.num_host_pages);
+  find("count-host").textContent = `swapped out ${count(state.num_host_pages_used)} of ${count(state.num_host_pages)}`;
 }
 
 function drawQueue() {
-  at("queue-count").textContent = `${state.num_waiting}${state.num_waiting > state.waiting.length ? `, the first ${state.waiting.length}` : ""}`;
-  fill(at("queue"), state.waiting.map(([request, reason, waited, prompt, isPreempted]) =>
-    [request, reason === "order" ? "those before it" : `${reason}${isPreempted ? " (preempted)" : ""}`, waited.toFixed(1), prompt]));
-}
-
-function bar(end) {
-  const box = element("span", "", { class: "bar", role: "img", "aria-label": Object.entries(end.stages).map(([name, spent]) => `${name} ${seconds(spent)}`).join(", ") });
-  for (const [name, spent] of Object.entries(end.stages)) {
-    const part = element("i", "", { title: `${name} ${seconds(spent)}` });
-    part.style.width = `${(spent / Math.max(end.seconds, 1e-9)) * 100}%`;
-    part.style.background = STAGES[name] ?? "#777777";
-    box.append(part);
-  }
-  return box;
+  const byReason = new Map();
+  for (const wait of state.waiting) byReason.set(wait[1], (byReason.get(wait[1]) || 0) + 1);
+  find("lanes").replaceChildren(
+    ...[...byReason].map(([reason, number]) => {
+      const bar = element("div", { class: "bar" });
+      bar.style.width = `${(100 * number) / state.waiting.length}%`;
+      return element("div", { class: "lane" }, element("span", { text: REASONS[reason] || reason }), element("span", { class: "number", text: count(number) }), bar);
+    }),
+  );
+  find("queue").replaceChildren(
+    ...state.waiting.slice(0, 100).map(([request, reason, since, promptLen, isPreempted]) =>
+      element(
+        "tr",
+        {},
+        element("td", {}, journeyButton(request)),
+        element("td", { text: (REASONS[reason] || reason) + (isPreempted ? ", preempted" : "") }),
+        element("td", { class: "right number", text: seconds(since) }),
+        element("td", { class: "right number", text: count(promptLen) }),
+      ),
+    ),
+  );
 }
 
 function drawEnded() {
-  fill(at("ended"), ended.map((end) => {
-    const link = element("button", end.id, { type: "button" });
-    link.addEventListener("click", () => show(end.id));
-    return [link, end.status, end.seconds.toFixed(3), `${end.prompt_tokens} → ${end.output_tokens}`, bar(end)];
-  }));
+  if (!ended.length) {
+    find("ended").replaceChildren(element("tr", {}, element("td", { class: "faint", colspan: 7, text: "No request has ended since this page was opened." })));
+    return;
+  }
+  find("ended").replaceChildren(
+    ...ended.slice(0, 60).map((end) => {
+      const of = (...names) => seconds(names.reduce((sum, name) => sum + (end.stages[name] || 0), 0));
+      return element(
+        "tr",
+        {},
+        element("td", {}, journeyButton(end.id)),
+        element("td", { class: "right number", text: end.status }),
+        element("td", { class: "right number", text: `${count(end.prompt_tokens)} → ${count(end.output_tokens)}` }),
+        element("td", { class: "right number", text: seconds(end.seconds) }),
+        element("td", { class: "right number", text: of("queue", "preempted") }),
+        element("td", { class: "right number", text: of("prefill", "recompute") }),
+        element("td", { class: "right number", text: of("decode") }),
+      );
+    }),
+  );
 }
 
-async function show(id) {
-  const response = await ask(`v1/requests/${encodeURIComponent(id)}`), told = await response.json();
-  at("journey").replaceChildren(response.ok ? waterfall(told) : element("p", told.error.message));
-  at("journey").focus();
+// ── journeys ──
+const journeyButton = (id) => element("button", { type: "button", text: shorten(id, 26), title: id, onclick: () => showJourney(id) });
+
+async function showJourney(id) {
+  find("journey-id").textContent = id;
+  find("journey-body").replaceChildren(element("p", { class: "faint", text: "…" }));
+  find("journey").showModal();
+  try {
+    const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
+    find("journey-body").replaceChildren(facts(journey), waterfall(journey));
+    if (journey.error) find("journey-body").append(element("p", { text: journey.error }));
+  } catch (error) {
+    find("journey-body").replaceChildren(element("p", { text: error.message }));
+  }
+}
+find("journey-close").addEventListener("click", () => find("journey").close());
+
+// ── pages by pointer and by keyboard ──
+const KINDS = ["free", "cached: nobody's now, kept for a prompt that begins alike", "shared"];
+
+function tellPage(page) {
+  const code = map.codes[page];
+  if (code < KINDS.length) return `page ${page}: ${KINDS[code]}`;
+  const owner = state?.rows.find((row) => row[9] === code);
+  return `page ${page}: ` + (owner ? `of ${owner[1]}${owner[2] ? `, choice ${owner[2]}` : ""}` : "of one request");
 }
 
+let asked = 0;
+async function namePage(page, show) {
+  show(tellPage(page));
+  if (map.codes[page] < 2) return;
+  const turn = ++asked;
+  await new Promise((resume) => setTimeout(resume, 120)); // a pointer that passes asks nothing
+  if (turn !== asked) return;
+  try {
+    const { owners } = await (await ask(`/v1/live/pages/${page}`)).json();
+    if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? "shared by" : "of"} ${owners.join(", ")}`);
+  } catch {
+    // What the map says has been shown.
+  }
+}
+
+find("map").addEventListener("pointermove", (event) => {
+  const page = map.at(event), tip = find("tip");
+  tip.classList.toggle("hidden", page < 0);
+  if (page < 0) return;
+  tip.style.left = `${Math.min(event.clientX + 14, innerWidth - 320)}px`;
+  tip.style.top = `${event.clientY + 14}px`;
+  if (tip.dataset.page === String(page)) return;
+  tip.dataset.page = page;
+  namePage(page, (text) => (tip.textContent = text));
+});
+find("map").addEventListener("pointerleave", () => {
+  asked++;
+  find("tip").classList.add("hidden");
+  delete find("tip").dataset.page;
+});
+find("map").addEventListener("keydown", (event) => {
+  if (map.move(event.key)) {
+    event.preventDefault();
+    map.draw();
+    find("page-told").textContent = tellPage(map.cursor);
+  } else if (event.key === "Enter" && map.cursor >= 0) {
+    namePage(map.cursor, (text) => (find("page-told").textContent = text));
+  }
+});
+
+find("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  find("pause").textContent = isPaused ? "Resume" : "Pause";
+  if (!isPaused) draw(true);
+});
+theme(find("theme"), () => draw(true));
+addEventListener("resize", () => draw(false));
 follow();

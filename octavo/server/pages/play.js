@@ -1,186 +1,237 @@
-// The playground: one conversation with the served model, and beside each answer how it came about.
-import { ask, element, events, waterfall } from "./shared.js";
+// The playground: talks to /v1/chat/completions as any client does, and shows what came, token by token.
+// Knows nothing of the server beyond its public endpoints.
 
-const at = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-let model = "", messages = [], stream = null;
+import { ask, element, events, find, key, keyDialog, theme, url } from "./common.js";
+import { Answer } from "./answer.js";
+import { facts, waterfall } from "./waterfall.js";
 
-function body() {
-  const system = at("system").value.trim();
-  const asked = {
-    model,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-    stream: true,
-    stream_options: { include_usage: true, resumable: true },
-    logprobs: true,
-    top_logprobs: 5,
-  };
-  for (const name of NUMBERS) if (at(name).value !== "") asked[name] = Number(at(name).value);
-  if (at("stops").value) asked.stop = at("stops").value;
-  if (at("schema").value.trim()) {
-    asked.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(at("schema").value) } };
-  }
-  if (at("tools").value.trim()) asked.tools = JSON.parse(at("tools").value);
-  return asked;
-}
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty"];
+const messages = []; // what was said, as the API takes it
+let model = "";
+let running = null; // the request that is under way
+let answer = null; // the one on the screen that is written, or was stopped
+const showKey = keyDialog(load);
 
-// ── one answer ──
-
-class Answer {
-  constructor() {
-    this.text = "";
-    this.next = 0; // number of the event that has not been read
-    this.id = "";
-    this.calls = [];
-    this.box = turn("assistant");
-    this.gate = new AbortController();
-  }
-
-  async read(response) {
-    if (!response.ok) throw new Error((await response.json()).error.message);
-    for await (const { name, data } of events(response)) {
-      if (name === "octavo.journey") showJourney(JSON.parse(data));
-      else if (data === "[DONE]") return;
-      else this.take(JSON.parse(data));
-    }
-  }
-
-  take(chunk) {
-    this.next += 1;
-    if (chunk.error) throw new Error(chunk.error.message);
-    this.id = chunk.id;
-    for (const choice of chunk.choices ?? []) {
-      const delta = choice.delta ?? {};
-      const reasoning = delta.reasoning ?? delta.reasoning_content;
-      if (reasoning) this.box.append(element("span", reasoning, { class: "reasoning" }));
-      if (delta.content) this.write(delta.content, choice.logprobs?.content ?? []);
-      for (const call of delta.tool_calls ?? []) this.call(call);
-      if (choice.finish_reason) at("status").textContent = `ended: ${choice.finish_reason}`;
-    }
-    if (chunk.usage) at("status").textContent += `; ${chunk.usage.prompt_tokens} → ${chunk.usage.completion_tokens} tokens`;
-  }
-
-  write(text, logprobs) {
-    this.text += text;
-    const piece = element("span", text, { class: "token", tabindex: "0" });
-    const tell = () => {
-      const [first] = logprobs;
-      if (!first) return;
-      const others = first.top_logprobs.map((other) => `${JSON.stringify(other.token)} ${(Math.exp(other.logprob) * 100).toFixed(1)} %`);
-      at("probability").textContent = `${JSON.stringify(first.token)} was ${(Math.exp(first.logprob) * 100).toFixed(1)} % likely; the likeliest: ${others.join(", ")}`;
-    };
-    piece.addEventListener("pointerenter", tell);
-    piece.addEventListener("focus", tell);
-    this.box.append(piece);
-  }
-
-  call(part) {
-    const call = (this.calls[part.index] ??= { box: this.box.appendChild(element("pre")), name: "", text: "" });
-    call.name += part.function?.name ?? "";
-    call.text += part.function?.arguments ?? "";
-    call.box.textContent = `${call.name}(${call.text})`;
-  }
-}
-
-function turn(role) {
-  const box = element("div", "", { class: "turn" });
-  box.append(element("b", role));
-  at("turns").append(box);
-  return box;
-}
-
-async function run(response) {
-  const answer = stream;
-  setRunning(true);
+async function load() {
   try {
-    await answer.read(await response);
-    messages.push({ role: "assistant", content: answer.text });
-    stream = null;
-    await showJourneyOf(answer.id);
+    model = (await (await ask("/v1/models")).json()).data[0].id;
+    find("model").textContent = model;
+    status("ready");
   } catch (error) {
-    if (answer.gate.signal.aborted) at("status").textContent = "stopped; the server goes on for a while, and Resume reads on";
-    else {
-      answer.box.append(element("p", error.message, { class: "error" }));
-      stream = null;
-    }
+    status(error.message);
+    if (error.status === 401) showKey();
   }
-  setRunning(false);
+  showCode();
 }
 
-function setRunning(isRunning) {
-  at("send").disabled = isRunning;
-  at("stop").disabled = !isRunning;
-  at("resume").disabled = isRunning || !stream?.id;
-}
+const status = (text) => (find("status").textContent = text);
 
-async function showJourneyOf(id) {
-  const response = await ask(`v1/requests/${encodeURIComponent(id)}`);
-  if (response.ok) showJourney(await response.json());
-}
+// ── the request, from the controls ──
+class Mistake extends Error {}
 
-const showJourney = (told) => at("journey").replaceChildren(waterfall(told));
-
-// ── what a person does ──
-
-at("form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const text = at("message").value;
-  messages.push({ role: "user", content: text });
-  turn("user").append(text);
-  let asked;
+function readJson(id, what) {
+  const text = find(id).value.trim();
+  if (!text) return undefined;
   try {
-    asked = body();
+    return JSON.parse(text);
   } catch (error) {
-    messages.pop();
-    at("status").textContent = `JSON schema or tools: ${error.message}`;
+    throw new Mistake(`${what} is not JSON: ${error.message}`);
+  }
+}
+
+function body(said, isResumed = false) {
+  const request = { model, messages: [], stream: true, stream_options: { include_usage: true } };
+  const system = find("system").value.trim();
+  if (system) request.messages.push({ role: "system", content: system });
+  request.messages.push(...said);
+  for (const name of NUMBERS) if (find(name).value !== "") request[name] = Number(find(name).value);
+  const stops = find("stop").value.split("\n").filter(Boolean);
+  if (stops.length) request.stop = stops;
+  const format = find("format").value;
+  if (format === "json_object") request.response_format = { type: "json_object" };
+  if (format === "json_schema") {
+    const schema = readJson("schema", "the schema");
+    if (!schema) throw new Mistake("the JSON schema is missing");
+    request.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
+  }
+  const tools = readJson("tools", "the list of tools");
+  if (tools) Object.assign(request, { tools, tool_choice: find("tool_choice").value });
+  const alternatives = find("logprobs").value;
+  if (alternatives) Object.assign(request, { logprobs: true, top_logprobs: Number(alternatives) });
+  if (isResumed) Object.assign(request, { add_generation_prompt: false, continue_final_message: true });
+  return request;
+}
+
+// ── sending and streaming ──
+async function send(isResumed = false) {
+  let request;
+  try {
+    request = body(isResumed ? [...messages, { role: "assistant", content: answer.text }] : messages, isResumed);
+  } catch (error) {
+    if (!(error instanceof Mistake)) throw error;
+    status(error.message);
     return;
   }
-  at("message").value = "";
-  at("status").textContent = "";
-  stream = new Answer();
-  const options = { method: "POST", body: JSON.stringify(asked), headers: { "content-type": "application/json" } };
-  run(ask("v1/chat/completions", { ...options, signal: stream.gate.signal }));
+  if (!isResumed) find("talk").append((answer = new Answer(find("tip"))).card);
+  running = new AbortController();
+  buttons();
+  status("asking");
+  const mine = answer;
+  let id = "";
+  try {
+    const response = await ask("/v1/chat/completions", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(request),
+      signal: running.signal,
+    });
+    id = response.headers.get("x-request-id");
+    for await (const event of events(response)) {
+      if (event.data === "[DONE]") break;
+      const chunk = JSON.parse(event.data);
+      if (chunk.error) throw new Error(chunk.error.message);
+      mine.take(chunk);
+      if (mine.started) status("streaming");
+    }
+    status(mine.summary());
+    end(mine);
+  } catch (error) {
+    const isStopped = running.signal.aborted;
+    mine.isStopped = isStopped;
+    status(isStopped ? "stopped" : error.message);
+    if (!isStopped) mine.fail(error.message);
+    if (error.status === 401) showKey();
+  } finally {
+    running = null;
+    buttons();
+    showCode();
+    if (id) showJourney(id);
+  }
+}
+
+function end(mine) {
+  mine.isStopped = false;
+  messages.push(mine.message());
+  if (mine.calls.length) mine.askResults((results) => {
+    messages.push(...results);
+    for (const result of results) say("tool", result.content);
+    send();
+  });
+}
+
+function say(role, text) {
+  find("talk").append(
+    element("article", { class: `message ${role}` }, element("div", { class: "who", text: role }), element("div", { class: "text", text })),
+  );
+}
+
+function buttons() {
+  find("send").disabled = running !== null;
+  find("stop-button").disabled = running === null;
+  find("resume").disabled = running !== null || !answer?.isStopped || !answer.text || answer.calls.length > 0;
+}
+
+async function showJourney(id) {
+  // A journey is told when the last byte is out and the engine has said its part.
+  for (let turn = 0; turn < 80; turn++) {
+    try {
+      const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
+      find("journey").replaceChildren(facts(journey), waterfall(journey));
+      if (!["waiting", "running"].includes(journey.state)) return;
+    } catch (error) {
+      find("journey").replaceChildren(element("span", { class: "faint", text: error.message }));
+    }
+    await new Promise((resume) => setTimeout(resume, 150));
+  }
+}
+
+// ── the same request, to copy ──
+function showCode() {
+  let request;
+  try {
+    const draft = find("prompt").value.trim();
+    request = body(draft ? [...messages, { role: "user", content: draft }] : messages);
+  } catch (error) {
+    if (!(error instanceof Mistake)) throw error;
+    find("code").textContent = error.message;
+    return;
+  }
+  const base = new URL(url("/v1"), location.href).href;
+  find("code").textContent = find("language").value === "curl" ? asCurl(base, request) : asPython(base, request);
+}
+
+function asCurl(base, request) {
+  const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
+  const secret = key() ? ` \\\n  -H "Authorization: Bearer $OCTAVO_API_KEY"` : "";
+  return `curl -N ${base}/chat/completions \\\n  -H "Content-Type: application/json"${secret} \\\n  -d '${quoted}'`;
+}
+
+function asPython(base, request) {
+  const own = ["top_k", "min_p"]; // fields that OpenAI's client does not know
+  const extra = Object.fromEntries(own.filter((name) => name in request).map((name) => [name, request[name]]));
+  const plain = Object.fromEntries(Object.entries(request).filter(([name]) => !own.includes(name)));
+  const lines = Object.entries(plain).map(([name, value]) => `    ${name}=${pythonValue(value, 1)},`);
+  if (Object.keys(extra).length) lines.push(`    extra_body=${pythonValue(extra, 1)},`);
+  const secret = key() ? 'os.environ["OCTAVO_API_KEY"]' : '"none"';
+  return [
+    key() ? "import os\n\nfrom openai import OpenAI" : "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url="${base}", api_key=${secret})`,
+    "for chunk in client.chat.completions.create(",
+    ...lines,
+    "):",
+    "    for choice in chunk.choices:",
+    '        print(choice.delta.content or "", end="", flush=True)',
+  ].join("\n");
+}
+
+function pythonValue(value, depth) {
+  if (value === null) return "None";
+  if (typeof value === "boolean") return value ? "True" : "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const isList = Array.isArray(value);
+  const items = isList ? value.map((item) => pythonValue(item, depth + 1)) : Object.entries(value).map(([name, item]) => `${JSON.stringify(name)}: ${pythonValue(item, depth + 1)}`);
+  const [open, close] = isList ? "[]" : "{}";
+  if (items.join(", ").length < 70) return `${open}${items.join(", ")}${close}`;
+  const pad = "    ".repeat(depth + 1);
+  return `${open}\n${items.map((item) => `${pad}${item},`).join("\n")}\n${"    ".repeat(depth)}${close}`;
+}
+
+// ── what people do ──
+find("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = find("prompt").value.trim();
+  if (!text || running) return;
+  if (answer?.isStopped && answer.text) messages.push(answer.message()); // what was said until it was stopped, stays said
+  messages.push({ role: "user", content: text });
+  say("user", text);
+  find("prompt").value = "";
+  send();
 });
-at("message").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey) {
+find("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    at("form").requestSubmit();
+    find("ask").requestSubmit();
   }
 });
-at("stop").addEventListener("click", () => stream?.gate.abort());
-at("resume").addEventListener("click", () => {
-  stream.gate = new AbortController();
-  run(ask(`v1/stream/${stream.id}?from=${stream.next}`, { signal: stream.gate.signal }));
+find("stop-button").addEventListener("click", () => running?.abort());
+find("resume").addEventListener("click", () => send(true));
+find("new").addEventListener("click", () => {
+  running?.abort();
+  messages.length = 0;
+  answer = null;
+  find("talk").replaceChildren();
+  find("journey").replaceChildren(element("span", { class: "faint", text: "Where the time of the last answer went." }));
+  buttons();
+  showCode();
 });
-at("clear").addEventListener("click", () => {
-  stream?.gate.abort();
-  messages = [];
-  stream = null;
-  at("turns").replaceChildren();
-  setRunning(false);
+find("format").addEventListener("change", () => find("schema-label").classList.toggle("hidden", find("format").value !== "json_schema"));
+find("copy").addEventListener("click", async () => {
+  await navigator.clipboard.writeText(find("code").textContent);
+  find("copy").textContent = "Copied";
+  setTimeout(() => (find("copy").textContent = "Copy"), 1200);
 });
-
-// ── the request, to copy ──
-
-function shown() {
-  const asked = body();
-  for (const name of ["logprobs", "top_logprobs", "stream_options"]) delete asked[name];
-  if (!asked.messages.length) asked.messages = [{ role: "user", content: at("message").value || "Hello" }];
-  return { ...asked, stream: false };
-}
-at("curl").addEventListener("click", () => {
-  const text = JSON.stringify(shown(), null, 1).replaceAll("'", "'\\''");
-  at("code").textContent = `curl ${location.origin}/v1/chat/completions -H 'content-type: application/json' -H "authorization: Bearer $OCTAVO_API_KEY" -d '${text}'`;
-});
-at("python").addEventListener("click", () => {
-  const { messages: said, stream: _, ...rest } = shown();
-  const known = new Set(["model", "temperature", "top_p", "max_tokens", "seed", "stop", "response_format", "tools"]);
-  const write = (value) => JSON.stringify(value).replaceAll(/\btrue\b/g, "True").replaceAll(/\bfalse\b/g, "False").replaceAll(/\bnull\b/g, "None");
-  const own = Object.entries(rest).filter(([name]) => known.has(name)).map(([name, value]) => `    ${name}=${write(value)},`);
-  const extra = Object.entries(rest).filter(([name]) => !known.has(name)).map(([name, value]) => `"${name}": ${write(value)}`);
-  if (extra.length) own.push(`    extra_body={${extra.join(", ")}},`);
-  at("code").textContent = `import os\nfrom openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=os.environ.get("OCTAVO_API_KEY", "none"))\nanswer = client.chat.completions.create(\n    messages=${write(said)},\n${own.join("\n")}\n)\nprint(answer.choices[0].message.content)`;
-});
-
-model = (await (await ask("v1/models")).json()).data?.[0]?.id ?? "";
-at("model").textContent = model;
+for (const id of ["controls", "ask", "language"]) find(id).addEventListener("input", showCode);
+find("controls").addEventListener("submit", (event) => event.preventDefault());
+theme(find("theme"));
+load();

@@ -1,0 +1,123 @@
+// What both pages share: the key, the theme, server-sent events, numbers for people.
+// Knows nothing of what the events say.
+
+const root = new URL(".", import.meta.url).pathname.replace(/pages\/$/, ""); // where the server lies below a proxy's prefix
+
+export const url = (path) => root + path.replace(/^\//, "");
+export const find = (id) => document.getElementById(id);
+
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "text") made.textContent = value;
+    else if (name === "style") made.style.cssText = value; // an attribute would be refused by the content policy
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+// ── the key: kept by this browser tab alone, and sent to nobody but this server ──
+const KEY = "octavo-key";
+export const key = () => sessionStorage.getItem(KEY) || "";
+export const bearer = () => (key() ? { Authorization: `Bearer ${key()}` } : {});
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export async function ask(path, options = {}) {
+  const response = await fetch(url(path), { ...options, headers: { ...bearer(), ...options.headers } });
+  if (response.ok) return response;
+  let message = `the server answered ${response.status}`;
+  try {
+    message = (await response.json()).error.message;
+  } catch {
+    // Not the server's own words: a proxy's page, perhaps.
+  }
+  throw new Refused(response.status, message);
+}
+
+export function keyDialog(onChange) {
+  const field = element("input", { type: "password", id: "key", autocomplete: "off", "aria-label": "API key" });
+  const dialog = element(
+    "dialog",
+    { "aria-label": "API key" },
+    element("h2", { text: "API key" }),
+    element("p", { text: "This server asks for a key. It is kept until you close this tab." }),
+    element(
+      "form",
+      {
+        method: "dialog",
+        onsubmit: () => {
+          sessionStorage.setItem(KEY, field.value.trim());
+          onChange();
+        },
+      },
+      field,
+      " ",
+      element("button", { class: "main", text: "Use it" }),
+    ),
+  );
+  document.body.append(dialog);
+  return () => {
+    if (!dialog.open) dialog.showModal();
+  };
+}
+
+// ── theme: the system's until one is chosen ──
+export function theme(button, onChange = () => {}) {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const show = () => {
+    const chosen = localStorage.getItem("octavo-theme") || (dark.matches ? "dark" : "light");
+    document.documentElement.dataset.theme = chosen;
+    button.textContent = chosen === "dark" ? "Light" : "Dark";
+    onChange();
+  };
+  button.addEventListener("click", () => {
+    localStorage.setItem("octavo-theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+    show();
+  });
+  dark.addEventListener("change", show);
+  show();
+}
+
+export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+// ── server-sent events, by fetch: an EventSource cannot send a key ──
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      rest += value;
+      let end;
+      while ((end = rest.indexOf("\n\n")) >= 0) {
+        const lines = rest.slice(0, end).split("\n");
+        rest = rest.slice(end + 2);
+        const name = lines.find((line) => line.startsWith("event: "));
+        const data = lines.filter((line) => line.startsWith("data: ")).map((line) => line.slice(6));
+        if (data.length) yield { name: name ? name.slice(7) : "", data: data.join("\n") };
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+// ── numbers for people ──
+export function seconds(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
+  if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 1 : 0)} ms`;
+  return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+}
+
+export const count = (value) => Math.round(value).toLocaleString("en");
+export const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.01 ? 1 : 0)} %`;

@@ -1,0 +1,70 @@
+"""A real server on the embedded model and a real browser: Debian's chromium, driven by Playwright. Without them: skipped by name.
+`make test-browser` brings Playwright; the browser comes from the system (OCTAVO_TEST_BROWSER names another)."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.servers import Server
+
+ARTEFACTS = Path(os.environ.get("OCTAVO_TEST_ARTEFACTS", "build/screenshots"))
+KEY = "browser-key"
+
+
+@pytest.fixture(scope="module")  # no longer: while Playwright runs, no test of the same process can have an event loop
+def browser() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs Playwright")
+    program = os.environ.get("OCTAVO_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no chromium is installed (Debian: apt install chromium)")
+    with api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    # Few pages, so that a handful of requests fills them and some are preempted.
+    with Server("--api-key", KEY, "--kv-cache-memory-bytes", "60M") as started:
+        yield started
+
+
+@pytest.fixture
+def open_page(browser: Any, server: Server) -> Iterator[Any]:
+    """open_page(path, scheme) → a page whose key has been given. Fails the test on any error in the page's scripts."""
+    errors: list[str] = []
+    pages: list[Any] = []
+
+    def start(path: str, scheme: str = "light") -> Any:
+        page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        pages.append(page)
+        page.goto(server.base + path)
+        page.fill("#key", KEY)
+        page.click("text=Use it")
+        return page
+
+    yield start
+    for page in pages:
+        page.close()
+    assert errors == []
+
+
+def keep(page: Any, name: str) -> None:
+    """A screenshot, as an artefact of the test."""
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=str(ARTEFACTS / f"{name}.png"), full_page=True)
+
+
+def until(page: Any, expression: str, seconds: float = 60) -> None:
+    """Asks again and again from outside: the pages' own content policy refuses a question that polls inside."""
+    for _ in range(int(seconds * 10)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"for {seconds} s this did not come true: {expression}")
