@@ -104,5 +104,10 @@ def test_progress_of_a_prompt_in_chunks_and_from_the_cache(server: Server) -> No
         assert all("prompt_progress" in chunk for chunk in chunks[: len(told)]), "before the first token"
         return told
 
-    assert progress(200) == [(200, 64, 0), (200, 128, 0), (200, 192, 0), (200, 200, 0)]
-    assert progress(300) == [(300, 256, 192), (300, 300, 192)]
+    for steps in (
+        [(200, 64, 0), (200, 128, 0), (200, 192, 0), (200, 200, 0)],
+        [(300, 256, 192), (300, 300, 192)],
+    ):
+        told = progress(steps[-1][0])
+        # A server that has no time for each step tells the newest.
+        assert told == [step for step in steps if step in told] and told[-1] == steps[-1]
