@@ -78,7 +78,9 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
     owners = (await server.http.get(f"/v1/live/pages/{page}")).json()
     assert owners == {"page": page, "owners": ["first", "second"]}
     third = stream(server, "third", "x", 2)
-    state = await watch.until(lambda state: state["num_waiting"] == 1)
+    state = await watch.until(
+        lambda state: state["num_waiting"] == 1 and state["blocked_by"]
+    )  # a plan has looked at it
     assert [(wait[0], wait[1]) for wait in state["waiting"]] == [("third", "rows")] and state["blocked_by"] == "rows"
     assert state["advice"].startswith("1 request waits: all 2 rows are taken. Raise --max-num-seqs")
     metrics = (await server.http.get("/metrics")).text
