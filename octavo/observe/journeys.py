@@ -129,7 +129,7 @@ class OpenJourney:
         if tracks and self.ended and self.delivered > at:
             stages.append(Stage("detokenise", at, self.delivered))
             at = self.delivered
-        if self.ended:
+        if self.ended and not has_outlived:
             stages.append(Stage("flush" if self.requests and self.status < 400 else "answer", at, max(at, end)))
         return Journey(
             id=self.id,
