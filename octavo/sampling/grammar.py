@@ -34,6 +34,7 @@ Ints = NDArray[np.int64]
 Words = NDArray[np.int32]
 
 _MAX_COMPILED = 64  # grammars that are kept ready for the next row
+_MAX_USED = 32  # matchers of one grammar that are kept for the next rows
 _WORD = 32  # tokens that a word has bits for
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
@@ -63,13 +64,18 @@ class Masks:
 @dataclass(slots=True)
 class _Row:
     matcher: "Future[LLMatcher]"
-    pending: list[int]  # tokens that the matcher has not taken in yet
-    stop_ids: Ints  # that end the row
+    tokens: list[int]  # of the output
+    num_taken: int  # of them: those that the matcher has taken in
+    grammar: str
+    ends: frozenset[int]  # tokens that end the row
+    stop_ids: Ints  # the same
     min_len: int  # tokens of prompt and output before which it may not end
     max_len: int  # … at which it is cut
     ignores_eos: bool  # it ends only where its grammar leaves nothing else
     ends_by_eos: bool  # and by no other token
     closing: Closing = field(default_factory=Closing)
+    may_be_used: bool = True  # its matcher may have served others before
+    ready: "LLMatcher | None" = None  # once it is compiled
     is_over: bool = False  # what ends it has been sampled: nothing that follows counts
     failure: str = ""
 
@@ -97,7 +103,9 @@ class Grammars:
         self.rows: dict[int, _Row] = {}  # those that have a grammar
         self._sampling: list[int] | None = None  # rows of the step that is being started
         self._latest: _Latest | None = None
+        self._begun: Future[Masks | None] | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._used: dict[str, list[LLMatcher]] = {}
 
     def enter(
         self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
@@ -108,6 +116,9 @@ class Grammars:
         self.rows[row] = _Row(
             self._pool.submit(self._matcher, params.grammar),
             list(output_ids),
+            0,
+            params.grammar,
+            frozenset(inside.tolist()),
             inside,
             prompt_len + params.min_tokens,
             prompt_len + (params.max_tokens or 0),
@@ -116,7 +127,12 @@ class Grammars:
         )
 
     def leave(self, row: int) -> None:
-        if self.rows.pop(row, None) is not None and self._latest is not None:
+        own = self.rows.pop(row, None)
+        if own is None:
+            return
+        if own.ready is not None and not own.failure:
+            self._pool.submit(self._keep, own.grammar, own.ready)
+        if self._latest is not None:
             # What the step before sampled for it is not for its next occupant.
             self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
 
@@ -126,11 +142,20 @@ class Grammars:
         elif self._latest is not None:  # it had no use for masks; where tokens are kept is used again before long
             self._take_in()
 
+    def begin(self, rows: Ints, lens: Ints) -> None:
+        """Compute what masks() will be asked for, beside whatever the caller does meanwhile."""
+        if self.rows and len(rows):
+            self._begun = self._beside.submit(self._masks, rows, lens)
+
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
         """For the rows [S] that sample next, which hold `lens` tokens. None: none of them has a grammar. Waits for the step
         before."""
         if not self.rows:
             return None
+        begun, self._begun = self._begun, None
+        return self._masks(rows, lens) if begun is None else begun.result()
+
+    def _masks(self, rows: Ints, lens: Ints) -> Masks | None:
         self._take_in()
         self._sampling = rows.tolist()
         own = [(at, self.rows[row]) for at, row in enumerate(rows.tolist()) if row in self.rows]
@@ -143,8 +168,10 @@ class Grammars:
         last = []
         for matcher, number in ready:
             sample, row = own[number]
-            self._settle(row, matcher, bits[number], num_held := int(lens[sample]))
-            if not row.failure and self._ends.restrict(row.closing, matcher, bits[number], row.max_len - num_held):
+            if self._settle(row, matcher, bits[number], int(lens[sample])):
+                last.append(sample)
+        for number, (sample, row) in enumerate(own):
+            if row.failure and row.may_be_used and self._start_afresh(row, bits[number], int(lens[sample])):
                 last.append(sample)
         failures = {at: row.failure for at, row in own if row.failure}
         at = np.array([at for at, _ in own], dtype=np.int64)
@@ -157,8 +184,8 @@ class Grammars:
         for row, token in zip(latest.rows, latest.step.tokens(), strict=True):
             own = self.rows.get(row)
             if own is not None and not own.is_over:
-                own.is_over = token in own.stop_ids
-                own.pending.append(token)
+                own.is_over = token in own.ends
+                own.tokens.append(token)
 
     def _advance(self, rows: list[_Row]) -> "list[tuple[LLMatcher, int]]":
         """The rows' matchers, with all of their tokens taken in, and each one's number; without those whose bits no longer matter."""
@@ -166,17 +193,32 @@ class Grammars:
         for number, row in enumerate(rows):
             if row.is_over or row.failure:
                 continue
-            try:
-                matcher = row.matcher.result()
-            except Exception as error:
-                row.failure = f"the grammar could not be compiled: {error}"
+            matcher = row.ready or self._compiled_for(row)
+            if matcher is None:
                 continue
-            if row.pending and not matcher.consume_tokens(row.pending):
+            if row.num_taken < len(row.tokens) and not matcher.consume_tokens(row.tokens[row.num_taken :]):
                 row.failure = _said(matcher)
                 continue
-            row.pending.clear()
+            row.num_taken = len(row.tokens)
             ready.append((matcher, number))
         return ready
+
+    def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
+        """A matcher that served others may have learned all that it can hold. One that is new shows whether that is why. True: as
+        _settle() has it."""
+        row.failure, row.may_be_used, row.num_taken, row.closing = "", False, 0, Closing()
+        row.matcher, row.ready = self._pool.submit(self._matcher, row.grammar, False), None
+        for matcher, _ in self._advance([row]):
+            self._fill([(matcher, 0)], bits[None])
+            return self._settle(row, matcher, bits, row_len)
+        return False
+
+    def _compiled_for(self, row: _Row) -> "LLMatcher | None":
+        try:
+            row.ready = row.matcher.result()
+        except Exception as error:
+            row.failure = f"the grammar could not be compiled: {error}"
+        return row.ready
 
     def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
         if len(matchers) == 1:
@@ -185,8 +227,13 @@ class Grammars:
         elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 
-    def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
-        """What the grammar does not know of: when the row may end, and by what."""
+    def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> bool:
+        """What the grammar does not know of. True: what is sampled now is the row's last token, a little before max_tokens."""
+        self._settle_ends(row, matcher, bits, row_len)
+        return not row.failure and self._ends.restrict(row.closing, matcher, bits, row.max_len - row_len)
+
+    def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
+        """When the row may end, and by what."""
         if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
             row.failure = _said(matcher)
             bits[:] = -1
@@ -229,6 +276,10 @@ class Grammars:
         return ThreadPoolExecutor(1, "octavo-grammar")
 
     @functools.cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "octavo-masks")
+
+    @functools.cached_property
     def _executor(self) -> "LLExecutor":
         from llguidance import LLExecutor
 
@@ -254,7 +305,13 @@ class Grammars:
     def _ends(self) -> Ends:
         return Ends(self._vocabulary, self._vocab_size)
 
-    def _matcher(self, grammar: str) -> "LLMatcher":
+    def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
+        """A matcher that has been somewhere knows its way: what it learned of its words serves the next row."""
+        used = self._used.setdefault(grammar, [])
+        if grammar in self._compiled and len(used) < _MAX_USED and matcher.reset():
+            used.append(matcher)
+
+    def _matcher(self, grammar: str, may_be_used: bool = True) -> "LLMatcher":
         """Runs in the pool's one thread."""
         from llguidance import LLMatcher, LLParserLimits
 
@@ -267,9 +324,10 @@ class Grammars:
                 raise ValueError(_said(compiled))
             self._compiled[grammar] = compiled
             if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+                self._used.pop(self._compiled.popitem(last=False)[0], None)
         self._compiled.move_to_end(grammar)
-        return compiled.deep_copy()
+        used = self._used.get(grammar) if may_be_used else None
+        return used.pop() if used else compiled.deep_copy()
 
 
 def _warm(grammars: "weakref.ref[Grammars]") -> None:

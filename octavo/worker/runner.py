@@ -299,6 +299,10 @@ class Runner:
         if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()) and not wants_prompt_scores(
             self.rows.sampling, columns
         ):
+            if (
+                not self.device.is_cuda
+            ):  # its tokens are here; a GPU's are on their way, and its pass runs beside us anyway
+                self.rows.sampling.grammars.begin(assembled.sample_rows, assembled.sample_lens)
             logits = self._logits(assembled.batch)
         else:
             hidden = self.model.forward(assembled.batch)

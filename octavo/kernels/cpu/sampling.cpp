@@ -74,10 +74,20 @@ class Row {
     x_ = logits;
     size_ = size;
     num_chunks_ = (size + kChunk - 1) / kChunk;
-    if (choice.mask) allow(logits);
+    if (choice.mask) variant.keep(logits, size, choice.mask);
     if (choice.tokens) penalise(logits);
-    if (choice.is_greedy || !(choice.temperature > 0.0f)) return variant.argmax(x_, size_);
-    if (!find_top()) return 0;
+    if (choice.is_greedy || !(choice.temperature > 0.0f)) {
+      const int64_t likeliest = variant.argmax(x_, size_);
+      if (!choice.mask || x_[likeliest] > -INFINITY) return likeliest;
+      lift(logits);
+      return variant.argmax(x_, size_);
+    }
+    if (!find_top()) {
+      if (!choice.mask) return 0;
+      lift(logits);
+      x_ = logits;
+      if (!find_top()) return 0;
+    }
     const bool has_top_k = choice.top_k > 0 && choice.top_k < size;
     if (has_top_k && collect_top_k() <= kFew) return choose_among_few();
     weigh(x_, size_);
@@ -87,17 +97,10 @@ class Row {
   }
 
  private:
-  // What the mask leaves out becomes impossible; what it leaves in never is, whatever was done to it before: where nothing
-  // else is left, the mask has the last word.
-  void allow(float* logits) {
-    for (int64_t begin = 0; begin < size_; begin += 32) {
-      const uint32_t bits = choice_->mask[begin / 32];
-      const int64_t end = std::min(begin + 32, size_);
-      if (!bits) std::fill(logits + begin, logits + end, -INFINITY);
-      else for (int64_t i = begin; i < end; ++i) {
-        const float lifted = logits[i] > kUnlikeliest ? logits[i] : kUnlikeliest;  // NaN, too
-        logits[i] = bits >> (i - begin) & 1 ? lifted : -INFINITY;
-      }
+  // What a mask leaves is never impossible, whatever was done to it: where nothing else is left it has the last word.
+  void lift(float* logits) const {
+    for (int64_t i = 0; i < size_; ++i) {
+      if (choice_->mask[i / 32] >> (i % 32) & 1) logits[i] = kUnlikeliest;
     }
   }
 

@@ -59,6 +59,8 @@ struct SamplingVariant {
   void (*sums_from)(const float* x, const float* amounts, int64_t size, float bound, uint64_t* sums);
   // ids [size + kGroups] of low ≤ x < high, low above −inf, by rising id → how many; stops soon after `most`.
   int64_t (*collect)(const float* x, int64_t size, float low, float high, int64_t most, int32_t* ids);
+  // What has no bit in the mask becomes −inf.
+  void (*keep)(float* x, int64_t size, const uint32_t* mask);
 };
 
 extern const SamplingVariant sampling_portable, sampling_avx2, sampling_avx512;

@@ -1,5 +1,7 @@
 // What sampling does over whole rows of logits, for one instruction set. Included by sampling_<variant>.cpp.
 // Knows nothing of threads, nor of what a row asks for. No fma: it would round otherwise than CPUs without it.
+#include <string.h>
+
 #include "elementwise_vector.h"
 #include "sampling.h"
 
@@ -256,7 +258,28 @@ static int64_t collect(const float* x, int64_t size, float low, float high, int6
   return num;
 }
 
-static constexpr SamplingVariant sampling = {argmax, maxima, mend, weigh, ladder, sums_from, collect};
+typedef uint32_t words __attribute__((vector_size(32)));
+
+static void keep(float* x, int64_t size, const uint32_t* mask) {
+  const words lanes = {1, 2, 4, 8, 16, 32, 64, 128}, never = words{} + 0xFF800000u;  // −inf
+  for (int64_t begin = 0; begin < size; begin += 32) {
+    const uint32_t bits = mask[begin / 32];
+    if (bits == 0xFFFFFFFFu) continue;
+    if (size - begin < 32) {
+      for (int64_t i = begin; i < size; ++i) x[i] = bits >> (i - begin) & 1 ? x[i] : kNever;
+      break;
+    }
+    OCTAVO_UNROLL for (int part = 0; part < 4; ++part) {
+      float* at = x + begin + 8 * part;
+      words value, on = ((words{} + (bits >> 8 * part)) & lanes) == lanes;
+      memcpy(&value, at, sizeof value);
+      value = (value & on) | (never & ~on);
+      memcpy(at, &value, sizeof value);
+    }
+  }
+}
+
+static constexpr SamplingVariant sampling = {argmax, maxima, mend, weigh, ladder, sums_from, collect, keep};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo
