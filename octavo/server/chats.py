@@ -13,8 +13,8 @@ from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
 from octavo.server.structured import grammar_of_schema, read_grammar
 from octavo.text import Text
-from octavo.text.parsers import tool_format
-from octavo.text.tools import Tool, ToolChoice, calls_schema, schemas_by_name, template_form
+from octavo.text.parsers import ToolFormat, tool_format
+from octavo.text.tools import Tool, ToolChoice, call_schema, calls_schema, schemas_by_name, template_form
 
 RESERVED = (
     "self",
@@ -49,16 +49,17 @@ class Chat:
         """The tools that the model is told of: none where it may not call any."""
         return [] if self.choice.mode == "none" else self.tools
 
-    def schema(self) -> dict[str, Any] | None:
-        """That the whole answer must validate against. None: the choice of tools enforces nothing."""
-        return calls_schema(self.tools, self.choice)
+    def required_format(self, text: Text) -> ToolFormat:
+        """How calls are written that must come: as the model writes them, where a grammar can have it so."""
+        own = (self.text or text).formats.tools
+        return own if own is not None and own.frame is not None else tool_format("plain_json")
 
     def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
         """`is_constrained`: a grammar says what the answer is from its first token on, so it holds no reasoning."""
         formats = (self.text or text).formats
         calls = formats.tools if self.offered else None
         if self.choice.is_enforced:
-            calls, is_constrained = tool_format("plain_json"), True
+            calls, is_constrained = self.required_format(text), True
         return AnswerShape(
             tool_format=calls,
             tools=schemas_by_name(self.offered),
@@ -130,14 +131,15 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
     """What an answer must look like; empty: it may be anything. `response_format` is for answers in words: where calls are
     required there are none."""
     wished = await read_grammar(service, fields, response_format)
-    schema = chat.schema()
-    if schema is None:
+    if not chat.choice.is_enforced:
         return wished
     if wished and response_format is None:
         raise InvalidRequest(
             "tool_choice and structured_outputs both say what the answer must be: give one of them", param="tool_choice"
         )
-    return await grammar_of_schema(service, schema, "tools")
+    frame = chat.required_format(service.text).frame
+    schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)
+    return await grammar_of_schema(service, schema, "tools", frame, chat.choice.parallel)
 
 
 async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:

@@ -12,7 +12,7 @@ from octavo.errors import InvalidRequest, Unsupported
 from octavo.observe.journeys import current
 from octavo.server.fields import SamplingFields
 from octavo.server.service import Service
-from octavo.text.grammar import grammar_of, schema_grammar, wish_of_response_format
+from octavo.text.grammar import framed_grammar, grammar_of, schema_grammar, wish_of_response_format
 from octavo.text.vocabulary import Vocabulary
 
 _LARGE = 4_000  # characters beyond which a wish goes to a thread: reading it would hold up the other streams
@@ -35,15 +35,23 @@ async def read_grammar(service: Service, fields: SamplingFields, response_format
     )
 
 
-async def grammar_of_schema(service: Service, schema: object, param: str) -> str:
-    """For answers whose form an endpoint decides by itself: a call of a tool that is required."""
-    return await _beside(
-        service,
-        schema,
-        functools.partial(
-            schema_grammar, schema, _vocabulary(service, param), param=param, max_bytes=_max_bytes(service)
-        ),
-    )
+async def grammar_of_schema(
+    service: Service,
+    schema: object,
+    param: str,
+    frame: tuple[str, str] | None = None,
+    can_repeat: bool = False,
+) -> str:
+    """For answers whose form an endpoint decides by itself: a call of a tool that is required. `frame`: what stands around the
+    JSON; with one, the answer can be several of them."""
+    vocabulary, max_bytes = _vocabulary(service, param), _max_bytes(service)
+    if frame is None:
+        make = functools.partial(schema_grammar, schema, vocabulary, param=param, max_bytes=max_bytes)
+    else:
+        make = functools.partial(
+            framed_grammar, schema, frame, vocabulary, can_repeat=can_repeat, param=param, max_bytes=max_bytes
+        )
+    return await _beside(service, schema, make)
 
 
 def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, str, Mapping[str, Any]]]:

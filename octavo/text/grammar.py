@@ -92,6 +92,24 @@ def schema_grammar(
     return _checked(f"start: {_schema_rule(schema, param, style or {})}\n", vocabulary, param)
 
 
+def framed_grammar(
+    schema: object,
+    frame: tuple[str, str],
+    vocabulary: Vocabulary,
+    *,
+    can_repeat: bool,
+    param: str,
+    max_bytes: int = MAX_BYTES,
+) -> str:
+    """An answer that is JSON of this schema within a frame; several such, one right after the other, where it can repeat: a
+    model that says anything between them, be it a line break, would have to go on with another."""
+    require_llguidance(param)
+    _check_size(schema, param, max_bytes)
+    before, after = (literal(text, vocabulary) for text in frame)
+    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, param, {})} {after}\n"
+    return _checked(rules, vocabulary, param)
+
+
 def _schema_rule(schema: object, param: str, style: Mapping[str, Any]) -> str:
     if schema is True:
         schema = {}

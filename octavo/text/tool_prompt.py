@@ -18,7 +18,7 @@ Call a function when it helps with the request. To do so, write its name and its
 <tool_call>
 {{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}
 </tool_call>
-Several calls are several such blocks. The results come back between the tags <tool_response> and </tool_response>. When no function is needed, answer in plain words."""
+The results come back between the tags <tool_response> and </tool_response>. When no function is needed, answer in plain words."""
 
 
 def spell_out(

@@ -1,7 +1,8 @@
 """The tools of a request and the choice among them, checked; and the JSON schema of an answer that must call one.
 Knows nothing of formats, grammars or endpoints: a dialect's tools are put into OpenAI's shape before they come here.
 
-Where a call is required the answer is a list of {"name", "arguments"}, for any model: the parser `plain_json` reads it.
+Where a call is required the answer is made of {"name", "arguments"}: each in the frame of the model's own format where that
+writes calls so, and otherwise a list of them, which the parser `plain_json` reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,6 +137,12 @@ def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | 
         "$defs": {place: _closed(_moved(tool.parameters, place)) for tool, place in zip(chosen, places, strict=True)},
     }
     return schema if choice.parallel else {**schema, "maxItems": 1}
+
+
+def call_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
+    """What each call must validate against. None: the choice enforces nothing."""
+    schema = calls_schema(tools, choice)
+    return None if schema is None else {**schema["items"], "$defs": schema["$defs"]}
 
 
 def _closed(schema: Any) -> Any:

@@ -40,7 +40,9 @@ TURNS = (
 HERMES = "{% if tools %}{{ tools | tojson }} <tool_call>\n{% endif %}" + TURNS + "assistant:"
 THINKING = HERMES + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 OPEN = TURNS + "assistant:<think>\n{# </think> #}"
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+MISTRAL = "{% if tools %}{{ tools }}[TOOL_CALLS]{% endif %}" + OPEN
+OBJECT = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
 TIME = '<tool_call>{"name": "get_time"}</tool_call>'
 
 
@@ -253,15 +255,19 @@ async def test_logprobs_cover_every_token_of_a_call(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-async def test_calls_that_are_required_are_kept_to_by_a_grammar(serve: Serve, choice: Any) -> None:
-    answer = '[{"name": "get_weather", "arguments": {"city": "Rome"}}]'
+@pytest.mark.parametrize("written", [(OPEN, CALL), (MISTRAL, f"[{OBJECT}]")], ids=["framed", "listed"])
+async def test_calls_that_are_required_are_kept_to_by_a_grammar(
+    serve: Serve, choice: Any, written: tuple[str, str]
+) -> None:
+    """Written as the model writes calls, or as a list where no grammar is made of its format."""
+    source, answer = written
     scripted = engine(says(answer))
-    client = serve(scripted, byte_text(OPEN))
+    client = serve(scripted, byte_text(source))
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "response_format": {"type": "json_object"}}
     told = await ask(client, **body)
     assert told["choices"][0]["finish_reason"] == "tool_calls" and "reasoning" not in told["choices"][0]["message"]
     (call,) = told["choices"][0]["message"]["tool_calls"]
-    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
     streamed = events((await client.post(URL, json={"messages": HI, **body, "stream": True})).content)
     assert put_together(streamed) == as_streamed(told)
     grammar = scripted.requests[0].params.grammar
@@ -269,7 +275,7 @@ async def test_calls_that_are_required_are_kept_to_by_a_grammar(serve: Serve, ch
 
 
 async def test_what_is_left_of_a_list_of_calls_that_was_cut_is_no_content(serve: Serve) -> None:
-    answer = '[{"name": "get_time", "arguments": {}}, {"name": "get_ti'
+    answer = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "get_ti'
     client = serve(engine(says(answer, reason="length")), byte_text(HERMES))
     (choice,) = (await ask(client, tools=[CLOCK], tool_choice="required"))["choices"]
     assert choice["message"]["content"] is None and len(choice["message"]["tool_calls"]) == 1

@@ -40,6 +40,8 @@ class ToolFormat:
     strangers: tuple[str, ...] = ()  # … unless it has one of these
     rank: int = 0  # where several formats' signs are there, the highest wins
     new_id: Callable[[], str] = call_id
+    # What stands around one call, where it is written {"name", "arguments"}: calls that are required are then written so as well.
+    frame: tuple[str, str] | None = None
     aliases: tuple[str, ...] = ()
 
 

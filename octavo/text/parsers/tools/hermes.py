@@ -21,5 +21,6 @@ FORMAT = ToolFormat(
     signs=("<tool_call>",),
     strangers=("<arg_key>", "<parameter=", "<invoke name="),
     rank=1,
+    frame=("<tool_call>\n", "\n</tool_call>"),
     aliases=("qwen", "qwen25"),
 )
