@@ -5,7 +5,7 @@ import pytest
 instructor = pytest.importorskip("instructor", reason="instructor is not installed: make test-clients")
 
 import openai  # noqa: E402
-from pydantic import BaseModel, Field  # noqa: E402
+from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
 
 from tests.clients.conftest import MODEL  # noqa: E402
 
@@ -15,6 +15,8 @@ QUESTION = [{"role": "user", "content": "France's capital is Paris. Its populati
 
 
 class Capital(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a model this small goes on with fields of its own where it may
+
     country: str = Field(max_length=40)
     capital: str = Field(max_length=40)
     population: int
