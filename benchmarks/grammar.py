@@ -81,7 +81,7 @@ def per_step(llm: LLM, rows: int, tokens: int, wish: Any, seed: int) -> float:
 
 
 def first_token(llm: LLM, wish: Any) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=4, structured_outputs=wish)
+    params = SamplingParams(temperature=0.0, max_tokens=1000, structured_outputs=wish)
     started = time.perf_counter()
     stream = llm.stream(PROMPT, params)
     next(stream)
