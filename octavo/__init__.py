@@ -4,15 +4,18 @@ Importing it loads nothing: each name brings its room along when it is first use
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.answers import CompletionOutput, EmbeddingOutput, RequestOutput
+    from octavo.engine.answers import BeamSearchOutput, CompletionOutput, EmbeddingOutput, RequestOutput
     from octavo.engine.llm import LLM
-    from octavo.messages import SamplingParams, StructuredOutputsParams
+    from octavo.messages import BeamSearchParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingOutput",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -21,11 +24,13 @@ __all__ = [
 
 _HOMES = {
     "LLM": "octavo.engine.llm",
-    "CompletionOutput": "octavo.engine.answers",
-    "EmbeddingOutput": "octavo.engine.answers",
-    "RequestOutput": "octavo.engine.answers",
-    "SamplingParams": "octavo.messages",
-    "StructuredOutputsParams": "octavo.messages",
+    **dict.fromkeys(
+        ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "RequestOutput"), "octavo.engine.answers"
+    ),
+    **dict.fromkeys(
+        ("BeamSearchParams", "RepetitionDetectionParams", "SamplingParams", "StructuredOutputsParams"),
+        "octavo.messages",
+    ),
 }
 
 

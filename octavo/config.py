@@ -83,6 +83,12 @@ class SchedulerConfig:
     )
     max_waiting_requests: int = knob(4096, "requests that may wait for a row; more are refused with 429; 0: any number")
     max_waiting_tokens: int = knob(2**23, "prompt tokens that may wait, of all requests together; 0: any number")
+    scheduling_policy: str = knob(
+        "fcfs",
+        "who is next. fcfs: strictly in the order of arrival; priority: requests with a lower `priority` first, in the order of "
+        "arrival among equals; when pages run out, who would go last leaves first",
+        choices=("fcfs", "priority"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,14 @@ import msgspec
 
 from octavo.config import MAX_LOGPROBS as MAX_LOGPROBS
 from octavo.config import Config
+from octavo.params import BeamSearchParams as BeamSearchParams
 from octavo.params import Pooling as Pooling
 from octavo.params import PoolingParams as PoolingParams
+from octavo.params import RepetitionDetectionParams as RepetitionDetectionParams
 from octavo.params import SamplingParams as SamplingParams
 from octavo.params import StructuredOutputsParams as StructuredOutputsParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 # ── API process → engine ────────────────────────────────────────────────────────────────────────────
@@ -37,6 +39,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, tag=True, gc=False):
     http_id: str = ""  # the HTTP request that it belongs to
     deadline: float = 0.0  # CLOCK_MONOTONIC seconds at which it is ended, done or not; 0: never
     queue_until: float = 0.0  # … at which it is ended if it has no row yet; 0: never
+    priority: int = 0  # lower goes first, where the engine schedules by priority; else 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -156,6 +159,7 @@ class Finish(msgspec.Struct, frozen=True, gc=False):
     message: str | None = None  # with reason "error": what happened
     cause: Literal["fault", "overload", "deadline"] = "fault"  # … and whose doing it was
     retry_after: int = 0  # seconds, with cause "overload"
+    cumulative_logprob: float | None = None  # of all tokens of a beam
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -255,6 +259,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
     windows: tuple[int, ...] = (
         0,
     )  # of each group of layers, which has a page table of its own; 0: it keeps everything
+    scheduling_policy: str = "fcfs"
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -371,6 +376,15 @@ class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target: int
 
 
+class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row goes on with a token that it did not sample: a beam's next. What its pages hold up to there is told apart; the tokens
+    before it in the row's table are no longer those, and nobody reads them."""
+
+    row: int
+    position: int
+    token: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One step, decided: the same bytes for every rank. Columns of equal length describe the rows that advance."""
 
@@ -386,6 +400,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_slots: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
     page_groups: list[int] = []  # … in the page table of group page_groups[j]; empty: there is one group
+    turns: list[Turn] = []
 
     @property
     def is_empty(self) -> bool:
@@ -393,9 +408,16 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
         return not self.rows and not self.moves
 
 
+class Candidates(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The likeliest continuations of a beam, in falling order."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class StepResult(msgspec.Struct, frozen=True, gc=False):
     """What a step gave, in the order of the True ones in the plan's `samples`: a vector for each row that is pooled, a token
-    for each of the others, and logprobs of those tokens whose row wants them."""
+    for each of the others, logprobs of those tokens whose row wants them, and candidates of each row that is a beam."""
 
     step: int
     tokens: list[int]
@@ -407,3 +429,4 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     grammar_seconds: float = 0.0  # that grammars took to say what may follow
     # Which of `tokens` end their requests a little before max_tokens: their grammars let them end there.
     last: list[int] = []
+    candidates: list[Candidates] = []

@@ -1,4 +1,4 @@
-"""What one request may ask of sampling and of pooling: SamplingParams and PoolingParams, valid by construction.
+"""What one request may ask of sampling, of a search and of pooling, valid by construction.
 Knows nothing of how they travel, nor of tokens, text or tensors."""
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,32 @@ from octavo.errors import InvalidRequest
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters
+MAX_BEAM_STOPS = 16  # ids that end a beam: for each, more continuations of every beam are looked at
+MAX_LENGTH_PENALTY = 10
+MAX_PATTERN_SIZE = 1024  # tokens
+MAX_PATTERN_COUNT = 1024
+
+
+class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """When an answer counts as a loop: it ends with `min_count` times the same `min_pattern_size` to `max_pattern_size` tokens.
+    Names and meaning are vLLM's."""
+
+    max_pattern_size: int = 0  # 0: nothing is looked for
+    min_pattern_size: int = 0  # 0: 1
+    min_count: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN_COUNT),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise InvalidRequest(
+                    f"repetition_detection.{name} must be a whole number from {least} to {most}, got {value!r}",
+                    param=f"repetition_detection.{name}",
+                )
 
 
 class StructuredOutputsParams(TypedDict, total=False):
@@ -58,6 +84,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     grammar: str = ""  # the same as the sampler reads it; set by whoever has a tokenizer, who has checked it
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    best_of: int | None = None  # so many are made, and the n likeliest of them are the answer; a beam search's width
+    use_beam_search: bool = False
+    length_penalty: float = 1.0  # a beam's score is the sum of its logprobs / its length ** this
+    # As transformers has it. False: until no beam is likely to become better than those that ended; True: until as many have
+    # ended as there are beams; "never": until none can become better.
+    early_stopping: bool | Literal["never"] = False
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -75,6 +108,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             ("stop", all(self.stop), "non-empty strings"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("best_of", self.best_of is None or self.best_of >= self.n, f"at least n ({self.n})"),
+            (
+                "length_penalty",
+                -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY,
+                f"between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}",
+            ),
+            (
+                "early_stopping",
+                type(self.early_stopping) is bool or self.early_stopping == "never",
+                'true, false or "never"',
+            ),
         ):
             if not ok:
                 raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
@@ -84,6 +128,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             )
         if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
             self._check_edits()
+        if self.use_beam_search:
+            self._check_beams()
+
+    @property
+    def num_sequences(self) -> int:
+        """What runs at once for one prompt."""
+        return self.best_of or self.n
+
+    def num_candidates(self, num_stop_ids: int) -> int:
+        """Continuations of each beam to look at: even if all other beams gave none, enough remain when those that end are taken
+        out, and those that may not end yet."""
+        least = max(2, 1 + num_stop_ids) * self.num_sequences + (num_stop_ids if self.min_tokens else 0)
+        return max(least, self.logprobs or 0)
+
+    def _check_beams(self) -> None:
+        """A beam search weighs continuations by the model's own logprobs. What would change those, or end a beam by its text, is
+        refused; what only says how to draw (temperature, top_p, top_k, min_p, seed) has nothing to say in it."""
+        if self.grammar:
+            raise InvalidRequest(
+                "response_format, structured_outputs and tools that must be called are not offered with use_beam_search: "
+                "leave them out",
+                param="use_beam_search",
+            )
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise InvalidRequest(f"{name} is not offered with use_beam_search: leave it out", param=name)
+        if len(self.stop_token_ids) > MAX_BEAM_STOPS:
+            raise InvalidRequest(
+                f"stop_token_ids has {len(self.stop_token_ids)} entries, with use_beam_search at most {MAX_BEAM_STOPS} are taken",
+                param="stop_token_ids",
+            )
 
     def _check_edits(self) -> None:
         bias, words, allowed = self.logit_bias or {}, self.bad_words, self.allowed_token_ids
@@ -105,7 +180,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def _check_types(self) -> None:
         """Exact types, for the wire carries no others: not 50.0 for an integer, nor NumPy's numbers, nor a lone surrogate.
         That a float is finite follows from its range."""
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"):
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"):
             value = getattr(self, name)
             if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
                 raise InvalidRequest(f"{name} must be a plain 64-bit integer, got {value!r}", param=name)
@@ -113,7 +188,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             value = getattr(self, name)
             if type(value) is not float and type(value) is not int:
                 raise InvalidRequest(f"{name} must be a plain int or float, got {value!r}", param=name)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -128,12 +203,62 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             if not isinstance(values, list | tuple) or not all(map(fits, values)):
                 raise InvalidRequest(f"{name} must be {kind}, got {values!r}", param=name)
             msgspec.structs.force_setattr(self, name, tuple(values))
+        loops = self.repetition_detection
+        if loops is not None and not isinstance(loops, RepetitionDetectionParams):
+            raise InvalidRequest(
+                f"repetition_detection must be RepetitionDetectionParams, got {loops!r}", param="repetition_detection"
+            )
         bias = self.logit_bias
         if bias is not None and not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
             raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
 
 
-_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "length_penalty",
+)
+_NOT_WITH_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "repetition_detection",
+    "structured_outputs",
+)
+_DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__, strict=True))
+
+
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What `LLM.beam_search` is asked. Names and meaning are vLLM's; early_stopping is transformers'."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # without effect, as in vLLM: beams are weighed by the model's own logprobs
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def sampling(self) -> SamplingParams:
+        if type(self.beam_width) is not int or self.beam_width < 1:
+            raise InvalidRequest(
+                f"beam_width must be a whole number of at least 1, got {self.beam_width!r}", "beam_width"
+            )
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            logprobs=0,
+            **{name: getattr(self, name) for name in self.__struct_fields__ if name != "beam_width"},
+        )
 
 
 def _is_whole(value: object) -> bool:

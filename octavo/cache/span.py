@@ -21,6 +21,17 @@ def pages_of(num_tokens: int, page_size: int, windows: Sequence[int], step_token
     return sum(min(whole, most_held(window, step_tokens, page_size)) if window else whole for window in windows)
 
 
+def pages_of_beams(
+    prompt_len: int, num_tokens: int, width: int, page_size: int, windows: Sequence[int], step_tokens: int
+) -> int:
+    """The most that `width` continuations of one prompt, of so many tokens with it, ever hold: they share its full pages."""
+    whole, shared = -(-num_tokens // page_size), prompt_len // page_size
+    return sum(
+        width * min(whole, most_held(window, step_tokens, page_size)) if window else shared + width * (whole - shared)
+        for window in windows
+    )
+
+
 def longest(num_pages: int, limit: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
     """The most tokens, up to `limit`, that one sequence can have in so many pages: whole pages, or the limit."""
     if pages_of(limit, page_size, windows, step_tokens) <= num_pages:

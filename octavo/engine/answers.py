@@ -1,10 +1,11 @@
 """What became of prompts that were handed over offline, collected from their deltas.
 Knows nothing of the loop that makes them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo.engine.failures import failure_of
-from octavo.messages import GenerateRequest, Logprobs, TokenDelta, numbers_of
+from octavo.engine.searches import likeliest
+from octavo.messages import GenerateRequest, Logprobs, SamplingParams, TokenDelta, numbers_of
 from octavo.text import Text, TextStream
 
 
@@ -18,6 +19,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: list[Logprobs] = field(default_factory=list)  # of each token, where asked for
+    cumulative_logprob: float | None = None  # their sum, where asked for, and of a beam
 
 
 @dataclass(slots=True)
@@ -30,6 +32,25 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of each prompt token but the first, where asked for
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the answers of a beam search."""
+
+    tokens: list[int]  # the prompt's among them
+    logprobs: list[Logprobs]  # of each token of the answer
+    cum_logprob: float
+    text: str | None  # of all of the tokens; None: the model has no tokenizer
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What became of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
@@ -63,8 +84,12 @@ class Vector:
 class Answer:
     """Collects one request's deltas into its output."""
 
-    def __init__(self, request: GenerateRequest, prompt: str | None, text: Text | None) -> None:
+    def __init__(
+        self, request: GenerateRequest, prompt: str | None, text: Text | None, wanted: SamplingParams | None = None
+    ) -> None:
+        """`wanted`: what the caller asked for, where that is less than the engine was asked: the best of several."""
         choices = range(request.params.n)
+        self._wanted = wanted or request.params
         self.output = RequestOutput(
             request.id, prompt, request.prompt_ids, [CompletionOutput(index) for index in choices]
         )
@@ -76,6 +101,19 @@ class Answer:
     @property
     def is_done(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.output.outputs)
+
+    def keep_best(self) -> None:
+        """Once all choices have ended."""
+        outputs, wanted = self.output.outputs, self._wanted
+        for choice in outputs:
+            if choice.logprobs and choice.cumulative_logprob is None:
+                choice.cumulative_logprob = sum(entry.logprobs[0] for entry in choice.logprobs)
+        if len(outputs) > wanted.n:
+            best = likeliest([choice.logprobs for choice in outputs], wanted.n)
+            self.output.outputs = [replace(outputs[at], index=index) for index, at in enumerate(best)]
+        if wanted.logprobs is None:
+            for choice in self.output.outputs:
+                choice.logprobs = []
 
     def take(self, delta: TokenDelta) -> bool:
         """True: a stop string ended the choice, which the engine does not know."""
@@ -90,6 +128,7 @@ class Answer:
             self.output.prompt_logprobs = [*delta.prompt_logprobs]
         if delta.finish is not None:
             self.output.num_cached_tokens = delta.finish.num_cached_tokens
+            choice.cumulative_logprob = delta.finish.cumulative_logprob
         if stream is None:
             choice.finish_reason = delta.finish.reason if delta.finish is not None else None
             return False

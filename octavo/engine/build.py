@@ -5,6 +5,8 @@ import importlib
 import os
 from typing import NamedTuple
 
+import msgspec
+
 from octavo.cache import KVCache
 from octavo.config import Config
 from octavo.engine.backlog import Backlog
@@ -13,7 +15,7 @@ from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
 from octavo.messages import EngineReport
 from octavo.observe.metrics import EngineMetrics
-from octavo.schedule import Scheduler
+from octavo.schedule import POLICIES, Scheduler
 from octavo.weights.source import ModelSource
 
 EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octavo.executor.processes:ProcessExecutor"}
@@ -30,7 +32,8 @@ def start_engine(
     """Load the model and be ready to step. Raises ConfigError for what a person must change."""
     executor = load_executor(config, source)
     try:
-        report = executor.start()
+        policy = config.scheduler.scheduling_policy
+        report = msgspec.structs.replace(executor.start(), scheduling_policy=policy)
     except BaseException:
         executor.close()
         raise
@@ -44,7 +47,13 @@ def start_engine(
         report.max_num_batched_tokens,
     )
     # Below one page a copy saves nothing worth its bookkeeping.
-    scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens, swap_min_tokens=report.page_size)
+    scheduler = Scheduler(
+        cache,
+        report.max_num_seqs,
+        report.max_num_batched_tokens,
+        swap_min_tokens=report.page_size,
+        policy=POLICIES[policy],
+    )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
     loop = EngineLoop(scheduler, executor, metrics, pulse=pulse, backlog=backlog, max_ring_bytes=max_ring_bytes)

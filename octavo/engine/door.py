@@ -7,6 +7,7 @@ from typing import cast, get_args
 
 import msgspec
 
+from octavo.engine.searches import resolve_search
 from octavo.errors import ContextTooLong, InvalidRequest, Unsupported
 from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
 from octavo.text.sentence import Sentence
@@ -22,8 +23,10 @@ def admit(
     param: str = "prompt",
     max_tokens_param: str = "max_tokens",
     arrived: float = 0.0,
+    priority: int = 0,
 ) -> GenerateRequest:
-    """`param` and `max_tokens_param` name the caller's fields in messages."""
+    """`param` and `max_tokens_param` name the caller's fields in messages. best_of choices are made as so many, of which the
+    caller takes the likeliest."""
     if not report.can_generate:
         raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=param)
     check_prompt(prompt_ids, report, param)
@@ -34,8 +37,7 @@ def admit(
             f"so {max_tokens_param} can be at most {room}, got {params.max_tokens}",
             param=max_tokens_param,
         )
-    if params.n > report.max_num_seqs:
-        raise InvalidRequest(f"n must be at most {report.max_num_seqs} (--max-num-seqs), got {params.n}", param="n")
+    check_priority(priority, report)
     if params.min_tokens > (params.max_tokens or room):
         raise InvalidRequest(f"min_tokens must be at most {room} here, got {params.min_tokens}", param="min_tokens")
     check_ids(params.stop_token_ids, report, "stop_token_ids")
@@ -46,13 +48,25 @@ def admit(
     # Where a grammar comes to its end so does the answer, whatever it is told to ignore.
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
+    stop_ids = list(dict.fromkeys(stop_ids))
+    params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
     resolved = msgspec.structs.replace(
         params,
         max_tokens=params.max_tokens or room,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
         structured_outputs=None,  # its grammar says the same, and it alone travels on
     )
-    return GenerateRequest(request_id, prompt_ids, resolved, list(dict.fromkeys(stop_ids)), arrived=arrived)
+    return GenerateRequest(request_id, prompt_ids, resolved, stop_ids, arrived=arrived, priority=priority)
+
+
+def check_priority(priority: int, report: EngineReport) -> None:
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        raise InvalidRequest(f"priority must be a 64-bit integer, got {priority!r}", param="priority")
+    if priority and report.scheduling_policy != "priority":
+        raise InvalidRequest(
+            f"priority must be 0 here, got {priority}: this server runs with --scheduling-policy {report.scheduling_policy}",
+            param="priority",
+        )
 
 
 def choose_pooling(
@@ -100,7 +114,9 @@ def admit_embedding(
     *,
     param: str = "prompt",
     arrived: float = 0.0,
+    priority: int = 0,
 ) -> GenerateRequest:
+    check_priority(priority, report)
     if not prompt_ids:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     longest = longest_embedding(pooling, sentence, report)
@@ -111,7 +127,16 @@ def admit_embedding(
     check_ids(prompt_ids, report, param)
     params = SamplingParams(max_tokens=1, seed=0)
     is_whole = _is_whole(pooling, report)
-    return GenerateRequest(request_id, prompt_ids, params, [], arrived=arrived, pooling=pooling, is_whole=is_whole)
+    return GenerateRequest(
+        request_id,
+        prompt_ids,
+        params,
+        [],
+        arrived=arrived,
+        pooling=pooling,
+        is_whole=is_whole,
+        priority=priority,
+    )
 
 
 def cut_to(truncate: int | None, longest: int) -> int | None:

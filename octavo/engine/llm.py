@@ -13,11 +13,18 @@ from typing import Any
 import msgspec
 
 from octavo import config as configuration
-from octavo.engine.answers import Answer, EmbeddingOutput, RequestOutput, Vector
+from octavo.engine.answers import (
+    Answer,
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    RequestOutput,
+    Vector,
+)
 from octavo.engine.build import start_engine
 from octavo.engine.door import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
-from octavo.messages import Abort, GenerateRequest, SamplingParams, TokenDelta
+from octavo.messages import Abort, BeamSearchParams, GenerateRequest, SamplingParams, TokenDelta
 from octavo.schedule.request import choice_seed
 from octavo.text import Text, TextDelta, load_text
 from octavo.text.grammar import grammar_of
@@ -70,12 +77,24 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids); answers come in the order of the prompts."""
+        """Complete every prompt (text or token ids); answers come in the order of the prompts. `priority`: of each prompt, lower
+        first, where `scheduling_policy` is "priority"."""
         every = _as_list(prompts)
-        params_of_each = self._params_for(len(every), params)
-        requests = [self._request(prompt, its) for prompt, its in zip(every, params_of_each, strict=True)]
-        return self._run(requests, [prompt if isinstance(prompt, str) else None for prompt in every], use_tqdm)
+        wanted = self._params_for(len(every), params)
+        if priority is not None and len(priority) != len(every):
+            raise InvalidRequest(f"{len(every)} prompts need {len(every)} priorities, got {len(priority)}", "priority")
+        ranks = priority or [0] * len(every)
+        requests = [self._request(*its) for its in zip(every, wanted, ranks, strict=True)]
+        return self._run(requests, wanted, [prompt if isinstance(prompt, str) else None for prompt in every], use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, as transformers' beam search finds them."""
+        outputs = self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)
+        return [self._beams_of(output) for output in outputs]
 
     def chat(
         self,
@@ -94,7 +113,7 @@ class LLM:
             self._request(self.text.encode_chat(conversation), its)  # type: ignore[arg-type]
             for conversation, its in zip(conversations, every, strict=True)
         ]
-        return self._run(requests, list(rendered), use_tqdm)
+        return self._run(requests, every, list(rendered), use_tqdm)
 
     def embed(
         self,
@@ -182,7 +201,7 @@ class LLM:
             raise InvalidRequest(f"a stream has one choice: n must be 1, got {request.params.n}", param="n")
         return request
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> GenerateRequest:
         number = self._num_requests
         self._num_requests += 1
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -194,16 +213,33 @@ class LLM:
             grammar = grammar_of(params.structured_outputs, self.text.vocabulary)
             params = msgspec.structs.replace(params, grammar=grammar)
         has_text = self._text is not None or not params.ignore_eos or bool(params.stop or params.grammar)
-        return admit(f"offline-{number}", ids, params, self.report, self.text.eos_ids if has_text else ())
+        eos_ids = self.text.eos_ids if has_text else ()
+        return admit(f"offline-{number}", ids, params, self.report, eos_ids, priority=priority)
 
     def _run(
-        self, requests: list[GenerateRequest], prompts: Sequence[str | None], use_tqdm: bool
+        self,
+        requests: list[GenerateRequest],
+        wanted: Sequence[SamplingParams],
+        prompts: Sequence[str | None],
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         answers = {
-            request.id: Answer(request, prompt, self._text) for request, prompt in zip(requests, prompts, strict=True)
+            request.id: Answer(request, prompt, self._text, params)
+            for request, prompt, params in zip(requests, prompts, wanted, strict=True)
         }
         self._collect(requests, answers, use_tqdm)
+        for answer in answers.values():
+            answer.keep_best()
         return [answers[request.id].output for request in requests]
+
+    def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
+        sequences = []
+        for choice in output.outputs:
+            tokens = output.prompt_token_ids + choice.token_ids
+            text = None if self._text is None else self._text.decode(tokens)
+            ends = (choice.finish_reason, choice.stop_reason)
+            sequences.append(BeamSearchSequence(tokens, choice.logprobs, choice.cumulative_logprob or 0.0, text, *ends))
+        return BeamSearchOutput(sequences)
 
     def _collect(self, requests: list[GenerateRequest], answers: Mapping[str, Answer | Vector], use_tqdm: bool) -> None:
         """Step until every answer is there."""

@@ -47,7 +47,8 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
             waiting.append((request.sequence, entry))
         else:
             left = request.length - request.computed
-            why = f"prompt: {left} of {request.length} tokens are left to compute" if left > 1 else "its next token"
+            nearly = "the end of its beam search" if request.params.use_beam_search else "its next token"
+            why = f"prompt: {left} of {request.length} tokens are left to compute" if left > 1 else nearly
             entry = Quiet(request.id, round(since, 3), why)
         if since >= QUIET_SECONDS:
             quiet.append(entry)

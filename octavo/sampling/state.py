@@ -42,6 +42,7 @@ class SamplingState:
         self.edits: dict[int, Edits] = {}
         self.num_logprobs: dict[int, int] = {}
         self.num_prompt_logprobs: dict[int, int] = {}
+        self.num_candidates: dict[int, int] = {}  # rows that are beams
         # The same parameters as the kernels read them; a step adds where the row's logits are, and its uniform.
         self.records = np.zeros((max_rows, columns.WIDTH), dtype=np.float64)
 
@@ -81,7 +82,9 @@ class SamplingState:
         edits = Edits.of(params, self.vocab_size)
         if edits is not None:
             self.edits[row] = edits
-        if params.logprobs is not None:
+        if params.use_beam_search:  # its logprobs are those of the candidates
+            self.num_candidates[row] = params.num_candidates(len(stop_ids))
+        elif params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
@@ -92,14 +95,16 @@ class SamplingState:
         """All else of who left is not read again."""
         self.edits.pop(row, None)
         self.num_logprobs.pop(row, None)
+        self.num_candidates.pop(row, None)
         self.num_prompt_logprobs.pop(row, None)
         self.grammars.leave(row)
 
     def needs_logits(self, rows: Ints) -> bool:
         """Whether a row's logits are read or changed beyond what a parameter column says."""
-        if not (self.edits or self.num_logprobs or self.grammars.rows):
-            return False
-        return any(row in some for some in (self.edits, self.num_logprobs, self.grammars.rows) for row in rows.tolist())
+        for some in (self.edits, self.num_logprobs, self.num_candidates, self.grammars.rows):
+            if some and not some.keys().isdisjoint(rows.tolist()):
+                return True
+        return False
 
     def _record(self, row: int) -> Floats:
         record = np.zeros(columns.WIDTH)

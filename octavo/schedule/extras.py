@@ -14,9 +14,10 @@ def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult)
     tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
     found = {}
     for request, start, samples in zip(requests, plan.starts, plan.samples, strict=True):
-        if request.params.prompt_logprobs is not None and start < request.prompt_len - 1:
+        params = request.params
+        if params.prompt_logprobs is not None and start < request.prompt_len - 1:
             request.take_scores(start, next(prompts))
-        if samples and request.params.logprobs is not None:
+        if samples and params.logprobs is not None and not params.use_beam_search:
             found[request.sequence] = next(tokens)
     return found
 

@@ -1,25 +1,36 @@
-"""Who is next: the only policy seam of the scheduler. A policy maps a request to a key; the smallest key goes first.
+"""Who is next: the only policy seam of the scheduler. A policy ranks a request; the lowest rank goes first, and of equals the
+one that came first: nobody overtakes within a rank. When pages run out, who would go last leaves first.
 Knows nothing of rows, pages or budgets, and never allocates."""
 
 import heapq
 from collections.abc import Callable
 
+from octavo.messages import GenerateRequest
 from octavo.schedule.request import Request
 
-Policy = Callable[[Request], int]
+Policy = Callable[[GenerateRequest, int], int]
+"""Of what a client asks, and its place in the order of arrival."""
 
 
-def arrival(request: Request) -> int:
+def arrival(source: GenerateRequest, sequence: int) -> int:
     """Strict first come, first served. A preempted request keeps its place: before everything newer."""
-    return request.sequence
+    return sequence
+
+
+def priority(source: GenerateRequest, sequence: int) -> int:
+    """By the caller's wish, lower first. Whoever runs stays as long as there are pages: a wish moves the queue, and chooses who
+    leaves when pages run out."""
+    return source.priority
+
+
+POLICIES: dict[str, Policy] = {"fcfs": arrival, "priority": priority}
 
 
 class WaitingQueue:
     """Requests in the policy's order. Adding and removing cost O(log n), looking at the head O(1)."""
 
-    def __init__(self, policy: Policy = arrival) -> None:
-        self._policy = policy
-        self._heap: list[tuple[int, int]] = []  # (key, sequence); entries of removed requests are skipped later
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []  # (rank, sequence); entries of removed requests are skipped later
         self._waiting: dict[int, Request] = {}
         self.num_prompt_tokens = 0  # of all that wait
 
@@ -32,7 +43,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         self._waiting[request.sequence] = request
         self.num_prompt_tokens += request.prompt_len
-        heapq.heappush(self._heap, (self._policy(request), request.sequence))
+        heapq.heappush(self._heap, (request.rank, request.sequence))
 
     def head(self) -> Request | None:
         while self._heap:
@@ -55,5 +66,5 @@ class WaitingQueue:
 
     def place(self, request: Request) -> int:
         """1: it is the head. Walks the queue: for those who ask."""
-        key = (self._policy(request), request.sequence)
-        return 1 + sum((self._policy(other), other.sequence) < key for other in self._waiting.values())
+        key = (request.rank, request.sequence)
+        return 1 + sum((other.rank, other.sequence) < key for other in self._waiting.values())

@@ -1,7 +1,13 @@
 """Request: one sequence on its way through the scheduler. Private to schedule/; n choices are n Requests.
 Knows nothing of pages' owners, of time, or of text."""
 
-from octavo.messages import GenerateRequest, Logprobs, SamplingParams
+from typing import TYPE_CHECKING
+
+from octavo.messages import GenerateRequest, Logprobs, PoolingParams, SamplingParams
+from octavo.schedule.repetition import Loops, loops_of
+
+if TYPE_CHECKING:
+    from octavo.schedule.beam_group import BeamGroup
 
 
 class Request:
@@ -28,9 +34,11 @@ class Request:
         "pooling",
         "prompt_len",
         "prompt_logprobs",
+        "rank",
         "row",
         "seed",
         "sequence",
+        "special",
         "stop_ids",
         "tokens",
     )
@@ -64,6 +72,10 @@ class Request:
         self.prompt_logprobs: list[Logprobs] = []
         self.is_swapped = False
         self.is_finished = False
+        self.rank = sequence  # the policy's: the lowest goes first; of equals, the lowest sequence
+        # What makes it other than a prompt and sampled tokens. Its steps are committed apart, so that all others pay nothing.
+        loops = loops_of(params.repetition_detection, begun or ())
+        self.special: PoolingParams | Loops | BeamGroup | None = self.pooling or loops
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
 
     @property

@@ -4,71 +4,69 @@ Knows nothing of tensors, text, clocks or processes; one plan may be in flight w
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes.
-A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step."""
+"Oldest" is what the policy says it is: by default the order of arrival.
+A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step.
+A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step."""
 
-from bisect import insort
 from collections import deque
-from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal
+
+import msgspec
 
 from octavo.cache import KVCache
-from octavo.messages import Entering, Finish, FinishReason, GenerateRequest, PageMove, StepPlan, StepResult, TokenDelta
+from octavo.messages import (
+    Entering,
+    Finish,
+    GenerateRequest,
+    Logprobs,
+    PageMove,
+    PoolingParams,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
+from octavo.schedule.beam_group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
-from octavo.schedule.order import Policy, WaitingQueue, arrival
+from octavo.schedule.order import Policy, arrival
+from octavo.schedule.outcome import Arrivals, Issued, finish_after, sampling_of
 from octavo.schedule.request import Request
+from octavo.schedule.seats import Seats
 
 WaitReason = Literal["rows", "pages", "budget"]
 
 
-class _Issued(NamedTuple):
-    """What commit() must remember of a plan: its rows' requests, as they were."""
-
-    requests: list[Request]
-    epochs: list[int]
-    forking: list[Request]  # leaders whose prompt this plan completes
-
-
-class Returned(NamedTuple):
-    """A request that left its row and is in the queue again."""
-
-    request: Request
-    num_computed: int  # tokens that it had computed
-    is_swapped: bool  # they are on host pages; else they will be computed again
-
-
-class Scheduler:
+class Scheduler(Seats):
     def __init__(
         self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
+        super().__init__(cache, max_rows, swap_min_tokens)
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
-        self.cache = cache
-        self.max_rows, self.max_step_tokens, self.swap_min_tokens = max_rows, max_step_tokens, swap_min_tokens
-        self.waiting = WaitingQueue(policy)
-        self.running: list[Request] = []  # oldest first
+        self.max_step_tokens = max_step_tokens
         self.head_waits_for: WaitReason | None = (
             None  # why the queue's head was not admitted; all behind it wait for order
         )
-        self.num_preemptions = 0
-        # What happened since the last plan was begun, for those who keep the times.
+        # What the last plan did, for those who keep the times; the rest is in Seats.
         self.admitted: list[Request] = []  # in the order of the plan's last rows
         self.forked: list[Request] = []
-        self.returned: list[Returned] = []
-        self.ended: list[Request] = []
-        self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
-        self._in_flight: deque[_Issued] = deque()
-        self._leaves: list[int] = []
-        self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
+        self._policy = policy
+        self._in_flight: deque[Issued] = deque()
         self._next_sequence = 0
         self._step = 0
 
     # ── what the loop calls ──
 
     def add(self, source: GenerateRequest) -> None:
-        assert source.params.n <= self.max_rows, "refused at the door"
+        params = source.params
+        num_rows = params.num_sequences if params.use_beam_search else params.n
+        assert num_rows <= self.max_rows, "refused at the door"
+        if params.use_beam_search and source.begun:  # its answers come all at once: if it goes on, it has none
+            source = msgspec.structs.replace(source, begun=[])
         assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at the door"
-        choices = [Request(self._next_sequence + i, source, i) for i in range(source.params.n)]
+        # A beam is no choice before the end: those that keep the times take each for one of the n.
+        choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_rows)]
+        for choice in choices:
+            choice.rank = self._policy(source, choice.sequence)
         self._next_sequence += len(choices)
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
@@ -77,14 +75,24 @@ class Scheduler:
             for choice in choices:
                 self.waiting.add(choice)
             return
-        leader, *leader.followers = choices
+        leader = choices[0]
+        if params.use_beam_search:
+            group = BeamGroup(source, choices)
+            assert group.most_pages(self.cache, self.max_step_tokens) <= self.cache.pool.num_pages, (
+                "refused at the door"
+            )
+        else:
+            leader.followers = choices[1:]
         if source.wants_progress:
             self._watched.add(leader.sequence)
         self.waiting.add(leader)
 
     def abort(self, request_id: str, index: int = -1) -> bool:
-        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more)."""
+        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more), or
+        it is a beam search, which has no choices before its end."""
         choices = [request for request in self._groups.get(request_id, ()) if index in (-1, request.index)]
+        if index >= 0 and choices and isinstance(choices[0].special, BeamGroup):
+            return False
         for request in choices:
             if index >= 0 and request.followers:
                 self._hand_over(request)
@@ -93,7 +101,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [], [])
-        issued = _Issued([], [], [])
+        issued = Issued([], [], [])
         self.admitted, self.forked, self.returned, self.ended = [], [], [], []
         budget = self._plan_running(draft, issued)
         if budget >= 0:
@@ -111,11 +119,12 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
         issued = self._in_flight.popleft()
-        tokens, vectors = iter(result.tokens), iter(result.vectors)
-        deltas = self._failed(plan, issued, result) if result.failures else []
+        arrived = Arrivals.of(result)
+        tokens = arrived.tokens
+        deltas = self._failed(plan, issued.requests, result) if result.failures else []
         if result.last:
             for at in result.last:  # as if that were all that was asked for: it ends by its length
-                ending = _sampling(plan, issued)[at]
+                ending = sampling_of(plan, issued.requests)[at]
                 ending.max_len = min(ending.max_len, len(ending.tokens) + 1)
         if self._watched:
             deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
@@ -124,11 +133,10 @@ class Scheduler:
         for request, epoch, start, count, samples in zip(
             issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
-            token, vector = -1, b""
-            if samples and request.pooling is None:
-                token = next(tokens)
-            elif samples:
-                vector = next(vectors)
+            if request.special is not None:
+                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores)
+                continue
+            token = next(tokens) if samples else -1
             if request.is_finished:
                 continue
             if samples:
@@ -136,11 +144,9 @@ class Scheduler:
                 request.pending -= 1
             if epoch == request.epoch and start + count - request.num_published >= page_size:
                 self._publish(request, start + count)
-            if vector:
-                deltas.append(self._embedded(request, vector))
-            elif samples:
+            if samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
-                    deltas.append(self._ended(request, token))
+                    deltas.append(self._last(request, token, finish_after(request, token)))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
@@ -151,42 +157,9 @@ class Scheduler:
     def num_steps(self) -> int:
         return self._step
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._groups
-
-    def has(self, request_id: str) -> bool:
-        return request_id in self._groups
-
-    def request_ids(self) -> list[str]:
-        return list(self._groups)
-
-    @property
-    def num_free_rows(self) -> int:
-        return len(self._free_rows)
-
-    def choices(self, request_id: str) -> list[Request]:
-        """Those of a request that are not finished."""
-        return list(self._groups.get(request_id, ()))
-
-    def requests(self) -> Iterator[Request]:
-        """Every choice that is not finished: for those who look, between two steps."""
-        return (choice for choices in self._groups.values() for choice in choices)
-
-    def slot_use(self) -> tuple[int, int]:
-        """(slots that hold a token, slots allocated), over the pages owned now. Walks every page: not for every step."""
-        page_size = self.cache.page_size
-        filled: dict[int, int] = {}
-        for request in self.running:
-            for table in self.cache.tables.get(request.sequence, ()):
-                for i, page in enumerate(table.pages, table.first):
-                    held = min(max(request.computed - i * page_size, 0), page_size)
-                    filled[page] = max(filled.get(page, 0), held)
-        return sum(filled.values()), len(filled) * page_size
-
     # ── planning ──
 
-    def _plan_running(self, draft: StepPlan, issued: _Issued) -> int:
+    def _plan_running(self, draft: StepPlan, issued: Issued) -> int:
         """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
         budget = self.max_step_tokens
         preemptions = self.num_preemptions
@@ -201,18 +174,26 @@ class Scheduler:
                 continue
             if count > budget:
                 count = budget
-            if request.computed + count > request.capacity and not self._grow(request, count, draft):
-                continue
+            if request.computed + count > request.capacity:
+                # A search claims no capacity, so that it is found here: others need not be asked at every step.
+                if request.special is not None and isinstance(request.special, BeamGroup):
+                    budget = self._plan_beams(request.special, budget, draft, issued)
+                    continue
+                if not self._grow(request, count, draft):
+                    continue
             self._issue(request, count, draft, issued)
             budget -= count
         return budget if preemptions == self.num_preemptions else -1
 
-    def _plan_admissions(self, draft: StepPlan, issued: _Issued, budget: int) -> None:
+    def _plan_admissions(self, draft: StepPlan, issued: Issued, budget: int) -> None:
         self.head_waits_for = None
         while (request := self.waiting.head()) is not None:
             self.head_waits_for = self._admit(request, budget, draft)
             if self.head_waits_for is not None:
                 return
+            if isinstance(request.special, BeamGroup):
+                budget = self._plan_beams(request.special, budget, draft, issued)
+                continue
             count = min(request.length - request.computed, budget)
             self._issue(request, count, draft, issued)
             budget -= count
@@ -222,7 +203,9 @@ class Scheduler:
         # What must be computed whole waits for a step that has room for all of it; nobody overtakes it meanwhile.
         if budget < (request.length if request.is_whole else 1):
             return "budget"
-        if len(self._free_rows) < 1 + len(request.followers):
+        beams = request.special if isinstance(request.special, BeamGroup) else None
+        others = request.followers if beams is None else beams.others
+        if len(self._free_rows) < 1 + len(others):
             return "rows"
         assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
         # Room for half of the running requests to grow by a page (in each group): entering only to be thrown out again
@@ -238,7 +221,10 @@ class Scheduler:
             request.is_swapped = False
         else:
             admission = self.cache.admit(
-                request.sequence, request.tokens, spare, reuse=not (request.is_whole or request.lacks_scores)
+                request.sequence,
+                request.tokens if beams is None else request.tokens[: request.prompt_len],
+                spare,
+                reuse=not (request.is_whole or request.lacks_scores),
             )
             if admission is None:
                 return "pages"
@@ -251,14 +237,17 @@ class Scheduler:
         self.waiting.remove(request)
         self.admitted.append(request)
         self._seat(request)
-        request.capacity = self.cache.capacity(request.sequence)
+        if beams is None:
+            request.capacity = self.cache.capacity(request.sequence)
+        else:
+            beams.told(request, pages)
         draft.enters.append(self._entering(request, pages))
-        for follower in request.followers:
-            self._seat(follower)
-            follower.computed = follower.prompt_len  # nothing to do until it forks
+        for other in others:
+            self._seat(other)
+            other.computed = other.length  # nothing to do until it forks
         return None
 
-    def _issue(self, request: Request, count: int, draft: StepPlan, issued: _Issued) -> None:
+    def _issue(self, request: Request, count: int, draft: StepPlan, issued: Issued) -> None:
         start = request.computed
         end = start + count
         samples = end == len(request.tokens) + request.pending
@@ -280,12 +269,9 @@ class Scheduler:
 
     def _grow(self, request: Request, count: int, draft: StepPlan) -> bool:
         """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
-        start, end = request.computed, request.computed + count
-        while (growths := self.cache.extend(request.sequence, start, end)) is None:
-            victim = self.running[-1]
-            self._preempt(victim, draft)
-            if victim is request:
-                return False
+        growths = self._extend(request, count, draft)
+        if growths is None:
+            return False
         for growth in growths:
             if growth.copied is not None:
                 draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
@@ -297,6 +283,34 @@ class Scheduler:
             draft.page_groups.extend(group for group, growth in enumerate(growths) for _ in growth.slots)
         request.capacity = self.cache.capacity(request.sequence)
         return True
+
+    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, issued: Issued) -> int:
+        """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group leaves as a whole, and
+        must not when some of it is in the plan already."""
+        leader, left = group.leader, budget
+        if not group.is_spread and leader.computed >= leader.prompt_len:
+            group.spread(self.cache)
+        counts = []
+        for request in group.requests if group.is_spread else [leader]:
+            end = request.length if group.is_spread else request.prompt_len
+            if count := min(end - request.computed, left):
+                counts.append((request, count))
+                left -= count
+        for request, count in counts:
+            growths = self._extend(request, count, draft)
+            if growths is None:
+                return budget
+            for growth in growths:
+                if growth.copied is not None:
+                    draft.moves.append(PageMove("copy", growth.copied, growth.pages[0]))
+        for request, pages in group.tell(self.cache, draft):
+            draft.enters.append(self._entering(request, pages))
+            if not leader.num_preemptions and request.sequence - leader.sequence < leader.params.n:
+                self.forked.append(request)
+        for request, count in counts:
+            self._issue(request, count, draft, issued)
+            request.pending = 0  # the search chooses its token, not the sampler
+        return left
 
     def _fork(self, leader: Request, draft: StepPlan) -> None:
         """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
@@ -327,105 +341,51 @@ class Scheduler:
             request.pooling,
         )
 
-    # ── coming and going ──
+    # ── what came of a step ──
 
-    def _seat(self, request: Request) -> None:
-        request.row = self._free_rows.pop()
-        insort(self.running, request, key=lambda running: running.sequence)
+    def _commit_special(
+        self,
+        request: Request,
+        epoch: int,
+        end: int,
+        samples: bool,
+        arrived: Arrivals,
+        scores: dict[int, Logprobs] | None,
+    ) -> list[TokenDelta]:
+        """`end`: how far the step computed it."""
+        special = request.special
+        token = next(arrived.tokens) if samples and not isinstance(special, PoolingParams) else -1
+        vector = next(arrived.vectors) if samples and isinstance(special, PoolingParams) else b""
+        candidates = next(arrived.candidates) if samples and isinstance(special, BeamGroup) else None
+        if request.is_finished:
+            return []
+        is_current = epoch == request.epoch
+        if isinstance(special, BeamGroup):
+            # What a group computed before it was thrown out is computed again, all of it.
+            if candidates is None or not is_current or not special.take(request, candidates):
+                return []
+            return [] if special.advance(self.cache) else self._end_beams(special)
+        if is_current and end - request.num_published >= self.cache.page_size:
+            self._publish(request, end)
+        if not samples:
+            return []
+        request.pending -= 1
+        request.tokens.append(token)
+        if isinstance(special, PoolingParams):
+            finish = Finish("stop", None, request.num_cached, request.num_preemptions)
+            self._finish(request)
+            return [TokenDelta(request.id, request.index, [], finish, vector)]
+        assert special is not None
+        delta = self._last(request, token, finish_after(request, token, special.add(token)))
+        return [delta if scores is None else scored(delta, request, scores)]
 
-    def _leave(self, request: Request) -> None:
-        self.running.remove(request)
-        self._leaves.append(request.row)
-        self._free_rows.append(request.row)
-        request.row = -1
-        request.epoch += 1
-
-    def _preempt(self, request: Request, draft: StepPlan) -> None:
-        """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
-        self.num_preemptions += 1
-        request.num_preemptions += 1
-        num_computed = request.computed if request.sequence in self.cache.tables else 0
-        self._leave(request)
-        if request.sequence in self.cache.tables:
-            transfer = None
-            if request.computed >= max(1, self.swap_min_tokens):
-                transfer = self.cache.swap_out(request.sequence, request.computed)
-            if transfer is None:
-                self.cache.release(request.sequence)
-                request.computed = 0
-            else:
-                request.is_swapped = True
-                for device, host in zip(transfer.device, transfer.host, strict=True):
-                    draft.moves.append(PageMove("out", device, host))
-        else:  # it had not forked yet: from now on it is a request of its own
-            request.computed = 0
-            self._leader_of(request).followers.remove(request)
-        request.num_published = 0
-        self.returned.append(Returned(request, num_computed, request.is_swapped))
-        self.waiting.add(request)
-
-    def _leader_of(self, follower: Request) -> Request:
-        return next(request for request in self._groups[follower.id] if follower in request.followers)
-
-    def _ended(self, request: Request, token: int) -> TokenDelta:
-        """The delta of a token that may be the last: a stop id, or the one that fills the request."""
-        reason: FinishReason
-        if token in request.stop_ids and len(request.tokens) >= request.min_len:
-            reason, stop_token = "stop", token
-        elif len(request.tokens) >= request.max_len:
-            reason, stop_token = "length", None
-        else:
-            return TokenDelta(request.id, request.index, [token])
-        self._finish(request)
-        finish = Finish(reason, stop_token, request.num_cached, request.num_preemptions)
+    def _last(self, request: Request, token: int, finish: Finish | None) -> TokenDelta:
+        """The delta of a token that may be the last."""
+        if finish is not None:
+            self._finish(request)
         return TokenDelta(request.id, request.index, [token], finish)
 
-    def _embedded(self, request: Request, vector: bytes) -> TokenDelta:
-        self._finish(request)
-        finish = Finish("stop", None, request.num_cached, request.num_preemptions)
-        return TokenDelta(request.id, request.index, [], finish, vector)
-
-    def _failed(self, plan: StepPlan, issued: _Issued, result: StepResult) -> list[TokenDelta]:
-        """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = _sampling(plan, issued)
-        deltas = []
-        for at, message in result.failures.items():
-            if not (request := sampling[at]).is_finished:
-                self._finish(request)
-                finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
-                deltas.append(TokenDelta(request.id, request.index, [], finish))
-        return deltas
-
-    def _hand_over(self, leader: Request) -> None:
-        """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
-        for follower in leader.followers:
-            if follower.row >= 0:
-                self._leave(follower)
-                self.returned.append(Returned(follower, 0, False))
-            follower.computed = 0
-            self.waiting.add(follower)
-        leader.followers = []
-
-    def _finish(self, request: Request) -> None:
-        """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
-        request.is_finished = True
-        self._watched.discard(request.sequence)
-        self.ended.append(request)
-        for other in self._groups[request.id]:
-            if request in other.followers:
-                other.followers.remove(request)
-        if request.row >= 0:
-            self._leave(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
-        if request.is_swapped or request.sequence in self.cache.tables:
-            self.cache.release(request.sequence)
-        choices = self._groups[request.id]
-        choices.remove(request)
-        if not choices:
-            del self._groups[request.id]
-
-
-def _sampling(plan: StepPlan, issued: _Issued) -> list[Request]:
-    """Whose tokens a step's result holds, in their order."""
-    return [r for r, samples in zip(issued.requests, plan.samples, strict=True) if samples and r.pooling is None]
+    def _end_beams(self, group: BeamGroup) -> list[TokenDelta]:
+        for request in group.requests:
+            self._finish(request)
+        return group.deltas(group.leader.params.n)

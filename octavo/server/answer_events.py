@@ -6,10 +6,11 @@ A whole answer is made of the events of the streamed one, so the two cannot diff
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from octavo.engine.searches import likeliest
 from octavo.messages import GenerateRequest, Logprobs, SamplingParams
 from octavo.server.generation import CompletionTokensDetails, Generation, Piece, PromptProgress, Usage
 from octavo.server.service import Service
@@ -96,7 +97,7 @@ class WholeAnswer:
 
 
 class Answers:
-    """The n answers to one request. `every_token`, `tokens_per_event`: as for a Generation."""
+    """The n answers to one request. `every_token`, `tokens_per_event`, `num_kept`: as for a Generation."""
 
     def __init__(
         self,
@@ -106,9 +107,11 @@ class Answers:
         *,
         every_token: bool = False,
         tokens_per_event: int = 1,
+        num_kept: int | None = None,
     ) -> None:
         self._shape = shape
-        self._every_token = every_token
+        self._num_kept = num_kept
+        self._every_token = every_token = every_token or num_kept is not None
         self.generation = Generation(
             service,
             [request],
@@ -147,7 +150,10 @@ class Answers:
             async for pieces in steps:
                 for piece in pieces:
                     answers[piece.index].add(piece)
-        return answers
+        if self._num_kept is None:
+            return answers
+        best = likeliest([answer.logprobs for answer in answers], self._num_kept)
+        return [replace(answers[at], index=index) for index, at in enumerate(best)]
 
 
 class _Reader:

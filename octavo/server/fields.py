@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.observe.journeys import current
+from octavo.server.search_fields import RepetitionDetection, SearchFields, moot
 from octavo.server.shapes import Stops
 
 log = logging.getLogger("octavo.server")
@@ -34,17 +35,13 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     # vLLM: sampling
-    "length_penalty": (1, 1.0),
     "logprob_token_ids": ([],),
-    "repetition_detection": (),
     "thinking_token_budget": (),
     "truncation_side": ("left",),
-    "use_beam_search": (False,),
     "watermarking": (False,),
     # vLLM: engine
     "cache_salt": (),
     "kv_transfer_params": (),
-    "priority": (0,),
     "prompt_embeds": (),
     "request_id": (),
     "return_prompt_text": (False,),
@@ -69,7 +66,6 @@ WITHOUT_EFFECT: dict[str, str] = {
     "mm_processor_kwargs": "there are no images or sounds to process",
     "media_io_kwargs": "there are no images or sounds to read",
     "prediction": "nothing is guessed ahead from it",
-    "priority": "requests are served first come, first served",
     "reasoning_effort": "this model has no such dial",
     "request_id": "the header X-Request-Id names a request",
     "return_prompt_text": "the prompt's text is not sent back",
@@ -166,6 +162,7 @@ class SamplingFields(RequestFields):
     logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     # What the answer must look like: vLLM's field, and the names that it had before.
@@ -202,12 +199,12 @@ class SamplingFields(RequestFields):
         return {int(key): bias for key, bias in value.items()}
 
 
-class GenerationFields(SamplingFields):
+class GenerationFields(SamplingFields, SearchFields):
     """What completions and chat share."""
 
+    priority: int | None = None  # lower goes first, where the server schedules by priority
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    n: int | None = None
     prompt_logprobs: int | None = None
     # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
     spaces_between_special_tokens: bool | None = None
@@ -293,6 +290,10 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
     ignored = [name for name, value in _extras(fields) if _is_ignored(name, value, dialect, server)]
+    for name, why in moot(fields):
+        if server.strict_fields:
+            raise Unsupported(f"{name} has no effect here, {why}: leave it out", param=name)
+        ignored.append(name)
     if ignored:
         fields._ignored = tuple(name[:MAX_NAME_LEN] for name in ignored[:MAX_NAMED_BACK])
     for name, (knob, flag) in BY_FLAG.items():
@@ -341,8 +342,7 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         )
     if not isinstance(fields, GenerationFields):
         return
-    if fields.n is not None and fields.n > server.max_n:
-        raise InvalidRequest(f"n must be at most {server.max_n} (--max-n), got {fields.n}", param="n")
+    fields.check_search(server)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         count = getattr(fields, name, None)
         if type(count) is int and not 0 <= count <= server.max_logprobs:

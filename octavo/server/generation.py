@@ -5,12 +5,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from octavo.engine.failures import failure_of
+from octavo.engine.searches import likeliest
 from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
 from octavo.observe.journeys import current
 from octavo.server.service import Service
@@ -84,15 +85,17 @@ class Generation:
         tokens_per_event: int = 1,
         every_token: bool = False,
         marks: Sequence[str] = (),
+        num_kept: int | None = None,
     ) -> None:
         """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside.
         `every_token`: a piece for each delta, even where its tokens give no text yet. `marks`: special
-        tokens whose text is not skipped."""
+        tokens whose text is not skipped. `num_kept`: only so many of each prompt's choices, the likeliest, are the answer."""
         self._service = service
-        self._every_token = every_token
+        self._every_token = every_token or num_kept is not None  # the likeliest are known by all of their tokens
         self.prompt_logprobs: list[Sequence[Logprobs]] = [()] * len(requests)
         self._requests = requests
         self._tokens_per_event = tokens_per_event
+        self._num_kept = num_kept
         self._choices = [
             [_Choice(service.text.stream(request.params, request.prompt_ids, marks)) for _ in range(request.params.n)]
             for request in requests
@@ -124,7 +127,16 @@ class Generation:
                     choice.logprobs += piece.logprobs
                     if delta.finish_reason is not None:
                         choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        return choices
+        return choices if self._num_kept is None else self._best(choices, self._num_kept)
+
+    def _best(self, choices: list[Whole], num_kept: int) -> list[Whole]:
+        kept: list[Whole] = []
+        num_each = self.num_choices // len(self._requests)  # the same for every prompt
+        for start in range(0, len(choices), num_each):
+            every = choices[start : start + num_each]
+            for at in likeliest([choice.logprobs for choice in every], num_kept):
+                kept.append(replace(every[at], index=len(kept)))
+        return kept
 
     def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""

@@ -69,6 +69,7 @@ def build_requests(
             param=prompt.param,
             max_tokens_param=max_tokens_param,
             arrived=arrived,
+            priority=fields.priority or 0,
         )
         requests.append(msgspec.structs.replace(request, **wishes) if wishes else request)
     return requests
@@ -104,6 +105,10 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the request says, over what the model's makers advise; max_tokens aside, which depends on the prompt."""
     given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT}
+    if fields.repetition_detection is not None:
+        given["repetition_detection"] = fields.repetition_detection.params()
+    if fields.use_beam_search:  # advice on how to draw is none for a search
+        defaults = {}
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     # Beyond the vocabulary means no limit; an unbounded integer would not fit the wire.
     values["top_k"] = min(values.get("top_k", 0), report.vocab_size)

@@ -9,11 +9,14 @@ from octavo.messages import Finish, FinishReason, SamplingParams
 from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import Released, StopStrings
 
+LOOP = "repetition_detected"
+"""vLLM's word, for the stop reason of an answer that went round in circles."""
+
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: FinishReason | None  # set once, on the last delta of the choice
-    stop_reason: str | int | None  # the stop string, or the id of stop_token_ids, that ended it
+    stop_reason: str | int | None  # the stop string or the id of stop_token_ids that ended it, or LOOP
     num_tokens: int  # tokens consumed so far by this choice, the one that ended it included
 
 
@@ -59,7 +62,8 @@ class TextStream:
         if released.stop is not None:
             return self._stop("".join(texts), released.stop)
         texts.append(self._stops.flush())
-        return TextDelta("".join(texts), finish.reason, self._stop_reason(ended_by), self._num_tokens)
+        stop_reason = LOOP if finish.reason == "repetition" else self._stop_reason(ended_by)
+        return TextDelta("".join(texts), finish.reason, stop_reason, self._num_tokens)
 
     def _feed(self, text: str) -> Released:
         return self._stops.feed(text, counts=self._num_tokens > self._params.min_tokens)

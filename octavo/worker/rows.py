@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device
-from octavo.messages import PoolingParams, StepPlan
+from octavo.messages import PoolingParams, StepPlan, Turn
 from octavo.sampling.grammar import Grammars
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
@@ -64,6 +64,14 @@ class Rows:
         for row in rows:
             self.pooling.pop(row, None)
             self.sampling.leave(row)
+
+    def turn(self, turns: list[Turn]) -> None:
+        """Rows go on with tokens that were chosen elsewhere."""
+        if not turns:
+            return
+        rows, positions, tokens = np.array([(turn.row, turn.position, turn.token) for turn in turns], dtype=np.int64).T
+        cells, chosen = self._staging.send([self.cells(rows, positions), tokens.astype(np.int32)])
+        self.tokens.view(-1).index_copy_(0, cells, chosen)
 
     def update(self, plan: StepPlan) -> None:
         """Apply what the plan says of the rows themselves: who entered, which pages were added."""

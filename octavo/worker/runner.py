@@ -281,6 +281,7 @@ class Runner:
         with torch.inference_mode():
             self.pages.move(plan.moves)
             self.rows.leave(plan.leaves)
+            self.rows.turn(plan.turns)
             columns = Columns.of(plan)
             can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
             if self.graphs is not None and can_repeat and columns.is_steady:

@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels.cpu.native import Native
 from octavo.layers.model import DecoderModel
+from octavo.sampling import candidates
 from octavo.sampling.logprobs import Scores, keep_raw, score
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import Ints, SamplingState
@@ -26,6 +27,7 @@ def sample_scored(
 ) -> tuple[torch.Tensor, Extras | None]:
     """Tokens [S], and what else rows want, beside what is among `extras` already. None: nobody wants anything."""
     raw = keep_raw(logits, tables.sampling, rows)
+    found = candidates.find(logits, tables.sampling, rows) if tables.sampling.num_candidates else None
     # A GPU is computing the logits: grammars see the tokens before them, and say what may follow, meanwhile.
     masks = tables.sampling.grammars.masks(rows, lens)
     tokens = sample(logits, tables.tokens, tables.sampling, rows, lens, native=native, masks=masks)
@@ -35,6 +37,9 @@ def sample_scored(
     if masks is not None:
         extras = extras or Extras()
         extras.failures, extras.grammar_seconds, extras.last = masks.failures, masks.seconds, masks.last
+    if found is not None:
+        extras = extras or Extras()
+        extras.candidates = found
     return tokens, extras
 
 

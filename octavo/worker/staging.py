@@ -11,7 +11,7 @@ from octavo.device import Device, Event
 Column = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 _ALIGNMENT = 16  # bytes: what vector loads want
-_NUM_BLOCKS = 4  # two steps may be under way, with two copies each
+_NUM_BLOCKS = 6  # two steps may be under way, with three copies each
 
 
 class Staging:

@@ -8,6 +8,7 @@ import torch
 
 from octavo.device import Event
 from octavo.messages import StepResult
+from octavo.sampling.candidates import Found
 from octavo.sampling.logprobs import Scores
 
 
@@ -21,11 +22,14 @@ class Extras:
     failures: dict[int, str] = field(default_factory=dict)  # sampled token → why it does not count
     grammar_seconds: float = 0.0
     last: list[int] = field(default_factory=list)  # sampled tokens after which their rows end
+    candidates: Found | None = None  # of the rows that are beams
 
     def sent_home(self) -> "Extras":
         scores = None if self.scores is None else self.scores.sent_home()
+        candidates = None if self.candidates is None else self.candidates.sent_home()
         prompt_scores = [[part.sent_home() for part in parts] for parts in self.prompt_scores]
-        return Extras(self.vectors, scores, prompt_scores, self.failures, self.grammar_seconds, self.last)
+        more = (self.failures, self.grammar_seconds, self.last, candidates)
+        return Extras(self.vectors, scores, prompt_scores, *more)
 
 
 class Step:
@@ -60,6 +64,7 @@ class Step:
             extras.failures,
             extras.grammar_seconds,
             extras.last,
+            [] if extras.candidates is None else extras.candidates.entries(),
         )
 
 

@@ -69,6 +69,25 @@ def test_stop_strings_and_seeds(client, model):
     assert draw() == draw()
 
 
+def test_beams_the_best_of_several_and_priorities(client, model):
+    wishes = {"use_beam_search": True, "length_penalty": 0.5}
+    arguments = {"model": model, "messages": QUESTION, "max_tokens": 12}
+    beams = client.chat.completions.create(**arguments, n=3, extra_body=wishes).choices
+    texts = [choice.message.content for choice in beams]
+    assert len(set(texts)) == 3 and "Berlin" in texts[0]
+    with client.chat.completions.create(**arguments, n=3, extra_body=wishes, stream=True) as stream:
+        streamed = {
+            choice.index: choice.delta.content for chunk in stream for choice in chunk.choices if choice.delta.content
+        }
+    assert [streamed[index] for index in range(3)] == texts
+    best = client.completions.create(
+        model=model, prompt=["A", "B"], n=2, best_of=4, max_tokens=4, temperature=1, seed=3
+    )
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    with pytest.raises(openai.BadRequestError, match="--scheduling-policy fcfs"):
+        client.completions.create(model=model, prompt="A", extra_body={"priority": 1})
+
+
 def test_logprobs(client, model):
     arguments = {"model": model, "messages": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True}
     whole = client.chat.completions.create(**arguments, top_logprobs=3).choices[0].logprobs.content

@@ -8,6 +8,7 @@ from octavo import LLM, SamplingParams
 from octavo.text import load_text
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.source import resolve
+from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
 from tests.engine.exactness import check, greedy_references
 from tests.native import native
 
@@ -40,12 +41,15 @@ CHATS = [
 
 
 @pytest.fixture(scope="module")
-def references():
-    source = resolve("")
-    text = load_text(source.path)
-    prompts = [text.encode(prompt) for prompt in COMPLETIONS]
-    prompts += [text.encode_chat([{"role": "user", "content": chat}]) for chat in CHATS]
-    checkpoint = open_checkpoint(source)
+def prompts():
+    text = load_text(resolve("").path)
+    chats = [text.encode_chat([{"role": "user", "content": chat}]) for chat in CHATS]
+    return [text.encode(prompt) for prompt in COMPLETIONS] + chats
+
+
+@pytest.fixture(scope="module")
+def model():
+    checkpoint = open_checkpoint(resolve(""))
     model = LlamaForCausalLM(LlamaConfig(**checkpoint.config)).eval().float()
     missing, unexpected = model.load_state_dict(
         {name: tensor.clone() for name, tensor in checkpoint.tensors(torch.device("cpu"), torch.float32)},
@@ -53,6 +57,11 @@ def references():
     )
     assert missing == ["lm_head.weight"] and not unexpected  # tied
     model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def references(model, prompts):
     return greedy_references(model, prompts, 64)
 
 
@@ -108,3 +117,16 @@ def test_packed_weights_give_the_same_tokens_in_any_company(references):
     with LLM(kv_cache_memory_bytes=pages, max_model_len=1024, swap_space=0.5) as llm:
         assert tokens(llm, prompts) == alone
         assert llm.engine_stats()["preemptions"] > 0
+
+
+def test_beam_search(model, prompts):
+    """All at once, so that searches share steps and pages with each other; <|im_end|> ends a beam."""
+    ways = [(2, 1.0, False), (4, 1.0, True), (4, 0.0, "never"), (8, 2.0, False), (3, -1.0, False), (8, 1.0, False)]
+    asked = [*prompts[len(COMPLETIONS) :] * 2, *prompts[:4]]
+    cases = [Case(prompt, *way[:1], 20, *way[1:], [2]) for prompt, way in zip(asked, ways * 2, strict=True)]
+    want = [transformers_beams(model, case) for case in cases]
+    assert sum(len(tokens) < 20 for beams in want for tokens, _ in beams) > 5, "some must end by themselves"
+    with LLM(dtype="float32", kv_cache_memory_bytes=2**29, max_num_seqs=48) as llm:
+        for number, (ours, theirs) in enumerate(zip(our_beams(llm, cases), want, strict=True)):
+            check_beams(ours, theirs, f"case {number} ({cases[number]})")
+        assert llm._loop.scheduler.cache.pool.num_used == 0

@@ -2,9 +2,11 @@
 page table, a stale prefix hit, a lost copy, a reused row or a page freed too early changes what it samples, and the run no
 longer matches the reference. It has one layer for each group of page tables, each seeing as far back as its window."""
 
-from octavo.messages import StepPlan, StepResult
+from octavo.messages import Candidates, SamplingParams, StepPlan, StepResult
+from octavo.schedule.beams import BeamSearch
 
 VOCABULARY = 7
+BEAM_VOCABULARY = 24
 
 
 def attended(given: int, seen: list[int]) -> int:
@@ -14,6 +16,15 @@ def attended(given: int, seen: list[int]) -> int:
 
 def chosen(state: int, seed: int) -> int:
     return hash((seed, state)) % VOCABULARY
+
+
+def continuations(state: int, count: int) -> Candidates:
+    """The likeliest, by dice of their own; so that searches end, too, those that may be stop ids are often among them."""
+    logprobs = {
+        token: -(hash((state, token)) % 997 + 1) / (400 if token in (5, 6) else 100) for token in range(BEAM_VOCABULARY)
+    }
+    best = sorted(logprobs, key=lambda token: -logprobs[token])[:count]
+    return Candidates(best, [logprobs[token] for token in best])
 
 
 def vector_of(start: int, state: int) -> bytes:
@@ -47,6 +58,21 @@ def reference(
     return tokens
 
 
+def beam_reference(
+    prompt: list[int], params: SamplingParams, stop_ids: list[int], windows: tuple[int, ...] = (0,)
+) -> list[tuple[list[int], bool]]:
+    """(answer, whether a stop id ended it), the best first: every beam computed by itself, from its first token on."""
+    search = BeamSearch(params, stop_ids, params.max_tokens)
+    while True:
+        found = []
+        for path in search.beams:
+            sequence = Sequence(windows)
+            *_, state = [sequence.state_after(token) for token in prompt + (path.tokens() if path else [])]
+            found.append(continuations(state, search.num_candidates))
+        if not search.advance(found):
+            return [(ended.path.tokens(), ended.is_stopped) for ended in search.ended[: params.n]]
+
+
 class OracleDevice:
     def __init__(self, page_size: int, max_rows: int, windows: tuple[int, ...] = (0,)) -> None:
         self.page_size, self.max_rows, self.windows = page_size, max_rows, windows
@@ -57,6 +83,7 @@ class OracleDevice:
         self.pooled: set[int] = (
             set()
         )  # rows whose occupant wants a vector: here, its state behind where its last step began
+        self.beams: dict[int, int] = {}  # rows of a beam search → continuations that it looks at
         self.tables: dict[int, list[list[int]]] = {}
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -64,11 +91,16 @@ class OracleDevice:
             self.tokens.pop(row, None), self.tables.pop(row, None)
         for move in plan.moves:
             self._move(move.kind, move.source, move.target)
+        for turn in plan.turns:
+            self.tokens[turn.row] = {turn.position: turn.token}
         for enter in plan.enters:
             assert 0 <= enter.row < self.max_rows and enter.row not in self.tables, "row is occupied"
             assert len(enter.pages) == len(self.windows), "a page table for each group"
             self.tokens[enter.row] = dict(enumerate(enter.token_ids))
             self.tables[enter.row], self.seeds[enter.row] = [list(pages) for pages in enter.pages], enter.seed
+            self.beams.pop(enter.row, None)
+            if enter.params.use_beam_search:
+                self.beams[enter.row] = enter.params.num_candidates(len(enter.stop_ids))
             self.pooled = self.pooled - {enter.row} | ({enter.row} if enter.pooling is not None else set())
         groups = plan.page_groups or [0] * len(plan.page_rows)
         for group, row, slot, page in zip(groups, plan.page_rows, plan.page_slots, plan.page_ids, strict=True):
@@ -83,14 +115,18 @@ class OracleDevice:
             self._write(layer, states)
             for row, position in states:
                 states[row, position] = self._attend(layer, row, position, states[row, position])
-        sampled, vectors = [], []
+        sampled, vectors, candidates = [], [], []
         for (row, span), samples in zip(spans, plan.samples, strict=True):
             if samples and row in self.pooled:
                 vectors.append(vector_of(span[0], states[row, span[-1]]))
+            elif samples and row in self.beams:
+                candidates.append(continuations(states[row, span[-1]], self.beams[row]))
+                sampled.append(-1)  # nobody reads it
+                self.tokens[row][span[-1] + 1] = -1
             elif samples:
                 sampled.append(chosen(states[row, span[-1]], self.seeds[row]))
                 self.tokens[row][span[-1] + 1] = sampled[-1]
-        return StepResult(plan.step, sampled, vectors)
+        return StepResult(plan.step, sampled, vectors, candidates=candidates)
 
     def _write(self, layer: int, states: dict[tuple[int, int], int]) -> None:
         """All of a step's positions, before any is attended: rows may share what one of them writes."""

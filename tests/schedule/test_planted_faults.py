@@ -1,6 +1,7 @@
 """Faults planted in the scheduler, the cache and the pool, one at a time: the random workloads must catch every one.
 `python -m tests.schedule.test_planted_faults` prints how fast."""
 
+import sys
 import time
 import types
 from collections.abc import Callable
@@ -11,11 +12,16 @@ import pytest
 import octavo.cache.kv_cache
 import octavo.cache.pool
 import octavo.cache.span
+import octavo.schedule.beam_group
+import octavo.schedule.outcome
 import octavo.schedule.scheduler
+import octavo.schedule.seats
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
-SPAN = octavo.cache.span
+SPAN, OUTCOME, SEATS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.seats
+BEAMS = octavo.schedule.beam_group
+MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, SEATS, SCHEDULER)  # whoever is imported comes first
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -67,10 +73,10 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "samples = end == len(request.tokens) + request.pending",
         "samples = end == len(request.tokens)",
     ),
-    "rows are not returned": (SCHEDULER, "self._free_rows.append(request.row)", "pass"),
-    "the oldest request is thrown out": (SCHEDULER, "victim = self.running[-1]", "victim = self.running[0]"),
+    "rows are not returned": (SEATS, "self._free_rows.append(request.row)", "pass"),
+    "the oldest request is thrown out": (SEATS, "victim = self.running[-1]", "victim = self.running[0]"),
     "an aborted request keeps its pages": (
-        SCHEDULER,
+        SEATS,
         "if request.is_swapped or request.sequence in self.cache.tables:",
         "if request.sequence in self.cache.tables:",
     ),
@@ -107,7 +113,50 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "+ sum(self.pool.refs[page] == 1 for pages in behind for page in pages)",
         "+ sum(map(len, behind))",
     ),
-    "min_tokens is ignored": (SCHEDULER, " and len(request.tokens) >= request.min_len", ""),
+    "min_tokens is ignored": (
+        OUTCOME,
+        "if token in request.stop_ids and len(request.tokens) >= request.min_len:",
+        "if token in request.stop_ids:",
+    ),
+    "a beam goes on with the token before": (BEAMS, "request.tokens[-1]))", "request.tokens[-2]))"),
+    "a beam without continuations keeps its pages": (BEAMS, "cache.release(request.sequence)", "pass"),
+    "a beam shares a token too few": (
+        BEAMS,
+        "cache.fork(parent.sequence, child.sequence, parent.computed)",
+        "cache.fork(parent.sequence, child.sequence, parent.computed - 1)",
+    ),
+    "rows are not told of a beam's other pages": (BEAMS, "if told[entry] != page:", "if told[entry] < 0:"),
+    "rows are told of the wrong pages of a prompt": (BEAMS, " if self.is_spread else 0", ""),
+    "a search that was thrown out remembers what rows were told": (
+        BEAMS,
+        "self._found, self._told = {}, {}",
+        "self._found = {}",
+    ),
+    "a search goes on while its scores are on their way": (
+        SCHEDULER,
+        "request.pending = 0  # the search",
+        "pass  # the search",
+    ),
+    "scores of a former life count": (
+        SCHEDULER,
+        "if candidates is None or not is_current or",
+        "if candidates is None or",
+    ),
+    "beams are in a plan that throws them out": (
+        SCHEDULER,
+        "if growths is None:\n                return budget",
+        "growths = growths or []",
+    ),
+    "a search that is thrown out keeps its pages": (
+        SEATS,
+        "self.cache.release(request.sequence)\n            request.computed = request",
+        "pass\n            request.computed = request",
+    ),
+    "priorities do not say who leaves": (
+        SEATS,
+        "(running.rank, running.sequence)",
+        "running.sequence",
+    ),
 }
 
 
@@ -115,17 +164,19 @@ def plant(fault: str) -> Callable[[int], Workload]:
     """A workload factory over copies of the modules, one of them with the fault in it."""
     faulty, right, wrong = FAULTS[fault]
     copies = {}
-    for module in (POOL, SPAN, CACHE, SCHEDULER):
-        source = Path(module.__file__).read_text()
-        if module is faulty:
-            assert source.count(right) == 1, f"the line to spoil is gone or no longer unique: {right!r}"
-            source = source.replace(right, wrong)
-        copies[module] = types.ModuleType(module.__name__)
-        exec(compile(source, module.__file__, "exec"), copies[module].__dict__)
-    copies[CACHE].PagePool = copies[POOL].PagePool
-    copies[CACHE].first_seen = copies[SPAN].first_seen
-    # Every second one with windows.
-    return lambda seed: Workload(seed, copies[SCHEDULER].Scheduler, copies[CACHE].KVCache, seed % 2 == 1)
+    try:
+        for module in MODULES:
+            source = Path(module.__file__).read_text()
+            if module is faulty:
+                assert source.count(right) == 1, f"the line to spoil is gone or no longer unique: {right!r}"
+                source = source.replace(right, wrong)
+            copies[module] = sys.modules[module.__name__] = types.ModuleType(module.__name__)
+            exec(compile(source, module.__file__, "exec"), copies[module].__dict__)
+    finally:
+        sys.modules.update({module.__name__: module for module in MODULES})
+    # Every second one with windows, every second pair with beam searches.
+    types_ = (copies[SCHEDULER].Scheduler, copies[CACHE].KVCache)
+    return lambda seed: Workload(seed, *types_, has_windows=seed % 2 == 1, has_beams=seed % 4 > 1)
 
 
 def cases_until_caught(fault: str, limit: int) -> int | None:

@@ -30,7 +30,9 @@ def test_streams_outlive_engines():
     total: Counter[str] = Counter()
     for seed in range(800):
         try:
-            total.update(asdict(Workload(seed, has_windows=seed % 3 == 0, is_mortal=True).run()))
+            total.update(
+                asdict(Workload(seed, has_windows=seed % 3 == 0, has_beams=seed % 4 == 0, is_mortal=True).run())
+            )
         except BaseException:
             print(f"workload seed {seed}")
             raise
@@ -38,7 +40,21 @@ def test_streams_outlive_engines():
         assert total[what] > 200, (what, total)
 
 
+@pytest.mark.parametrize("has_windows", [False, True], ids=["one group", "windows"])
+def test_a_thousand_seeded_workloads_with_beam_searches_and_priorities(has_windows):
+    total: Counter[str] = Counter()
+    for seed in range(1000):
+        try:
+            total.update(asdict(Workload(seed, has_windows=has_windows, has_beams=True).run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("preemptions", "copies", "aborts", "beams", "turns", "overtaken"):
+        assert total[what] > 100, (what, total)
+    assert total["beams_again"] > 20, total
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(min_value=2**32, max_value=2**64), st.booleans())
-def test_any_workload(seed, has_windows):
-    Workload(seed, has_windows=has_windows).run()
+@given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans())
+def test_any_workload(seed, has_windows, has_beams):
+    Workload(seed, has_windows=has_windows, has_beams=has_beams).run()

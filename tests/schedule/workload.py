@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from octavo.cache import KVCache
-from octavo.cache.span import most_held, pages_of
+from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
-from octavo.schedule import Scheduler
+from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.request import choice_seed
-from tests.schedule.oracle import OracleDevice, Sequence, reference, vector_of
+from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
 @dataclass
@@ -24,6 +24,10 @@ class Tally:
     aborts: int = 0
     vectors: int = 0
     passed: int = 0  # pages that a window has passed
+    beams: int = 0  # answers of beam searches
+    turns: int = 0  # rows of beams that went on with a token that was chosen
+    beams_again: int = 0  # searches that were thrown out and went on
+    overtaken: int = 0  # admissions that a priority put before an older request
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
     deaths: int = 0
     survivors: int = 0  # choices that went on, with tokens, in a new engine
@@ -38,6 +42,8 @@ class Workload:
     cache_type: type[KVCache] = KVCache
     has_windows: bool = False
     is_mortal: bool = False  # the engine ends now and then: all that is left of it is what its clients have seen
+    has_beams: bool = False
+    policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
@@ -52,7 +58,7 @@ class Workload:
             narrow = r.choice([1, 2, 3, 5, 8])
             self.windows = r.choice([(narrow,), (0, narrow), (0, 0, narrow), (narrow, 0, narrow), (narrow, 2 * narrow)])
         # What the longest request needs: with less, it could never end.
-        least = pages_of(2 * longest, self.page_size, self.windows, self.budget)
+        least = self.least_pages = pages_of(2 * longest, self.page_size, self.windows, self.budget)
         self.num_pages = least + r.choice([0, 1, 3, 20]) * len(self.windows)
         self.num_host_pages = r.choice([0, 0, 3, 30])
         self.shares, self.swap_min_tokens = r.random() < 0.8, r.choice([0, 4])
@@ -73,12 +79,15 @@ class Workload:
             self.arrivals.append((r.randrange(0, 25), GenerateRequest(f"r{i}", prompt, params, stop_ids)))
         self.arrivals.sort(key=lambda pair: pair[0])
         self._want_vectors(random.Random(self.seed + 10**9))
+        if self.has_beams:
+            self._search_beams(random.Random(self.seed + 3 * 10**9))
 
     def _start_engine(self) -> None:
         self.cache = self.cache_type(
             self.num_pages, self.page_size, self.num_host_pages, self.shares, None, self.windows, self.budget
         )
-        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens)
+        policy = POLICIES[self.policy]
+        self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens, policy)
         self.device = OracleDevice(self.page_size, self.rows, self.windows)
 
     def _want_vectors(self, r: random.Random) -> None:
@@ -92,6 +101,36 @@ class Workload:
                     request.id, request.prompt_ids, params, [], pooling=PoolingParams("last"), is_whole=is_whole
                 )
                 self.arrivals[at] = (step, pooled)
+
+    def _search_beams(self, r: random.Random) -> None:
+        """Some requests become beam searches, with pages for the largest of them as the door sees to it; some workloads are
+        scheduled by priority."""
+        self.policy = r.choice([*POLICIES])
+        needed = self.least_pages
+        for at, (step, source) in enumerate(self.arrivals):
+            params, stop_ids = source.params, source.stop_ids
+            if source.pooling is None and r.random() < 0.5:
+                width = r.randrange(1, min(4, self.rows) + 1)
+                params = SamplingParams(
+                    n=r.randrange(1, width + 1),
+                    best_of=width,
+                    use_beam_search=True,
+                    length_penalty=r.choice([0.0, 1.0, 2.0, -1.0]),
+                    early_stopping=r.choice([False, True, "never"]),
+                    seed=0,
+                    max_tokens=params.max_tokens,
+                    min_tokens=params.min_tokens,
+                )
+                lens = (len(source.prompt_ids), len(source.prompt_ids) + params.max_tokens)
+                pages = pages_of_beams(*lens, width, self.page_size, self.windows, self.budget)
+                if pages > 2 * self.least_pages:
+                    continue
+                needed = max(needed, pages)
+            priority = r.randrange(-1, 2) if self.policy == "priority" else 0
+            pooling = {"pooling": source.pooling, "is_whole": source.is_whole, "priority": priority}
+            self.arrivals[at] = (step, GenerateRequest(source.id, source.prompt_ids, params, stop_ids, **pooling))
+        self.num_pages = needed + r.choice([0, 0, 1, 5])
+        self._start_engine()
 
     def run(self) -> Tally:
         r, scheduler = self.random, self.scheduler
@@ -136,6 +175,9 @@ class Workload:
                     got[key] += delta.token_ids
                     if delta.vector:
                         vectors[key] = delta.vector
+                    if sources[delta.request_id].params.use_beam_search:
+                        self.tally.beams += 1
+                        self.tally.beams_again += delta.finish.num_preemptions > 0
                     if delta.finish is not None:
                         finished[key] = delta.finish.reason
             self.check_invariants()
@@ -152,6 +194,9 @@ class Workload:
             source = sources[request_id]
             if source.pooling is not None:
                 self._check_vector(source, vectors.get((request_id, index)), (request_id, index) in aborted)
+                continue
+            if source.params.use_beam_search:
+                self._check_beam(source, index, tokens, finished.get((request_id, index)))
                 continue
             seed = choice_seed(source.params.seed, index)
             params = source.params
@@ -181,6 +226,13 @@ class Workload:
                 self.scheduler.add(msgspec.structs.replace(source, begun=begun))
                 self.tally.survivors += sum(bool(tokens) for tokens in begun)
 
+    def _check_beam(self, source: GenerateRequest, index: int, tokens: list[int], reason: str | None) -> None:
+        if reason is None:  # aborted
+            assert not tokens, "a beam came before the end of its search"
+            return
+        want = beam_reference(source.prompt_ids, source.params, source.stop_ids, self.windows)[index]
+        assert (tokens, reason) == (want[0], "stop" if want[1] else "length"), f"beam {index} of {source.id}"
+
     def _check_vector(self, source: GenerateRequest, vector: bytes | None, is_aborted: bool) -> None:
         if is_aborted:
             return
@@ -205,10 +257,14 @@ class Workload:
         assert len(pool.blank) == len(set(pool.blank)), "page twice in the blank list"
         for key, page in pool.index.items():
             assert pool.keys[page] == key, "index drift"
-        running = [request.sequence for request in scheduler.running]
-        assert running == sorted(running), "running is oldest first"
-        waiting = [request.sequence for request in scheduler.waiting._waiting.values()]
-        assert not running or not waiting or max(running) < min(waiting), "overtaking"
+        running = [(request.rank, request.sequence) for request in scheduler.running]
+        assert running == sorted(running), "running is in the policy's order"
+        waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
+        if self.policy == "fcfs":
+            assert not running or not waiting or max(running) < min(waiting), "overtaking"
+        for rank, sequence in waiting:
+            assert all(other < sequence for its_rank, other in running if its_rank == rank), "overtaking within a rank"
+        self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
         rows = [request.row for request in scheduler.running] + scheduler._free_rows
         assert sorted(rows) == list(range(self.rows)), "row drift"
         host_tables = [table for tables in self.cache.host_tables.values() for table in tables]
@@ -232,6 +288,7 @@ class Workload:
 
     def _count(self, plan) -> None:
         self.tally.swaps += sum(move.kind == "out" for move in plan.moves)
+        self.tally.turns += len(plan.turns)
         self.tally.copies += sum(move.kind == "copy" for move in plan.moves)
         entering = [pages for enter in plan.enters if enter.row in plan.rows for pages in enter.pages]
         self.tally.short_hits += sum(pages[:1] == [0] and pages.count(0) > 1 for pages in entering)

@@ -77,6 +77,8 @@ async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
         "logprobs",
     ):
         assert fields["chat"][name] == fields["completions"][name] == "honoured"
+    for name in ("use_beam_search", "length_penalty", "best_of", "priority", "repetition_detection.min_count"):
+        assert fields["chat"][name] == fields["completions"][name] == "honoured"
     assert fields["chat"]["top_logprobs"] == fields["completions"]["echo"] == "honoured"
     assert fields["embeddings"]["dimensions"] == fields["tokenize"]["return_token_strs"] == "honoured"
     assert compat["unknown_fields"] == "named back in ignored_fields"

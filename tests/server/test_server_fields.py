@@ -54,7 +54,6 @@ async def test_any_other_value_is_refused_by_name(serve: Serve, path: str, stric
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/completions", {"best_of": 2}),
         ("/v1/completions", {"top_logprobs": 2}),
         ("/v1/chat/completions", {"echo": True}),
         ("/v1/chat/completions", {"truncation_side": "right"}),

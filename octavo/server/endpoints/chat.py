@@ -170,6 +170,7 @@ class _Response:
             ),
             every_token=not self._is_plain,
             tokens_per_event=fields.tokens_per_event(service.config.server),
+            num_kept=fields.num_kept,
         )
         self._fields, self._text, self._prompt = fields, text, prompt
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)

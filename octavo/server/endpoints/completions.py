@@ -29,7 +29,6 @@ MAX_PROMPTS = 1024
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
-    "best_of": (1,),
     "suffix": ("",),
 }
 
@@ -173,7 +172,7 @@ class _Response:
         self._is_plain = not (wants_tokens or fields.echo)
         per_event = fields.tokens_per_event(service.config.server)
         self.request_ids = [each.id for each in requests]
-        self._generation = Generation(service, requests, per_event, every_token=wants_tokens)
+        self._generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
         self._offsets: dict[int, int] = {}  # of each choice that has begun: characters of its tokens so far
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)

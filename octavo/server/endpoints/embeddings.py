@@ -26,7 +26,6 @@ MAX_INPUTS = 2048
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
     "embed_dtype": ("float32",),
-    "priority": (0,),
     "request_id": (),
     "truncation_side": ("right",),
 }
@@ -39,6 +38,7 @@ class EmbeddingRequest(RequestFields):
     truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes
     normalize: bool | None = None  # vLLM's
     pooling: str | None = None
+    priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     # A label for the caller's own books: taken, and without effect here.
     user: str | None = None
 
@@ -98,7 +98,16 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
     encoded = await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
     response_id = new_id("embd")
     return [
-        admit_embedding(f"{response_id}-{number}", ids, pooling, sentence, report, param=param, arrived=arrived)
+        admit_embedding(
+            f"{response_id}-{number}",
+            ids,
+            pooling,
+            sentence,
+            report,
+            param=param,
+            arrived=arrived,
+            priority=fields.priority or 0,
+        )
         for number, (param, ids) in enumerate(encoded.items())
     ]
 
