@@ -69,44 +69,17 @@ def router(service: Service) -> APIRouter:
     @router.post("/v1/files")
     async def upload_file(request: Request) -> Response:
         service.accept()
-        files = stores().files
-        uploads: list[Upload] = []
-
-        def begin() -> Upload:
-            uploads.append(files.begin())
-            return uploads[0]
-
-        try:
-            form = await read_form(request, "file", begin)
-            ignored = _unknown(form, service.config.server.strict_fields)
-            purpose, expiry = _purpose(form), _expiry(form)
-            name = _printable(form.filename or "")
-            file = await asyncio.to_thread(uploads[0].finish, name, purpose, expiry)
-        finally:
-            for upload in uploads:
-                upload.discard()
-        return json_answer(file, ignored)
+        return await _upload(request, stores().files, service.config.server.strict_fields)
 
     @router.get("/v1/files")
     async def list_files(
         purpose: str | None = None, limit: int = MAX_LIMIT, order: str = "desc", after: str | None = None
     ) -> Response:
-        if not 1 <= limit <= MAX_LIMIT:
-            raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest(f"order must be asc or desc, got {order[:20]!r}", param="order")
-        if after is not None and not FILE_ID.fullmatch(after):
-            raise InvalidRequest("after must be a file's id", param="after")
+        _check_page(limit, order, after)
         files = [
             file for file in await asyncio.to_thread(stores().files.newest_first) if purpose in (None, file.purpose)
         ]
-        if order == "asc":
-            files.reverse()
-        if after is not None:
-            files = [file for file in files if (file.id > after if order == "asc" else file.id < after)]
-        page = files[:limit]
-        first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return json_answer(FileList(page, first, last, len(files) > limit))
+        return json_answer(_page(files, limit, order, after))
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(file_id: str) -> Response:
@@ -125,6 +98,43 @@ def router(service: Service) -> APIRouter:
         return json_answer(await asyncio.to_thread(_delete, stores().files, stores().batches.uses, file_id))
 
     return router
+
+
+async def _upload(request: Request, files: FileStore, is_strict: bool) -> Response:
+    uploads: list[Upload] = []
+
+    def begin() -> Upload:
+        uploads.append(files.begin())
+        return uploads[0]
+
+    try:
+        form = await read_form(request, "file", begin)
+        ignored = _unknown(form, is_strict)
+        purpose, expiry = _purpose(form), _expiry(form)
+        name = _printable(form.filename or "")
+        file = await asyncio.to_thread(uploads[0].finish, name, purpose, expiry)
+    finally:
+        for upload in uploads:
+            upload.discard()
+    return json_answer(file, ignored)
+
+
+def _check_page(limit: int, order: str, after: str | None) -> None:
+    if not 1 <= limit <= MAX_LIMIT:
+        raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be asc or desc, got {order[:20]!r}", param="order")
+    if after is not None and not FILE_ID.fullmatch(after):
+        raise InvalidRequest("after must be a file's id", param="after")
+
+
+def _page(newest_first: list[StoredFile], limit: int, order: str, after: str | None) -> FileList:
+    files = newest_first if order == "desc" else newest_first[::-1]
+    if after is not None:
+        files = [file for file in files if (file.id > after if order == "asc" else file.id < after)]
+    page = files[:limit]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return FileList(page, first, last, len(files) > limit)
 
 
 def _delete(files: FileStore, uses: Callable[[str], str | None], file_id: str) -> DeletedFile:
