@@ -77,6 +77,8 @@ class ReasoningOptions(BaseModel):
 class ResponseStreamOptions(BaseModel):
     model_config = _OPTIONS
 
+    resumable: bool | None = None  # ours: the stream can be read on at another connection
+
 
 _ITEM = {
     "type": "object",
@@ -114,6 +116,10 @@ class ResponsesRequest(SamplingFields):
     @property
     def effort(self) -> str | None:
         return self.reasoning.effort if self.reasoning else None
+
+    @property
+    def wants_resumable(self) -> bool:
+        return bool(self.stream_options and self.stream_options.resumable)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -156,6 +162,8 @@ def check(fields: ResponsesRequest, server: ServerConfig) -> None:
         raise InvalidRequest(
             f"safety_identifier may have {MAX_SAFETY_IDENTIFIER} characters at most", param="safety_identifier"
         )
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
     metadata = fields.metadata or {}
     if (
         len(metadata) > MAX_METADATA

@@ -85,17 +85,39 @@ def stream_answer(
     ignored: Sequence[str] = (),
     resumable: bool = False,
     queued: Sequence[str] = (),
+    tell: Callable[[Exception, str], bytes] = error_event,
 ) -> "EventStream":
     """`events` as a response; resumable: they are numbered, and go on where the connection does not. `queued`: requests whose
     place in the queue is told meanwhile."""
     if not resumable:
-        return EventStream(service, events, ignored, queued=queued)
+        return EventStream(service, events, ignored, tell=tell, queued=queued)
     log = service.logs.open(stream_id, owner_of(request))
+    if tell is not error_event:  # whoever reads on, in whichever process, knows no dialect
+        events = _to_its_end(events, tell, request.scope["octavo.request_id"])
     log.filling = asyncio.create_task(log.fill(events, ignored))
     service.enter()  # a server that drains waits for it, as for any answer
     log.filling.add_done_callback(lambda _: service.leave())
     service.track(log.filling)
-    return EventStream(service, log.read(0), headers={"x-stream-id": stream_id}, queued=queued)
+    return EventStream(service, log.read(0), tell=tell, headers={"x-stream-id": stream_id}, queued=queued)
+
+
+async def _to_its_end(
+    events: AsyncGenerator[bytes, None], tell: Callable[[Exception, str], bytes], request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """What ends a stream that has begun becomes the last of its events."""
+    has_begun = False
+    async with aclosing(events):
+        try:
+            async for chunk in events:
+                has_begun = True
+                yield chunk
+        except Exception as error:
+            if not has_begun:
+                raise
+            if not isinstance(error, OctavoError):
+                log.exception("request %s failed in its stream", request_id)
+            note(error)
+            yield tell(error, request_id)
 
 
 def owner_of(request: Request) -> bytes:

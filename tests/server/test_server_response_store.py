@@ -1,15 +1,18 @@
 """Responses that are kept: continued, retrieved, listed, deleted, and bounded in number and in bytes."""
 
+import json
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 from openai.types.responses import ResponseItemList
 
+from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.response_store import KeptResponses, ResponseStore, StoredResponse
 from octavo.server.response_types import InputText, MessageItem
 from octavo.server.siblings import Siblings
-from tests.doubles import ScriptedEngine, says
+from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 from tests.server.openai_schema import check_response, typed_events
 from tests.server.test_server_responses import URL, prompt
@@ -38,7 +41,10 @@ async def test_retrieve_and_delete(serve: Serve) -> None:
     path = f"{URL}/{response['id']}"
     assert check_response((await client.get(path)).json()) == response
     assert (await client.get(path, params={"include": "message.output_text.logprobs"})).status_code == 200
-    assert error_of(await client.get(path, params={"stream": "true"}), 400)["param"] == "stream"
+    error_of(await client.get(path, params={"stream": "true"}), 404)
+    assert error_of(await client.get(path, params={"odd": "true"}), 400)["param"] == "odd"
+    bad = {"stream": "true", "starting_after": "x"}
+    assert error_of(await client.get(path, params=bad), 400)["param"] == "starting_after"
     error = error_of(await client.post(path + "/cancel"), 400)
     assert "background" in error["message"]
     assert (await client.delete(path)).json() == {"id": response["id"], "object": "response", "deleted": True}
@@ -159,3 +165,36 @@ async def test_any_process_finds_what_another_keeps(tmp_path: Path) -> None:
     assert await kept[1].get("resp_1", b"me") is None
     for siblings in made:
         siblings.close()
+
+
+class TestResuming:
+    BODY = json.dumps({"input": "a", "stream": True, "stream_options": {"resumable": True}}).encode()
+
+    async def test_a_stream_is_read_on_and_its_response_kept(self, serve: Serve) -> None:
+        client = serve(ScriptedEngine(says("the quick brown fox")))
+        app = client.app  # type: ignore[attr-defined]
+        call = AsgiCall(app, "POST", URL, self.BODY)
+        await call.until(lambda call: len(call.sent) >= 5)
+        call.leave()
+        await call.done()
+        response_id = call.headers["x-stream-id"]
+        seen = b"".join(call.sent)
+        last = seen.count(b"\n\n") - 1
+        query = {"stream": "true", "starting_after": str(last)}
+        rest = (await client.get(f"{URL}/{response_id}", params=query)).content
+        told = typed_events(re.sub(rb"id: \d+\n", b"", seen + rest))
+        assert told[-1]["response"]["output"][0]["content"][0]["text"] == "the quick brown fox"
+        assert (await client.get(f"{URL}/{response_id}")).json() == told[-1]["response"]
+        whole = (await client.get(f"/v1/stream/{response_id}")).content
+        assert typed_events(re.sub(rb"id: \d+\n", b"", whole)) == told
+
+    async def test_a_failure_is_kept_too(self, serve: Serve) -> None:
+        def fails(request: GenerateRequest) -> list[list[TokenDelta]]:
+            failure = TokenDelta(request.id, 0, [], Finish("error", message="the page table is torn"))
+            return [[TokenDelta(request.id, 0, [ord("a")])], [failure]]
+
+        client = serve(ScriptedEngine(fails))
+        response = await client.post(URL, content=self.BODY)
+        for content in (response.content, (await client.get(f"/v1/stream/{response.headers['x-stream-id']}")).content):
+            told = typed_events(re.sub(rb"id: \d+\n", b"", content))
+            assert told[-1]["response"]["error"]["message"] == "the page table is torn"

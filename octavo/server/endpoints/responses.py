@@ -15,6 +15,8 @@ from octavo.server import response_request as requests
 from octavo.server import response_types as types
 from octavo.server.answers import json_answer
 from octavo.server.endpoints import chat
+from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
+from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.errors_http import describe
 from octavo.server.fields import Dialect, read_fields
 from octavo.server.response_items import chat_messages, read_input, references
@@ -23,7 +25,7 @@ from octavo.server.response_request import INCLUDABLE, NAMES, ResponsesRequest
 from octavo.server.response_store import KeptResponses, ResponseStore, StoredResponse
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Shape
-from octavo.server.sse import DONE, EventStream, owner_of, typed_event, until_gone
+from octavo.server.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
 from octavo.server.turn import Turn, ignored_fields, named, parse_cut
 
 DIALECTS = [
@@ -41,7 +43,7 @@ SHAPES = {
         ),
     ),
     "POST /v1/responses/input_tokens": Shape(types.InputTokens),
-    "GET /v1/responses/{response_id}": Shape(types.Response),
+    "GET /v1/responses/{response_id}": Shape(types.Response, EVENTS),
     "DELETE /v1/responses/{response_id}": Shape(types.Deleted),
     "POST /v1/responses/{response_id}/cancel": Shape(types.Response),
     "GET /v1/responses/{response_id}/input_items": Shape(types.ItemList),
@@ -77,7 +79,15 @@ def router(service: Service) -> APIRouter:
         answer = _Answer(service, own, fields, question, turn, response_id, owner)
         ignored = ignored_fields(fields, question.fields, NAMES)
         if fields.stream:
-            return EventStream(service, answer.stream(), ignored, tell=answer.tell)
+            return stream_answer(
+                service,
+                request,
+                response_id,
+                answer.stream(),
+                ignored=ignored,
+                resumable=fields.wants_resumable,
+                tell=answer.tell,
+            )
         return json_answer(await until_gone(service, request.receive, answer.collect()), ignored)
 
     @router.post("/v1/responses/input_tokens")
@@ -89,7 +99,10 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
-        _check_query(request, {"include", "include[]"})
+        _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
+        if request.query_params.get("stream") == "true":
+            wanted = Wanted(response_id, owner_of(request), _first_number(request))
+            return EventStream(service, await find_stream(service, wanted))
         return HttpResponse((await _found(kept, response_id, request)).body, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
@@ -136,6 +149,16 @@ def _check_query(request: Request, known: set[str]) -> None:
             raise Unsupported(f"the query's {name[:60]} is not supported here", param=name[:60])
         if name.startswith("include") and value not in INCLUDABLE:
             raise InvalidRequest(f"include: {value[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
+
+
+def _first_number(request: Request) -> int:
+    """Of a stream that is read on. A stream's events are numbered as it is kept: by sequence_number."""
+    after = request.query_params.get("starting_after")
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) <= MAX_NUMBER_LEN):
+        raise InvalidRequest(
+            f"starting_after must be the number of an event, got {after[:60]!r}", param="starting_after"
+        )
+    return 0 if after is None else int(after) + 1
 
 
 def _page(items: list[types.Item], request: Request) -> types.ItemList:
