@@ -100,15 +100,7 @@ def hostile(path: str) -> list[tuple[str, dict[str, Any]]]:
             (MESSAGES, {**anthropic("hi"), "mcp_servers": [{"type": "url", "url": target, "name": "a"}]}),
             ("/tokenize", {"prompt": "a", "model": target}),
             ("/v1/embeddings", {"input": "a", "model": target}),
-            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": target}]}]}),
-            (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_url": target}]}]}),
             (RESPONSES, {"input": [{"type": "item_reference", "id": target}]}),
-            (RESPONSES, {"input": "a", "previous_response_id": target}),
-            (RESPONSES, {"input": "a", "prompt": {"id": target}}),
-            (RESPONSES, {"input": "a", "tools": [{"type": "mcp", "server_label": "a", "server_url": target}]}),
-            (MESSAGES, {**hi, "max_tokens": 2, "mcp_servers": [{"type": "url", "url": target, "name": "a"}]}),
-            *((MESSAGES, {"max_tokens": 2, "messages": [{"role": "user", "content": [{"type": kind, "source": source}]}]})
-              for kind in ("image", "document") for source in ({"type": "url", "url": target}, {"type": "file", "file_id": target})),
         ]  # fmt: skip
     return found
 
