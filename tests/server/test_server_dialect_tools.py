@@ -164,7 +164,7 @@ class TestResponses:
 
     @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
     async def test_a_call_that_is_required(self, serve: Serve, choice: object) -> None:
-        scripted = engine(says('[{"name": "get_weather", "arguments": {"city": "Paris"}}]'))
+        scripted = engine(says(CALL))
         client = serve(scripted, byte_text(HERMES))
         response = check_response((await client.post(RESPONSES, json={**self.BODY, "tool_choice": choice})).json())
         assert [item["type"] for item in response["output"]] == ["function_call"] and response["tool_choice"] == choice
@@ -258,7 +258,7 @@ class TestMessages:
         single = {"type": "auto", "disable_parallel_tool_use": True}
         one = messages.message_of(await client.post(MESSAGES, json={**self.BODY, "tool_choice": single}))
         assert [block["type"] for block in one["content"]] == ["tool_use"]
-        scripted.script = says('[{"name": "get_weather", "arguments": {"city": "Paris"}}]')
+        scripted.script = says(CALL)
         for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
             made = messages.message_of(await client.post(MESSAGES, json={**self.BODY, "tool_choice": choice}))
             assert made["content"][0]["input"] == {"city": "Paris"} and made["stop_reason"] == "tool_use"
