@@ -30,12 +30,13 @@ def server():
 async def story(
     client: openai.AsyncOpenAI, number: int, begun: list[int]
 ) -> tuple[dict[int, str], object, list[float]]:
-    """(texts by choice, usage, logprobs): greedy, seeded, penalised, several choices, with stop strings."""
+    """(texts by choice, usage, logprobs): greedy, seeded, penalised, several choices with stop strings, kept to a grammar."""
     kinds = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": number, "presence_penalty": 0.7, "frequency_penalty": 0.3},
         {"temperature": 0.8, "seed": number, "n": 2, "stop": ["!", "?"]},
         {"temperature": 0, "logprobs": 2, "extra_body": {"min_tokens": 30}},
+        {"temperature": 0.8, "seed": number, "extra_body": {"structured_outputs": {"regex": "( [a-z]{2,8}){40,60}"}}},
     ]
     stream = await client.completions.create(
         model="",
@@ -43,7 +44,7 @@ async def story(
         max_tokens=40 + number % 5,
         stream=True,
         stream_options={"include_usage": True},
-        **kinds[number % 4],
+        **kinds[number % len(kinds)],
     )
     texts: dict[int, str] = {}
     usage, logprobs = None, []
