@@ -6,6 +6,7 @@ until the grammar would let it end. That is done seldom while there is room, and
 tokens that open something are ruled out, so that a text or a number may go on; then only the end that was found is left. It
 follows from the answer's tokens alone, so an answer that left its row and came back ends in the same way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,18 @@ class Ends:
             return False
         closing.end = end
         return self._say(closing, bits)
+
+    def recall(self, closing: Closing, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
+        """What restrict() came to before each of `tokens`, when it was asked elsewhere; `num_left` before the first. The matcher
+        takes them in. False: it does not."""
+        quiet = max(0, num_left - _LOOKS_FROM)  # before that nothing is looked for
+        if quiet and not matcher.consume_tokens(list(tokens[:quiet])):
+            return False
+        for number, token in enumerate(tokens[quiet:], quiet):
+            self.restrict(closing, matcher, np.full_like(self._opens, -1), num_left - number)
+            if not matcher.consume_token(token):
+                return False
+        return True
 
     def _say(self, closing: Closing, bits: Words) -> bool:
         _leave(bits, [closing.end.pop(0)])

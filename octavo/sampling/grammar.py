@@ -69,10 +69,12 @@ class _Row:
     grammar: str
     ends: frozenset[int]  # tokens that end the row
     stop_ids: Ints  # the same
+    prompt_len: int
     min_len: int  # tokens of prompt and output before which it may not end
     max_len: int  # … at which it is cut
     ignores_eos: bool  # it ends only where its grammar leaves nothing else
     ends_by_eos: bool  # and by no other token
+    num_past: int  # of the tokens: those that were sampled before this row, or its matcher, was there
     closing: Closing = field(default_factory=Closing)
     may_be_used: bool = True  # its matcher may have served others before
     ready: "LLMatcher | None" = None  # once it is compiled
@@ -120,10 +122,12 @@ class Grammars:
             params.grammar,
             frozenset(inside.tolist()),
             inside,
+            prompt_len,
             prompt_len + params.min_tokens,
             prompt_len + (params.max_tokens or 0),
             params.ignore_eos,
             not params.stop_token_ids,
+            len(output_ids),
         )
 
     def leave(self, row: int) -> None:
@@ -196,17 +200,28 @@ class Grammars:
             matcher = row.ready or self._compiled_for(row)
             if matcher is None:
                 continue
-            if row.num_taken < len(row.tokens) and not matcher.consume_tokens(row.tokens[row.num_taken :]):
+            is_whole = self._recalls(row, matcher)
+            new = row.tokens[row.num_taken :]
+            if not is_whole or (new and not matcher.consume_tokens(new)):
                 row.failure = _said(matcher)
                 continue
             row.num_taken = len(row.tokens)
             ready.append((matcher, number))
         return ready
 
+    def _recalls(self, row: _Row, matcher: "LLMatcher") -> bool:
+        """Whether the matcher takes in what the row has said before it came here; how it was to end is found again."""
+        past, row.num_past = row.tokens[: row.num_past], 0
+        if not past:
+            return True
+        row.num_taken = len(past)
+        return self._ends.recall(row.closing, matcher, past, row.max_len - row.prompt_len)
+
     def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
         """A matcher that served others may have learned all that it can hold. One that is new shows whether that is why. True: as
         _settle() has it."""
         row.failure, row.may_be_used, row.num_taken, row.closing = "", False, 0, Closing()
+        row.num_past = len(row.tokens)
         row.matcher, row.ready = self._pool.submit(self._matcher, row.grammar, False), None
         for matcher, _ in self._advance([row]):
             self._fill([(matcher, 0)], bits[None])
