@@ -272,7 +272,7 @@ def test_a_gguf_file_is_kept_packed(tmp_path: Path) -> None:
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────
 
 
-def no_kernels(num_threads: int) -> None:
+def no_kernels(num_threads: int, first_cpu: int) -> None:
     raise NoCompiler("turned off")
 
 

@@ -176,7 +176,7 @@ def test_weights_that_their_own_tools_packed(tool: str, tmp_path: Path) -> None:
 # ── served ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def no_kernels(num_threads: int) -> None:
+def no_kernels(num_threads: int, first_cpu: int) -> None:
     raise NoCompiler("turned off")
 
 
