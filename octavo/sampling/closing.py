@@ -48,13 +48,16 @@ class Ends:
         # that needs a certain character before it may end, as addresses do.
         self._ranks = np.full((3, vocab_size), _NEVER, dtype=np.int32)
         opens = np.zeros(-(-vocab_size // _WORD) * _WORD, dtype=np.uint8)
+        blank = np.zeros_like(opens)
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
                 self._ranks[:, token] = _rank(piece), _text_rank(piece, b""), _text_rank(piece, _SIGNS)
                 opens[token] = _opens(piece)
+                blank[token] = not piece.strip()
                 if piece in (b"}", b"q"):
                     self._text_signs.append(token)
         self._opens: Words = np.packbits(opens, bitorder="little").view(np.int32)
+        self._blank: Words = np.packbits(blank, bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
 
@@ -80,7 +83,7 @@ class Ends:
         closing.looks_at = num_left - 1
         if room > _ENDS:
             harmless = bits & ~self._opens
-            if harmless.any():
+            if (harmless & ~self._blank).any():  # else it could only wait, where a comma or a bracket is due
                 bits[:] = harmless
             else:
                 _leave(bits, end[:1])
@@ -130,7 +133,7 @@ def _rank(piece: bytes) -> int:
     if _opens(piece):
         return 800 + size
     if any(byte in b" \t\r\n" for byte in piece):
-        return 600 + size
+        return 900 + size  # after what opens: a comma may be asked for, and space leads nowhere
     if not piece.strip(b'"}]'):
         return -size if piece[:1] in b"}]" else 100 if piece == b'""' else 101 + size
     if not piece.strip(b'"}],:'):

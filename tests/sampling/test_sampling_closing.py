@@ -52,3 +52,9 @@ def test_an_answer_ends_in_time_and_alike_when_its_row_was_left(max_tokens: int)
     for text in texts if max_tokens > 40 else ():  # where there is hardly room for an end, one may be cut
         assert set(json.loads(text)) == {"names", "size"}
     assert [answer(seed, max_tokens, True) for seed in range(8)] == texts
+
+
+def test_the_end_that_is_looked_for_is_short() -> None:
+    """A comma that is due is no detour; space would be one."""
+    found = Ends(VOCABULARY, SIZE)._find(matcher())
+    assert found is not None and b"".join(TOKENS[token] for token in found) == b'{"names":[],"size":0}'
