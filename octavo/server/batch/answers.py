@@ -32,7 +32,11 @@ async def answer_lines(
                 match line:
                     case Line():
                         await slots.acquire()
-                        await _stand_aside(under_way, is_crowded)
+                        try:
+                            await _stand_aside(under_way, is_crowded)
+                        except BaseException:
+                            slots.release()  # nobody is under way who would
+                            raise
                         task = group.create_task(_answer(line, ask, write))
                         under_way.add(task)
                         task.add_done_callback(under_way.discard)
