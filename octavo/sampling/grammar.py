@@ -322,8 +322,10 @@ class Grammars:
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
         """A matcher that has been somewhere knows its way: what it learned of its words serves the next row."""
+        if grammar not in self._compiled:
+            return
         used = self._used.setdefault(grammar, [])
-        if grammar in self._compiled and len(used) < _MAX_USED and matcher.reset():
+        if len(used) < _MAX_USED and matcher.reset():
             used.append(matcher)
 
     def _matcher(self, grammar: str, may_be_used: bool = True) -> "LLMatcher":

@@ -174,3 +174,17 @@ def test_what_goes_wrong_goes_wrong_for_its_row_alone():
     masks = found.masks(rows(0, 1, 2), rows(4, 3, 3))
     assert masks is not None and masks.failures.keys() == {0, 1} and "compiled" in masks.failures[1]
     assert (masks.bits[:2] == -1).all() and masks.bits[2].any() and not (masks.bits[2] == -1).all()
+
+
+def test_a_grammar_that_nobody_keeps_is_forgotten_whole():
+    own = grammars()
+    many = [
+        HEAD + f'start: "a" "{letter * number}"' for letter in "bcd" for number in range(1, 31)
+    ]  # more than are kept
+    for row, grammar in enumerate(many):
+        own.enter(row, params(grammar), 0, [], [])
+    own.masks(rows(*range(len(many))), rows(*[0] * len(many)))
+    for row in range(len(many)):
+        own.leave(row)
+    own._pool.submit(lambda: None).result()
+    assert own._used and own._used.keys() <= own._compiled.keys()
