@@ -178,7 +178,10 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     for key in ("description", "strict"):
         if tool.get(key) is not None:
             function[key] = tool[key]
-    if examples := tool.get("input_examples"):
+    examples = tool.get("input_examples") or []
+    if not isinstance(examples, list) or not all(isinstance(example, dict) for example in examples):
+        raise InvalidRequest(f"{where}.input_examples must be a list of objects", param=f"{where}.input_examples")
+    if examples:
         words = "\n".join(json.dumps(example, ensure_ascii=False) for example in examples)
         function["description"] = f"{function.get('description') or ''}\nExamples of its input:\n{words}".lstrip()
     return {"type": "function", "function": function}

@@ -10,6 +10,7 @@ from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.endpoints.chat import ChatRequest
 from octavo.server.fields import RequestFields, SamplingFields, make_fields
 from octavo.server.response_types import ResponseTool
+from octavo.text.tools import parse_tools
 
 # What the schema of a response allows: it tells these fields back.
 MAX_TEMPERATURE = 2
@@ -216,6 +217,7 @@ def response_format(fields: ResponsesRequest) -> dict[str, Any] | None:
 def chat_tools(fields: ResponsesRequest) -> tuple[list[dict[str, Any]], object]:
     """(tools, tool_choice) as the chat API has them."""
     tools = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(fields.tools or ())]
+    parse_tools(tools)  # all of them: those that are not allowed now are told back as well
     match fields.tool_choice:
         case None | "none" | "auto":
             return tools, fields.tool_choice

@@ -154,6 +154,8 @@ class TestResponses:
         prompt = shown(scripted.requests[-1])
         assert '"name": "get_time"' in prompt and "get_weather" not in prompt
         assert response["tool_choice"] == allowed and len(response["tools"]) == 2
+        unnamed = {**self.BODY, "tools": [*self.BODY["tools"], {"type": "function"}], "tool_choice": allowed}
+        assert (await client.post(RESPONSES, json=unnamed)).status_code == 400
         response = check_response((await client.post(RESPONSES, json={**self.BODY, "tool_choice": "none"})).json())
         assert response["output"][0]["content"][0]["text"] == CALL, "no tool may be called, so it is text"
         one = {**self.BODY, "parallel_tool_calls": False}

@@ -223,6 +223,7 @@ class TestErrors:
             ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages has"),
             ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type 'web_search_20250305'"),
             ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+            ({"tools": [{"name": "f", "input_schema": {"type": "object"}, "input_examples": 5}]}, "input_examples must be a list"),
             ({"tool_choice": {"type": "any"}}, "there are no tools"),
             ({"tool_choice": {"type": "odd"}}, "tool_choice.type must be"),
             ({"thinking": {"type": "odd"}}, "thinking.type"),
