@@ -75,6 +75,9 @@ class StreamLog:
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
         """Events from `start` on, as they come. Leaving early leaves the rest to whoever reads next."""
+        self.check(
+            start
+        )  # again: whoever read until now may have gone on since, and what was sent is not kept for ever
         self._reader = me = object()
         self._num_sent = at = start
         self._news.set()  # whoever read before is to leave
