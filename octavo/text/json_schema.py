@@ -3,6 +3,7 @@ Knows nothing of grammars, tokens or requests: a schema comes in, and goes out a
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
@@ -13,6 +14,7 @@ Schema = dict[str, Any]
 
 MAX_DEPTH = 64  # of nested schemas
 MAX_NODES = 20_000
+MAX_MULTIPLE = 10_000  # of multipleOf, without its decimal point: compiling takes time for each remainder that there is
 _MAX_SAFE = 2**53  # beyond it a JSON number is not one integer any more
 _MAX_COUNT = 100_000  # of characters, items or properties
 
@@ -45,6 +47,13 @@ def _is_bound(value: object) -> bool:
     return _is_number(value) and abs(value) <= _MAX_SAFE
 
 
+def _scaled(value: int | float) -> int:
+    """2.5 is told as 25: what multiples are counted in."""
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert not sign and isinstance(exponent, int)
+    return int("".join(map(str, digits)) + "0" * max(0, exponent))
+
+
 def _is_count(value: object) -> bool:
     return _is_number(value) and value == int(value) and 0 <= value <= _MAX_COUNT
 
@@ -69,7 +78,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "maximum": _BOUND,
     "exclusiveMinimum": _BOUND,
     "exclusiveMaximum": _BOUND,
-    "multipleOf": (lambda value: _is_bound(value) and value > 0, "a number above 0"),
+    "multipleOf": (
+        lambda value: _is_bound(value) and value > 0 and _scaled(value) <= MAX_MULTIPLE,
+        f"a number above 0 of at most {MAX_MULTIPLE} (without its decimal point)",
+    ),
     "minLength": _COUNT,
     "maxLength": _COUNT,
     "minItems": _COUNT,

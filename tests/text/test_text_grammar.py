@@ -69,6 +69,8 @@ def test_the_suite_is_enforced_or_refused():
     ("schema", "words"),
     [
         ({"type": "array", "uniqueItems": True}, "'uniqueItems' (at #)"),
+        ({"type": "integer", "multipleOf": 1999993}, "multipleOf"),
+        ({"type": "number", "multipleOf": 1.00001}, "multipleOf"),
         ({"properties": {"a": {"not": {"type": "null"}}}}, "'not' (at #/properties/a)"),
         ({"items": {"if": {}, "then": {}}}, "'if' (at #/items)"),
         ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
