@@ -118,6 +118,7 @@ def test_the_given_tensor_is_filled_on_the_cpu_too() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says of the mode that it is a prototype
 def test_nothing_waits_for_the_gpu_and_a_graph_repeats_it() -> None:
     rng = np.random.default_rng(6)
     state, tokens, lens = random_state(rng, 20)

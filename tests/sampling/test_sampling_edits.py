@@ -47,14 +47,14 @@ def cases(rng: np.random.Generator) -> list[tuple[SamplingParams, list[list[int]
 
 
 @pytest.mark.parametrize("way", ["torch", "native", "kernels"])
-def test_every_way_makes_the_same_edits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {}
+def test_every_way_makes_the_same_edits(way: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, place = {}, torch.device("cpu")
     if way == "native":
         options["native"] = native()
     elif way == "kernels":
         pytest.importorskip("triton")
         mend(monkeypatch)
-        options["by_kernels"] = True
+        options["by_kernels"], place = True, device
     for seed in range(12):
         rng = np.random.default_rng(seed)
         asked = cases(rng)
@@ -74,7 +74,9 @@ def test_every_way_makes_the_same_edits(way: str, monkeypatch: pytest.MonkeyPatc
             expected(row.tolist(), output, params, bad)
             for row, output, (params, bad) in zip(logits, outputs, asked, strict=True)
         ]
-        assert sample(logits.clone(), tokens, state, rows, lens, **options).tolist() == want, f"seed {seed}"
+        assert sample(logits.to(place, copy=True), tokens.to(place), state, rows, lens, **options).tolist() == want, (
+            f"seed {seed}"
+        )
 
 
 def test_a_row_that_left_takes_its_edits_along() -> None:
