@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, is_name, more, peek, skip_space
+from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, is_name, peek, run, skip_space
 
 _MAX_DEPTH = 100  # of nesting: far below what Python's own reader can take, so the answer never depends on the stack
 _PLAIN = re.compile(r'[^"\\]*')
@@ -72,14 +72,7 @@ def _string(reader: Reader) -> Steps[None]:
 
 def _word(reader: Reader) -> Steps[None]:
     """A number, true, false or null."""
-    start = reader.at
-    while True:
-        found = _WORD.match(reader.text, reader.at)
-        assert found is not None  # the pattern matches the empty text
-        reader.at = found.end()
-        if reader.at < len(reader.text) or not (yield from more(reader)):
-            break
-    word = reader.text[start : reader.at]
+    word = yield from run(reader, _WORD)
     if word not in ("true", "false", "null") and not _NUMBER.fullmatch(word):
         raise Malformed
 

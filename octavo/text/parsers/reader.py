@@ -94,18 +94,24 @@ def until(reader: Reader, mark: str) -> Steps[str]:
 
 def name(reader: Reader) -> Steps[str]:
     """Reads the longest run of characters that names of tools are made of: at least one."""
+    found = yield from run(reader, _NAME, _MAX_NAME)
+    if not found:
+        raise Malformed
+    return found
+
+
+def run(reader: Reader, pattern: re.Pattern[str], max_len: int | None = None) -> Steps[str]:
+    """Reads the longest run of what `pattern` matches, which matches the empty text too. A longer one than `max_len` is malformed,
+    and nobody waits for its end."""
     start = reader.at
     while True:
-        found = _NAME.match(reader.text, reader.at)
-        assert found is not None  # the pattern matches the empty text
+        found = pattern.match(reader.text, reader.at)
+        assert found is not None
         reader.at = found.end()
-        if reader.at - start > _MAX_NAME:
+        if max_len is not None and reader.at - start > max_len:
             raise Malformed
         if reader.at < len(reader.text) or not (yield from more(reader)):
-            break
-    if reader.at == start:
-        raise Malformed
-    return reader.text[start : reader.at]
+            return reader.text[start : reader.at]
 
 
 def is_name(value: object) -> bool:

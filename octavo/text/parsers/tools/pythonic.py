@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import load
-from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, find, literal, more, name, peek, skip_space
+from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, find, literal, name, peek, run, skip_space
 
 _MAX_DEPTH = 50  # of nesting; each level is a generator that every piece of text passes through
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -95,14 +95,7 @@ def _dict(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
 
 
 def _word(reader: Reader) -> Steps[Any]:
-    start = reader.at
-    while True:
-        found = _WORD.match(reader.text, reader.at)
-        assert found is not None  # the pattern matches the empty text
-        reader.at = found.end()
-        if reader.at < len(reader.text) or not (yield from more(reader)):
-            break
-    word = reader.text[start : reader.at]
+    word = yield from run(reader, _WORD)
     if word in _WORDS:
         return _WORDS[word]
     if not _NUMBER.fullmatch(word):
