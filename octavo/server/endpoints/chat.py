@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
 from octavo.server.answer_events import AnswerPiece, Answers
-from octavo.server.answers import json_answer
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
 from octavo.server.chats import (
@@ -30,11 +29,12 @@ from octavo.server.chats import (
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import PromptProgress, Usage
+from octavo.server.giving import give
 from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
-from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
+from octavo.server.sse import DONE, Frames, event
 from octavo.text import Text
 from octavo.text.parsers import Content
 from octavo.text.tools import parse_tool_choice, parse_tools
@@ -93,18 +93,7 @@ def router(service: Service) -> APIRouter:
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
         response_id = new_id("chatcmpl")
         response = _Response(service, fields, response_id, prompt, arrived, grammar)
-        if fields.stream:
-            return stream_answer(
-                service,
-                request,
-                response_id,
-                response.stream(),
-                ignored=fields.ignored,
-                resumable=fields.wants_resumable,
-                queued=response.request_ids if fields.wants_queue else (),
-            )
-        body = await until_gone(service, request.receive, response.collect())
-        return json_answer(body, fields.ignored)
+        return await give(service, request, fields, response_id, response)
 
     return router
 

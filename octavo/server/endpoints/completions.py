@@ -13,15 +13,15 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
-from octavo.server.answers import json_answer
 from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, PromptProgress, Usage
+from octavo.server.giving import give
 from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Prompts, Shape
-from octavo.server.sse import DONE, Frames, event, stream_answer, until_gone
+from octavo.server.sse import DONE, Frames, event
 from octavo.server.structured import read_grammar
 
 DEFAULT_MAX_TOKENS = 16
@@ -81,18 +81,7 @@ def router(service: Service) -> APIRouter:
         grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("cmpl")
         response = _Response(service, fields, response_id, await parse(service, fields), arrived, grammar)
-        if fields.stream:
-            return stream_answer(
-                service,
-                request,
-                response_id,
-                response.stream(),
-                ignored=fields.ignored,
-                resumable=fields.wants_resumable,
-                queued=response.request_ids if fields.wants_queue else (),
-            )
-        body = await until_gone(service, request.receive, response.collect())
-        return json_answer(body, fields.ignored)
+        return await give(service, request, fields, response_id, response)
 
     return router
 
