@@ -1,7 +1,6 @@
 """The flashinfer backend as far as a machine without it shows: what it plans, refuses and writes.
 The package's kernels are played by torch, from nothing but what they are planned with; tests/gpu has the real ones."""
 
-import dataclasses
 import importlib.util
 import random
 import sys
@@ -17,11 +16,10 @@ from octavo.attention.choose import choose
 from octavo.attention.flashinfer import FlashInferAttention, PageLists
 from octavo.attention.reference import ReferenceAttention, _attend
 from octavo.attention.turn import HeadNorms
-from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 from tests.attention.test_attention_contract import MIXES
-from tests.models.batches import Row, make_batch
+from tests.models.batches import Row, make_batch, placed
 
 CUDA = torch.device("cuda")
 
@@ -45,12 +43,6 @@ def make_rows(mix: list[tuple[int, int]], page_size: int, seed: int) -> tuple[li
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = random.Random(seed).sample(range(1, num_pages), num_pages - 1)
     return [Row([0] * 4096, [pages.pop() for _ in range(-(-sum(part) // page_size))]) for part in mix], num_pages
-
-
-def placed(batch: Batch, device: torch.device | str) -> Batch:
-    names = [field.name for field in dataclasses.fields(batch)]
-    tensors = {name: getattr(batch, name) for name in names if isinstance(getattr(batch, name), torch.Tensor)}
-    return dataclasses.replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 def attend(

@@ -12,7 +12,7 @@ from octavo.attention.reference import ReferenceAttention
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 from tests.interpreter import mend
-from tests.models.batches import Row, make_batch
+from tests.models.batches import Row, make_batch, placed
 from tests.native import native
 
 CPU = torch.device("cpu")
@@ -50,13 +50,14 @@ def steps(pages: list[list[list[int]]]) -> list[list[Batch]]:
     return [list(parts) for parts in zip(*by_group, strict=True)]
 
 
-def run(backend: AttentionBackend, batches: list[Batch], layers: list[LayerHeads]) -> torch.Tensor:
+def run(backend: AttentionBackend, batches: list[Batch], layers: list[LayerHeads], place: torch.device) -> torch.Tensor:
     for number, batch in enumerate(batches):
         backend.plan(batch)
         outputs = [
-            backend.run(layer, heads_of(10 * number + layer.index, batch.num_tokens), None, batch) for layer in layers
+            backend.run(layer, heads_of(10 * number + layer.index, batch.num_tokens).to(place), None, batch)
+            for layer in layers
         ]
-    return torch.stack(outputs)
+    return torch.stack(outputs).cpu()
 
 
 @pytest.mark.parametrize("name", ["reference", "native_cpu", "triton"])
@@ -68,21 +69,24 @@ def test_layers_that_share_a_store_do_not_meet(name: str, monkeypatch: pytest.Mo
     layers = [layer_of(index, window) for index, window in enumerate(WINDOWS)]
 
     backend: AttentionBackend
+    place = CPU
     if name == "triton":
         pytest.importorskip("triton")
         from octavo.attention.triton import TritonAttention
 
         mend(monkeypatch)
+        place = torch.device("cuda") if torch.cuda.is_available() else CPU
         backend = GroupedAttention([TritonAttention() for _ in layout.windows], layout.group_of)
     else:
         kernels = native() if name == "native_cpu" else None
         backend, _ = choose(spec(), CPU, torch.float32, torch.float32, name, kernels, layout)
     shape = backend.kv_shape(spec(), NUM_PAGES, PAGE_SIZE, 1)
-    backend.bind([torch.full(shape, 50.0)] * 4, 8)
-    found = run(backend, [grouped(parts) for parts in steps(pages)], layers)
+    backend.bind([torch.full(shape, 50.0, device=place)] * 4, 8)
+    batches = [grouped([placed(batch, place) for batch in parts]) for parts in steps(pages)]
+    found = run(backend, batches, layers, place)
 
     for index, layer in enumerate(layers):
         alone = ReferenceAttention()
         alone.bind([torch.full(alone.kv_shape(spec(), NUM_PAGES, PAGE_SIZE, 1), 50.0)] * 4, 8)
-        expected = run(alone, [parts[layout.group_of[index]] for parts in steps(pages)], [layer])
+        expected = run(alone, [parts[layout.group_of[index]] for parts in steps(pages)], [layer], CPU)
         torch.testing.assert_close(found[index], expected[0], atol=1e-5, rtol=1e-4)

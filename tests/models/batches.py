@@ -1,6 +1,7 @@
 """Batches built by hand, and rows that walk through a paged store in chunks of any size.
 Knows nothing of the scheduler or the worker."""
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -79,3 +80,9 @@ def make_batch(steps: list[tuple[Row, int]], page_size: int) -> Batch:
         query_lens_host=counts,
         seq_lens_host=lengths,
     )
+
+
+def placed(batch: Batch, device: torch.device | str) -> Batch:
+    names = [field.name for field in dataclasses.fields(batch)]
+    tensors = {name: getattr(batch, name) for name in names if isinstance(getattr(batch, name), torch.Tensor)}
+    return dataclasses.replace(batch, **{name: tensor.to(device) for name, tensor in tensors.items()})
