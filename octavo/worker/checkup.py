@@ -82,8 +82,8 @@ class Checkup:
     def needs(self) -> LoadReport:
         """As if the weights were in: how much they take, what a page takes, what is left."""
         available = self._runner.device.memory_available()
-        self._runner.check_weights_fit(self._checkpoint, available)
-        weights_bytes = self._runner.weights_needed(self._checkpoint)
+        self._runner.weights.check_fit(self._checkpoint, available)
+        weights_bytes = self._runner.weights.needed(self._checkpoint)
         report = self._report()
         return msgspec.structs.replace(
             report,

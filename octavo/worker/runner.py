@@ -3,7 +3,6 @@ Knows nothing of requests, of other ranks' processes, or of why the plan is what
 
 import importlib
 import importlib.util
-import math
 from types import ModuleType
 
 import torch
@@ -14,12 +13,10 @@ from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
 from octavo.config import Config
 from octavo.device import Device, pick
-from octavo.errors import ConfigError
 from octavo.kernels.sizes import ladder
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.fp8 import check_fp8
-from octavo.layers.linear import fp8_saving
 from octavo.layers.mlp import rehearse_gates
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
@@ -31,13 +28,11 @@ from octavo.spec import ModelSpec, PageLayout
 from octavo.text import load_text
 from octavo.text.vocabulary import Vocabulary
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
-from octavo.weights.dummy import dummy_tensors
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
 from octavo.worker.graphs import Graphs, is_plain_greedy
 from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
-from octavo.worker.memory import decoded_weights, weights_too_large
 from octavo.worker.native import WholeSteps, find_native, held, record
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.pooling import take_pooled
@@ -46,6 +41,7 @@ from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_sco
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, Step
 from octavo.worker.stores import Stores
+from octavo.worker.weights import Weights
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
@@ -53,7 +49,6 @@ _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
 _KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
 _START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
 _MAX_UNCOLLECTED = 2  # as executor.base says
-_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 
 
 class Runner:
@@ -62,6 +57,7 @@ class Runner:
     spec: ModelSpec
     limits: Limits
     model: DecoderModel
+    weights: Weights
     layout: PageLayout
     attention: AttentionBackend
     stores: Stores
@@ -85,7 +81,7 @@ class Runner:
         available = self.device.memory_available()
         with torch.inference_mode(), memory_errors(self.limits.dtype, available):
             self.build(checkpoint, context)
-            self._fill(checkpoint, available)
+            self._notes += self.weights.fill(checkpoint, available)
         if self._native is not None:
             self._notes.append(held(self.model))
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
@@ -116,6 +112,9 @@ class Runner:
         self.model = family.Model(checkpoint.config, self.spec, context)
         if context.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
+        self.weights = Weights(
+            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, self._keeps_packed
+        )
 
     def choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
         """Who computes, in which types: what the layers are built with."""
@@ -195,12 +194,8 @@ class Runner:
         num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
         chunk = max(1, min(32, self.limits.max_model_len // 2))
         with importlib.import_module("octavo.kernels.rehearse").rehearsal(usable_cores()):
-            for tokens, rows, prefix_len in (
-                (1, 1, 0),
-                (num_rows, num_rows, 0),
-                (num_tokens, num_rows, 0),
-                (chunk, 1, chunk),
-            ):
+            sizes = ((1, 1, 0), (num_rows, num_rows, 0), (num_tokens, num_rows, 0), (chunk, 1, chunk))
+            for tokens, rows, prefix_len in sizes:
                 self._try(tokens, rows, rows > 1, prefix_len)
                 self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
             rehearse_gates(self.model, num_tokens)
@@ -300,9 +295,7 @@ class Runner:
         if self.rows.pooling.keys().isdisjoint(assembled.sample_rows.tolist()) and not wants_prompt_scores(
             self.rows.sampling, columns
         ):
-            if (
-                not self.device.is_cuda
-            ):  # its tokens are here; a GPU's are on their way, and its pass runs beside us anyway
+            if not self.device.is_cuda:  # tokens are here; a GPU's are on their way, and its pass runs beside us anyway
                 self.rows.sampling.grammars.begin(assembled.sample_rows, assembled.sample_lens)
             logits = self._logits(assembled.batch)
         else:
@@ -356,62 +349,12 @@ class Runner:
         done.record()
         return Step(number, home, done, extras)
 
-    def _fill(self, checkpoint: Checkpoint, available: int) -> None:
-        self.check_weights_fit(checkpoint, available)
-        dtype, place = self.weight_dtype, self.device.torch_device
-        if self.config.model.load_format == "dummy":
-            tensors = dummy_tensors(self._shapes(), place, dtype)
-        else:
-            tensors = checkpoint.tensors(place, dtype, keep_packed=self._keeps_packed)
-        self.model.load(tensors)
-        if checkpoint.weights is not None and checkpoint.weights.packing:
-            note = decoded_weights(
-                self.model.weights_bytes,
-                checkpoint.num_bytes // self.group.size,
-                checkpoint.weights.packing,
-                str(dtype).removeprefix("torch."),
-            )
-            self._notes += [note] if note else []
-
-    def check_weights_fit(self, checkpoint: Checkpoint, available: int) -> None:
-        needed = self.weights_needed(checkpoint)
-        if needed > available:
-            saving = self._offered_saving(self.weight_dtype)
-            raise ConfigError(weights_too_large(needed, self.limits.dtype, available, needed - saving if saving else 0))
-
-    def weights_needed(self, checkpoint: Checkpoint) -> int:
-        """Bytes that this rank's weights will take, as they will be held."""
-        dtype = self.weight_dtype
-        whole = sum(map(math.prod, self._shapes().values())) * dtype.itemsize // self.group.size
-        match self.config.model.quantization:
-            case "fp8":
-                return whole - fp8_saving(self.model)
-            case "int8" | "int4":
-                return int(whole / dtype.itemsize * _ROUNDED_BYTES[self.config.model.quantization])
-            case _:
-                if self._keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
-                    return min(whole, checkpoint.weights.held_bytes(dtype.itemsize) // self.group.size)
-                return whole
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
-
-    def _offered_saving(self, dtype: torch.dtype) -> int:
-        """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
-        if self.config.model.quantization == "fp8":
-            return 0
-        try:
-            check_fp8(self.device.torch_device, dtype)
-        except ConfigError:
-            return 0
-        return fp8_saving(self.model)
-
     def report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
         limits, page_bytes = self.limits, self.stores.page_bytes
         place = self.device.torch_device
         has_8_bits = memory is not None and self.kv_dtype == dtype
         has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
-        saving = 0 if memory is None else self._offered_saving(dtype)
+        saving = 0 if memory is None else self.weights.offered_saving(dtype)
         host_available = pick("cpu").memory_available() // self.group.size
         return LoadReport(
             device=self.device.describe(limits.cpu_threads),

@@ -1,0 +1,80 @@
+"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them.
+Knows nothing of steps or pages, or of who multiplies with them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from octavo.config import ModelConfig
+from octavo.device import Device
+from octavo.errors import ConfigError
+from octavo.layers.fp8 import check_fp8
+from octavo.layers.linear import fp8_saving
+from octavo.layers.model import DecoderModel
+from octavo.weights.checkpoint import Checkpoint
+from octavo.weights.dummy import dummy_tensors
+from octavo.worker.memory import decoded_weights, weights_too_large
+
+_ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    model: DecoderModel  # built, with room for its weights
+    config: ModelConfig
+    dtype: torch.dtype  # of those that are not packed
+    device: Device
+    num_ranks: int
+    keeps_packed: bool
+
+    def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
+        """Read them in. → what there is to say of them."""
+        self.check_fit(checkpoint, available)
+        place = self.device.torch_device
+        if self.config.load_format == "dummy":
+            tensors = dummy_tensors(self._shapes(), place, self.dtype)
+        else:
+            tensors = checkpoint.tensors(place, self.dtype, keep_packed=self.keeps_packed)
+        self.model.load(tensors)
+        if checkpoint.weights is None or not checkpoint.weights.packing:
+            return []
+        stored = checkpoint.num_bytes // self.num_ranks
+        note = decoded_weights(self.model.weights_bytes, stored, checkpoint.weights.packing, self._dtype_name)
+        return [note] if note else []
+
+    def check_fit(self, checkpoint: Checkpoint, available: int) -> None:
+        needed = self.needed(checkpoint)
+        if needed > available:
+            saving = self.offered_saving(self.dtype)
+            raise ConfigError(weights_too_large(needed, self._dtype_name, available, needed - saving if saving else 0))
+
+    def needed(self, checkpoint: Checkpoint) -> int:
+        """Bytes that this rank's weights will take, as they will be held."""
+        whole = sum(map(math.prod, self._shapes().values())) * self.dtype.itemsize // self.num_ranks
+        match self.config.quantization:
+            case "fp8":
+                return whole - fp8_saving(self.model)
+            case "int8" | "int4":
+                return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
+            case _:
+                if self.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
+                    return min(whole, checkpoint.weights.held_bytes(self.dtype.itemsize) // self.num_ranks)
+                return whole
+
+    def offered_saving(self, dtype: torch.dtype) -> int:
+        """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
+        if self.config.quantization == "fp8":
+            return 0
+        try:
+            check_fp8(self.device.torch_device, dtype)
+        except ConfigError:
+            return 0
+        return fp8_saving(self.model)
+
+    @property
+    def _dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
