@@ -15,9 +15,23 @@ MAX_AUTO_API_PROCESSES = 8
 MAX_LOGPROBS = 20  # of the likeliest tokens at one position, the most that any request may ask for
 
 
-def knob(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "", kind: str = "") -> Any:
-    """A field that is also a flag. `flag`: its name where that differs from the field's; `kind`: how to read its text."""
-    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag, "kind": kind})
+def knob(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    flag: str = "",
+    kind: str = "",
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field that is also a flag. `flag`: its name where that differs from the field's; `kind`: how to read its text.
+    `above` (the number itself excluded), `least`, `most`: between which it must lie where it is a number; auto always may."""
+    within = (above, least, most)
+    return field(
+        default=default, metadata={"help": help, "choices": choices, "flag": flag, "kind": kind, "within": within}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +46,10 @@ class ModelConfig:
         choices=(AUTO, "float32", "bfloat16", "float16"),
     )
     max_model_len: int | str = knob(
-        AUTO, "longest prompt plus output, in tokens (8k = 8192); auto: what model and memory allow", kind="tokens"
+        AUTO,
+        "longest prompt plus output, in tokens (8k = 8192); auto: what model and memory allow",
+        kind="tokens",
+        least=1,
     )
     served_model_name: str = knob("", "name clients use; empty: the model's own")
     seed: int = knob(0, "base of the seeds of offline requests that bring none")
@@ -56,9 +73,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    page_size: int = knob(16, "tokens in a KV page", flag="block-size")
+    page_size: int = knob(16, "tokens in a KV page", flag="block-size", least=1)
     kv_cache_memory_bytes: int | str = knob(
-        AUTO, "size of the KV store (2G, 512M, bytes); auto: measured", kind="bytes"
+        AUTO, "size of the KV store (2G, 512M, bytes); auto: measured", kind="bytes", least=1
     )
     kv_cache_dtype: str = knob(
         AUTO,
@@ -67,22 +84,32 @@ class CacheConfig:
         choices=(AUTO, "fp8", "float32", "float16", "int8"),
     )
     gpu_memory_utilization: float = knob(
-        0.92, "share of the GPU's memory for weights, KV pages and working space when the KV size is auto"
+        0.92,
+        "share of the GPU's memory for weights, KV pages and working space when the KV size is auto",
+        above=0,
+        most=1,
     )
     swap_space: float = knob(
-        0.0, "GiB of host memory to which preempted requests are swapped; 0: they are computed again"
+        0.0,
+        "GiB of host memory to which preempted requests are swapped; 0: they are computed again",
+        least=0,
+        most=MAX_GIB,
     )
     enable_prefix_caching: bool = knob(True, "share the pages of equal prompt prefixes")
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    max_num_seqs: int | str = knob(AUTO, "rows: sequences that run at once", kind="tokens")
+    max_num_seqs: int | str = knob(AUTO, "rows: sequences that run at once", kind="tokens", least=1)
     max_num_batched_tokens: int | str = knob(
-        AUTO, "tokens computed in one step, prefill chunks and decodes together", kind="tokens"
+        AUTO, "tokens computed in one step, prefill chunks and decodes together", kind="tokens", least=1
     )
-    max_waiting_requests: int = knob(4096, "requests that may wait for a row; more are refused with 429; 0: any number")
-    max_waiting_tokens: int = knob(2**23, "prompt tokens that may wait, of all requests together; 0: any number")
+    max_waiting_requests: int = knob(
+        4096, "requests that may wait for a row; more are refused with 429; 0: any number", least=0
+    )
+    max_waiting_tokens: int = knob(
+        2**23, "prompt tokens that may wait, of all requests together; 0: any number", least=0
+    )
     scheduling_policy: str = knob(
         "fcfs",
         "who is next. fcfs: strictly in the order of arrival; priority: requests with a lower `priority` first, in the order of "
@@ -93,9 +120,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    tensor_parallel_size: int = knob(1, "ranks that share every layer", flag="tensor-parallel-size,tp")
+    tensor_parallel_size: int = knob(1, "ranks that share every layer", flag="tensor-parallel-size,tp", least=1)
     cpu_threads: int | str = knob(
-        AUTO, "compute threads per rank on the CPU; auto: the cores, shared by the ranks", kind="tokens"
+        AUTO, "compute threads per rank on the CPU; auto: the cores, shared by the ranks", kind="tokens", least=1
     )
     # Off: measured, it wins nothing where the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "bind every compute thread but a rank's first to one core, rank by rank")
@@ -104,7 +131,7 @@ class ParallelConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = knob("127.0.0.1", "address to listen on")
-    port: int = knob(8000, "port to listen on; 0: any free one")
+    port: int = knob(8000, "port to listen on; 0: any free one", least=0, most=65535)
     api_key: str = knob(
         "",
         "key that clients must send as 'Authorization: Bearer KEY'; several: give the flag again, or separate by commas; "
@@ -119,18 +146,22 @@ class ServerConfig:
         "processes that parse, tokenize and stream; auto: one for each four cores, at most 8",
         flag="api-processes,api-server-count",
         kind="tokens",
+        least=1,
     )
     max_body_bytes: int | str = knob(32 * 2**20, "largest request body", kind="bytes")
     max_schema_bytes: int | str = knob(
         256 * 2**10, "largest JSON schema, grammar or regex that says what an answer must look like", kind="bytes"
     )
-    max_messages: int = knob(10_000, "most messages of one chat request")
-    max_n: int = knob(128, "most choices (n) of one request")
+    max_messages: int = knob(10_000, "most messages of one chat request", least=1)
+    max_n: int = knob(128, "most choices (n) of one request", least=1)
     max_logprobs: int = knob(
-        MAX_LOGPROBS, f"most of the likeliest tokens whose logprobs one request may ask for, at most {MAX_LOGPROBS}"
+        MAX_LOGPROBS,
+        f"most of the likeliest tokens whose logprobs one request may ask for, at most {MAX_LOGPROBS}",
+        least=0,
+        most=MAX_LOGPROBS,
     )
     max_stored_responses: int = knob(
-        1000, "responses that each API process keeps for previous_response_id, the latest used ones; 0: none"
+        1000, "responses that each API process keeps for previous_response_id, the latest used ones; 0: none", least=0
     )
     max_stored_response_bytes: int | str = knob(64 * 2**20, "most memory for those", kind="bytes")
     strict_fields: bool = knob(
@@ -138,15 +169,20 @@ class ServerConfig:
         "refuse requests with a field that is unknown or without effect; off: such fields are named back in ignored_fields",
     )
     stream_interval: int = knob(
-        1, "tokens in one event of a stream, the first one's aside, where a request does not say"
+        1, "tokens in one event of a stream, the first one's aside, where a request does not say", least=1
     )
     sse_keep_alive_interval: float = knob(
-        0.0, "seconds after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never"
+        0.0,
+        "seconds after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never",
+        least=0,
+        most=MAX_SECONDS,
     )
     resume_seconds: float = knob(
         60.0,
         "seconds for which a stream whose request set stream_options.resumable goes on, and can be read on, without its "
         "client; 0: no stream can be resumed",
+        least=0,
+        most=MAX_SECONDS,
     )
     resume_bytes: int | str = knob(
         64 * 2**20,
@@ -193,21 +229,27 @@ class ServerConfig:
     )
     log_format: str = knob("text", "lines of the log: for people, or one JSON object each", choices=("text", "json"))
     log_prompts: bool = knob(False, "show prompts in the lines of --enable-log-requests")
-    max_log_len: int = knob(1000, "characters of a prompt that --log-prompts shows")
+    max_log_len: int = knob(1000, "characters of a prompt that --log-prompts shows", least=1)
     otlp_traces_endpoint: str = knob(
         "", "URL to which every request is sent as OpenTelemetry spans (OTLP over HTTP); needs octavo[otel]"
     )
     journey_bytes: int | str = knob(
         16 * 2**20, "memory for what happened to the last requests (GET /v1/requests/ID)", kind="bytes"
     )
-    shutdown_timeout: float = knob(30.0, "seconds that running requests get to finish after SIGTERM")
+    shutdown_timeout: float = knob(
+        30.0, "seconds that running requests get to finish after SIGTERM", least=0, most=MAX_SECONDS
+    )
     step_timeout: float = knob(
         300.0,
         "seconds after which an engine whose step does not end is killed, and another goes on with its requests; a tenth of "
         "that where nothing is computed; 0: never",
+        least=0,
+        most=MAX_SECONDS,
     )
     max_engine_restarts: int = knob(
-        20, "times in ten minutes that a new engine takes over from one that has ended, before the server gives up"
+        20,
+        "times in ten minutes that a new engine takes over from one that has ended, before the server gives up",
+        least=0,
     )
 
     @property
@@ -226,11 +268,13 @@ class BatchConfig:
     files_folder: str = knob(
         "", "folder that keeps /v1/files and /v1/batches over restarts; empty: a temporary one, removed at the end"
     )
-    max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes")
-    max_files_bytes: int | str = knob(2 * 2**30, "bytes of all files together, batches' outputs included", kind="bytes")
-    max_files: int = knob(1000, "most files kept at once")
+    max_file_bytes: int | str = knob(200 * 2**20, "largest file that may be uploaded", kind="bytes", least=1)
+    max_files_bytes: int | str = knob(
+        2 * 2**30, "bytes of all files together, batches' outputs included", kind="bytes", least=1
+    )
+    max_files: int = knob(1000, "most files kept at once", least=1)
     batch_concurrency: int | str = knob(
-        AUTO, "requests of all batches that run at once; auto: a quarter of --max-num-seqs", kind="tokens"
+        AUTO, "requests of all batches that run at once; auto: a quarter of --max-num-seqs", kind="tokens", least=1
     )
 
     @property
@@ -249,89 +293,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """What can be refused without looking at a model or a machine."""
-        self._check_choices()
-        for name, value, ok, limit in (
-            ("--block-size", self.cache.page_size, self.cache.page_size >= 1, "at least 1"),
-            (
-                "--gpu-memory-utilization",
-                self.cache.gpu_memory_utilization,
-                0 < self.cache.gpu_memory_utilization <= 1,
-                "above 0 and at most 1",
-            ),
-            ("--swap-space", self.cache.swap_space, 0 <= self.cache.swap_space <= MAX_GIB, f"between 0 and {MAX_GIB}"),
-            ("--max-num-seqs", self.scheduler.max_num_seqs, _positive(self.scheduler.max_num_seqs), "at least 1"),
-            (
-                "--max-num-batched-tokens",
-                self.scheduler.max_num_batched_tokens,
-                _positive(self.scheduler.max_num_batched_tokens),
-                "at least 1",
-            ),
-            *(
-                (name, number, number >= 0, "at least 0")
-                for name, number in (
-                    ("--max-waiting-requests", self.scheduler.max_waiting_requests),
-                    ("--max-waiting-tokens", self.scheduler.max_waiting_tokens),
-                    ("--max-engine-restarts", self.server.max_engine_restarts),
-                )
-            ),
-            ("--max-model-len", self.model.max_model_len, _positive(self.model.max_model_len), "at least 1"),
-            (
-                "--kv-cache-memory-bytes",
-                self.cache.kv_cache_memory_bytes,
-                _positive(self.cache.kv_cache_memory_bytes),
-                "at least 1",
-            ),
-            ("--cpu-threads", self.parallel.cpu_threads, _positive(self.parallel.cpu_threads), "at least 1"),
-            (
-                "--tensor-parallel-size",
-                self.parallel.tensor_parallel_size,
-                self.parallel.tensor_parallel_size >= 1,
-                "at least 1",
-            ),
-            ("--api-processes", self.server.api_processes, _positive(self.server.api_processes), "at least 1"),
-            ("--max-log-len", self.server.max_log_len, self.server.max_log_len >= 1, "at least 1"),
-            ("--port", self.server.port, 0 <= self.server.port <= 65535, "between 0 and 65535"),
-            ("--max-messages", self.server.max_messages, self.server.max_messages >= 1, "at least 1"),
-            ("--max-n", self.server.max_n, self.server.max_n >= 1, "at least 1"),
-            (
-                "--max-logprobs",
-                self.server.max_logprobs,
-                0 <= self.server.max_logprobs <= MAX_LOGPROBS,
-                f"between 0 and {MAX_LOGPROBS}",
-            ),
-            (
-                "--max-stored-responses",
-                self.server.max_stored_responses,
-                self.server.max_stored_responses >= 0,
-                "at least 0",
-            ),
-            ("--stream-interval", self.server.stream_interval, self.server.stream_interval >= 1, "at least 1"),
-            ("--max-files", self.batches.max_files, self.batches.max_files >= 1, "at least 1"),
-            *(
-                (name, value, isinstance(value, int) and value >= 1, "at least 1")
-                for name, value in (
-                    ("--max-file-bytes", self.batches.max_file_bytes),
-                    ("--max-files-bytes", self.batches.max_files_bytes),
-                )
-            ),
-            (
-                "--batch-concurrency",
-                self.batches.batch_concurrency,
-                _positive(self.batches.batch_concurrency),
-                "at least 1",
-            ),
-            *(
-                (name, seconds, 0 <= seconds <= MAX_SECONDS, f"between 0 and {MAX_SECONDS}")
-                for name, seconds in (
-                    ("--shutdown-timeout", self.server.shutdown_timeout),
-                    ("--sse-keep-alive-interval", self.server.sse_keep_alive_interval),
-                    ("--resume-seconds", self.server.resume_seconds),
-                    ("--step-timeout", self.server.step_timeout),
-                )
-            ),
-        ):
-            if not ok:
-                raise ConfigError(f"{name} must be {limit}, got {value}")
+        for section, cls in sections():
+            for option in dataclasses.fields(cls):
+                _check_value(option, getattr(getattr(self, section), option.name))
         self._check_door()
 
     def _check_door(self) -> None:
@@ -349,23 +313,32 @@ class Config:
                 "--allow-credentials with --allowed-origins * would let any web page act for its visitors: name the origins"
             )
 
-    def _check_choices(self) -> None:
-        """Flags are checked as they are read; an option of Python's LLM is not."""
-        for section, cls in sections():
-            for option in dataclasses.fields(cls):
-                value, choices = getattr(getattr(self, section), option.name), option.metadata["choices"]
-                if choices and value not in choices:
-                    flag = "--" + option.name.replace("_", "-")
-                    raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+
+def _check_value(option: "dataclasses.Field[Any]", value: Any) -> None:
+    """Flags are checked as they are read; an option of Python's LLM is not."""
+    flag = "--" + (option.metadata["flag"].split(",")[0] or option.name.replace("_", "-"))
+    choices, (above, least, most) = option.metadata["choices"], option.metadata["within"]
+    if choices and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(choices)}, got {value!r}")
+    if (above, least, most) == (None, None, None) or (value == AUTO and option.default == AUTO):
+        return
+    is_number = isinstance(value, int | float)
+    is_low_enough = is_number and (most is None or value <= most)
+    is_high_enough = is_number and (least is None or value >= least) and (above is None or value > above)
+    if not (is_low_enough and is_high_enough):
+        raise ConfigError(f"{flag} must be {_in_words(above, least, most)}, got {value}")
+
+
+def _in_words(above: float | None, least: float | None, most: float | None) -> str:
+    if above is None and least is not None and most is not None:
+        return f"between {least} and {most}"
+    parts = ((above, "above"), (least, "at least"), (most, "at most"))
+    return " and ".join(f"{word} {number}" for number, word in parts if number is not None)
 
 
 def split_list(text: str) -> list[str]:
     """The entries of a `list` knob: between commas."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
-
-
-def _positive(value: int | str) -> bool:
-    return value == AUTO or (isinstance(value, int) and value >= 1)
 
 
 def or_else(value: int | str, otherwise: int) -> int:
