@@ -10,10 +10,7 @@ from benchmarks.torture.faults import FLAGS, Campaign, Row
 from benchmarks.torture.fuzz import fuzz
 from benchmarks.torture.house import House
 from benchmarks.torture.soak import FLAGS as SOAK_FLAGS
-from benchmarks.torture.soak import soak
-
-MAX_GROWTH = 0.1
-"""Resident memory may be this much larger after a soak than when it was warm."""
+from benchmarks.torture.soak import Look, Soak, slope, steady, verdict
 
 
 def main() -> int:
@@ -24,6 +21,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults whose name holds this (kill_engine, disconnect …)")
     parser.add_argument("--requests", type=int, default=100_000, help="fuzz: hostile ones (default: 100000)")
     parser.add_argument("--minutes", type=float, default=30.0, help="soak (default: 30)")
+    parser.add_argument("--clients", type=int, default=32, help="soak: at one time (default: 32)")
     parser.add_argument("--seed", type=int, default=0, help="of the dice (default: 0)")
     arguments = parser.parse_args()
     campaigns = {"faults": run_faults, "fuzz": run_fuzz, "soak": run_soak}
@@ -74,20 +72,38 @@ def run_fuzz(arguments: argparse.Namespace) -> int:
 
 
 def run_soak(arguments: argparse.Namespace) -> int:
-    with House(*SOAK_FLAGS) as house:
-        count, looks = asyncio.run(soak(house, arguments.minutes, arguments.seed))
+    print(f"soak of {arguments.minutes:g} minutes, {arguments.clients} clients, seed {arguments.seed}")
     print(
-        f"soak of {arguments.minutes:g} minutes: {count.answers:,} answers, {count.left:,} clients left, {count.errors} errors"
+        "  minute  all resident  without files  open files  threads  pages used/cached/free  most used  preempted",
+        flush=True,
     )
-    print("  at  resident  open files  pages in use")
-    for tenth, look in enumerate(looks):
-        print(f"  {tenth * 10:3d}%  {look.resident / 2**20:6.1f} MiB  {look.open_files:6d}  {look.pages:6d}")
-    growth = looks[-1].resident / looks[0].resident - 1
-    print(f"  resident memory {growth:+.1%}\n")
-    return (
-        1
-        if count.errors or looks[-1].pages or growth > MAX_GROWTH or looks[-1].open_files > looks[0].open_files + 8
-        else 0
+    with House(*SOAK_FLAGS) as house:
+        soak = Soak(house, arguments.minutes, arguments.seed, arguments.clients)
+        looks = asyncio.run(soak.run(_show_look))
+    count = soak.count
+    print("  asked: " + ", ".join(f"{kind} {number:,}" for kind, number in count.asked.most_common()))
+    print(
+        f"  {count.answers:,} whole answers, {count.left:,} clients left, {count.preemptions:,} preemptions, "
+        f"{count.killed} engine killed, {count.canaries:,} canaries ({count.changed} changed), {len(count.errors)} errors"
+    )
+    for error in count.errors[:10]:
+        print(f"    {error}")
+    part = steady(looks)
+    minutes = part[-1].minute - part[0].minute
+    print(f"  steady part, {minutes:.1f} minutes: {slope(part) / 2**10:+.0f} KiB a minute", end="")
+    print(f" on {part[0].held.private / 2**20:.0f} MiB")
+    problems = verdict(looks, count)
+    print(f"  verdict: {'; '.join(problems) or 'flat, nothing lost, nothing leaked'}\n")
+    return 1 if problems else 0
+
+
+def _show_look(look: Look) -> None:
+    held = look.held
+    pages = "/".join(map(str, look.pages.values()))
+    print(
+        f"  {look.minute:6.1f}  {held.proportional / 2**20:8.1f} MiB  {held.private / 2**20:9.1f} MiB  {held.open_files:10d}  "
+        f"{held.threads:7d}  {pages:>22}  {look.most_pages:9d}  {look.preemptions:9d}",
+        flush=True,
     )
 
 

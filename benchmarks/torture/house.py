@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,34 @@ def resident(pid: int) -> int:
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
-def open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+def family(pid: int) -> list[int]:
+    """The process and all that descend from it."""
+    found = [pid]
+    for member in found:
+        found += children_of(member)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What all processes of a server hold together."""
+
+    proportional: int  # bytes resident; what several share is counted once
+    private: int  # of these, without what lies in files: no other process's doing
+    open_files: int
+    threads: int
+    processes: int
+
+
+def held(pids: list[int]) -> Held:
+    sizes: Counter[str] = Counter()
+    num_files = num_threads = 0
+    for pid in pids:
+        for name, size in re.findall(r"^(Pss\w*):\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M):
+            sizes[name] += int(size) * 1024
+        num_files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        num_threads += len(list(Path(f"/proc/{pid}/task").iterdir()))
+    return Held(sizes["Pss"], sizes["Pss_Anon"] + sizes["Pss_Shmem"], num_files, num_threads, len(pids))
 
 
 class House:
@@ -103,20 +130,26 @@ class House:
         finally:
             await client.close()
 
-    async def used_pages(self) -> int:
-        """Once nothing runs: what is still held then has leaked."""
+    def held(self) -> Held:
+        return held(family(self.process.pid))
+
+    async def metrics(self) -> str:
         client = self.client()
-        deadline = time.monotonic() + QUIET_LIMIT_S
         try:
-            while True:
-                text = (await client.get("/metrics")).decode()
-                busy = sum(_metric(text, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
-                used = _metric(text, "octavo:kv_pages", 'state="used"')
-                if (not busy and not used) or time.monotonic() > deadline:
-                    return int(used)
-                await asyncio.sleep(0.1)
+            return (await client.get("/metrics")).decode()
         finally:
             await client.close()
+
+    async def used_pages(self) -> int:
+        """Once nothing runs: what is still held then has leaked."""
+        deadline = time.monotonic() + QUIET_LIMIT_S
+        while True:
+            text = await self.metrics()
+            busy = sum(read_metric(text, f"vllm:num_requests_{state}") for state in ("running", "waiting"))
+            used = read_metric(text, "octavo:kv_pages", 'state="used"')
+            if (not busy and not used) or time.monotonic() > deadline:
+                return used
+            await asyncio.sleep(0.1)
 
     async def _wait_until_well(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -126,9 +159,9 @@ class House:
             await asyncio.sleep(0.05)
 
 
-def _metric(text: str, name: str, label: str = "") -> float:
+def read_metric(text: str, name: str, label: str = "") -> int:
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(name) and label in line]
-    return sum(float(value) for key, value in lines if key.split("{")[0] == name)
+    return int(sum(float(value) for key, value in lines if key.split("{")[0] == name))
 
 
 @dataclass(slots=True)

@@ -1,82 +1,202 @@
-"""The soak: minutes of mixed load with clients that leave and memory that runs out; what was held before and after.
+"""The soak: minutes of mixed load with clients that leave, pages that run out and an engine that is killed; what was held, look by look.
 Knows nothing of how the load is answered."""
 
 import asyncio
+import itertools
 import json
+import os
 import random
+import signal
+import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from benchmarks.torture.house import House, children_of, open_files, resident
-from octavo.bench.http_stream import HTTPFailure
+from benchmarks.torture.house import Held, House, read_metric
+from benchmarks.torture.mixed import ask
+from octavo.bench.http_stream import Client, HTTPFailure
 
 # So few pages that long answers push one another out.
 FLAGS = ("--kv-cache-memory-bytes", "48M", "--max-model-len", "1024", "--api-processes", "2")
+_CANARY = {"prompt": "Once upon a time there was a", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+"""Asked again and again in the crowd: its answer must never change."""
+MAX_SLOPE = 0.01
+"""Of what is held: how much of it may come on top in the steady part, by the line through its looks."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    resident: int  # bytes, of all of the server's processes
-    open_files: int
-    pages: int
-
-
-async def held(house: House) -> Held:
-    """When nothing runs."""
-    pages = await house.used_pages()
-    pids = [house.process.pid, *children_of(house.process.pid)]
-    return Held(sum(map(resident, pids)), sum(map(open_files, pids)), pages)
+class Look:
+    minute: float
+    engine: int  # its process number: another engine's memory is another's
+    held: Held  # when nothing runs
+    pages: dict[str, int]  # by state, when nothing runs
+    most_pages: int  # in use at one time since the look before, as far as it was seen
+    preemptions: int  # since the start
 
 
 @dataclass(slots=True)
 class Count:
+    asked: Counter[str] = field(default_factory=Counter)
     answers: int = 0
     left: int = 0
-    errors: int = 0
+    canaries: int = 0
+    changed: int = 0  # canaries that sang another song
+    errors: list[str] = field(default_factory=list)
+    killed: int = 0
+    preemptions: int = 0
 
 
-async def soak(house: House, minutes: float, seed: int, num_clients: int = 48) -> tuple[Count, list[Held]]:
-    """→ what was done, and what was held at the start, at each tenth, and at the end."""
-    count, dice = Count(), random.Random(seed)
-    # What the first requests make the server take for good is no leak.
-    await _rounds(house, count, dice, time.monotonic() + min(30.0, minutes * 6), num_clients)
-    looks = [await held(house)]
-    began = time.monotonic()
-    for tenth in range(1, 11):
-        await _rounds(house, count, dice, began + minutes * 6 * tenth, num_clients)
-        looks.append(await held(house))
-    return count, looks
+class Soak:
+    def __init__(self, house: House, minutes: float, seed: int, num_clients: int) -> None:
+        self._house, self._minutes, self._num_clients = house, minutes, num_clients
+        self._dice = random.Random(seed)
+        self._song = ""
+        self._most_pages = 0
+        self._preempted: dict[int, int] = {}  # by engine
+        self.count = Count()
 
+    async def run(self, show: Callable[[Look], None]) -> list[Look]:
+        """One look before the load, one when it is warm, and then at every minute, or tenth if that is sooner."""
+        interval = min(60.0, self._minutes * 6)
+        num_looks = max(2, round(self._minutes * 60 / interval))
+        self._song = await self._sing(client := self._house.client())
+        await client.close()
+        began = time.monotonic()
+        looks = [await self._look(0.0)]
+        show(looks[0])
+        for number in range(1, num_looks + 1):
+            until = began + number * interval
+            if number < num_looks and time.monotonic() + interval / 2 > until:
+                continue  # the answers before were long
+            # A third of the way: what the next engine has to fill for good is full well before the end.
+            await self._load(until, kills=not self.count.killed and number >= num_looks // 3)
+            looks.append(await self._look((time.monotonic() - began) / 60))
+            show(looks[-1])
+        return looks
 
-async def _rounds(house: House, count: Count, dice: random.Random, until: float, num_clients: int) -> None:
-    clients = [random.Random(dice.random()) for _ in range(num_clients)]
-    await asyncio.gather(*(_client(house, count, each, until) for each in clients))
-
-
-async def _client(house: House, count: Count, dice: random.Random, until: float) -> None:
-    client = house.client()
-    while time.monotonic() < until:
-        body = {
-            "prompt": " ".join(dice.choices(("tree", "river", "stone", "cloud", "fish"), k=dice.choice([5, 50, 400]))),
-            "max_tokens": dice.choice([4, 40, 300]),
-            "temperature": dice.choice([0, 1.0]),
-            "n": dice.choice([1, 1, 1, 3]),
-            "stop": dice.choice([None, ["."]]),
-            "stream": True,
+    async def _look(self, minute: float) -> Look:
+        await self._house.used_pages()
+        text = await self._house.metrics()
+        pages = {
+            state: read_metric(text, "octavo:kv_pages", f'state="{state}"') for state in ("used", "cached", "free")
         }
-        leaves_after = dice.choice([None, None, 1, 20])
-        num_events = 0
-        try:
-            async with aclosing(client.post_events("/v1/completions", json.dumps(body).encode())) as events:
-                async for event in events:
-                    num_events += 1
-                    count.errors += b'"error"' in event
-                    if num_events == leaves_after:
-                        count.left += 1
-                        break
+        engine = self._house.engine()
+        self._note(engine, text)
+        most, self._most_pages = self._most_pages, 0
+        return Look(minute, engine, self._house.held(), pages, most, self.count.preemptions)
+
+    def _note(self, engine: int, text: str) -> None:
+        self._most_pages = max(self._most_pages, read_metric(text, "octavo:kv_pages", 'state="used"'))
+        self._preempted[engine] = read_metric(text, "vllm:num_preemptions_total")
+        self.count.preemptions = sum(self._preempted.values())
+
+    async def _load(self, until: float, kills: bool) -> None:
+        clients = [random.Random(self._dice.random()) for _ in range(self._num_clients)]
+        watching = asyncio.create_task(self._watch())
+        killing = asyncio.create_task(self._kill((until - time.monotonic()) / 2)) if kills else None
+        await asyncio.gather(self._canary(until), *(self._client(dice, until) for dice in clients))
+        watching.cancel()
+        await asyncio.wait({watching})
+        if killing is not None:
+            await killing
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            try:
+                engine, text = self._house.engine(), await self._house.metrics()
+                self._note(engine, text)
+            except (OSError, HTTPFailure, ValueError):  # there is none just now
+                continue
+
+    async def _kill(self, delay: float) -> None:
+        await asyncio.sleep(delay)
+        os.kill(self._house.engine(), signal.SIGKILL)
+        self.count.killed += 1
+
+    async def _canary(self, until: float) -> None:
+        client = self._house.client()
+        while time.monotonic() < until:
+            try:
+                self.count.changed += await self._sing(client) != self._song
+                self.count.canaries += 1
+            except (OSError, HTTPFailure) as error:
+                self.count.errors.append(f"canary: {error}")
+            await asyncio.sleep(0.2)
+        await client.close()
+
+    async def _sing(self, client: Client) -> str:
+        answer = json.loads(await client.post("/v1/completions", json.dumps(_CANARY).encode()))
+        text: str = answer["choices"][0]["text"]
+        return text
+
+    async def _client(self, dice: random.Random, until: float) -> None:
+        client = self._house.client()
+        while time.monotonic() < until:
+            asked = ask(dice)
+            self.count.asked[asked.kind] += 1
+            leaves_after = dice.choice([None, None, 1, 20]) if asked.is_stream else None
+            patience = 0.05 if not asked.is_stream and dice.random() < 0.2 else None  # then it leaves before any answer
+            try:
+                if asked.is_stream:
+                    await self._read(client, asked.kind, asked.path, asked.body, leaves_after)
                 else:
-                    count.answers += 1
-        except (OSError, HTTPFailure):
-            count.errors += 1
-    await client.close()
+                    async with asyncio.timeout(patience):
+                        await client.post(asked.path, asked.body)
+                    self.count.answers += 1
+            except TimeoutError:
+                self.count.left += 1
+            except (OSError, HTTPFailure) as error:
+                self.count.errors.append(f"{asked.kind}: {type(error).__name__}: {error}"[:300])
+        await client.close()
+
+    async def _read(self, client: Client, kind: str, path: str, body: bytes, leaves_after: int | None) -> None:
+        num_events = 0
+        async with aclosing(client.post_events(path, body)) as events:
+            async for event in events:
+                num_events += 1
+                if b'"error"' in event and _is_error(event):
+                    self.count.errors.append(f"{kind}: {event.decode()}"[:300])
+                if num_events == leaves_after:
+                    self.count.left += 1
+                    return
+        self.count.answers += 1
+
+
+def _is_error(event: bytes) -> bool:
+    told = json.loads(event)
+    return bool(told.get("error")) or told.get("type") == "error"
+
+
+def steady(looks: list[Look]) -> list[Look]:
+    """Those of the last engine, without the first half of them: rings and caches have a size, and fill up to it once."""
+    last = [look for look in looks if look.engine == looks[-1].engine]
+    return last[len(last) // 2 :] if len(last) > 3 else last
+
+
+def slope(looks: list[Look]) -> float:
+    """Bytes a minute: the median over all pairs of looks, which one jump does not move."""
+    pairs = [(a, b) for a, b in itertools.combinations(looks, 2) if b.minute > a.minute]
+    return statistics.median((b.held.private - a.held.private) / (b.minute - a.minute) for a, b in pairs)
+
+
+def verdict(looks: list[Look], count: Count) -> list[str]:
+    """What is wrong. Empty: nothing is."""
+    part = steady(looks)
+    risen = slope(part) * (part[-1].minute - part[0].minute)
+    first, last = part[0].held, part[-1].held
+    total = sum(looks[0].pages.values())
+    found = [
+        (risen > MAX_SLOPE * first.private, f"memory rises: {risen / 2**20:+.1f} MiB in the steady part"),
+        (last.open_files > first.open_files + 8, f"open files: {first.open_files} → {last.open_files}"),
+        (last.threads > first.threads + 4, f"threads: {first.threads} → {last.threads}"),
+        (any(look.pages["used"] for look in looks), "pages are in use when nothing runs"),
+        (any(sum(look.pages.values()) != total for look in looks), "used, cached and free pages do not add up"),
+        (bool(count.errors), f"{len(count.errors)} errors"),
+        (bool(count.changed), f"{count.changed} of {count.canaries} canaries changed"),
+        (not count.killed or looks[0].engine == looks[-1].engine, "no engine was killed and replaced"),
+        (not count.preemptions, "nobody was preempted: the load is too light"),
+    ]
+    return [what for is_wrong, what in found if is_wrong]

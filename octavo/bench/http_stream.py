@@ -58,20 +58,26 @@ class Client:
         head = f"GET {self._target.prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
         return b"".join([part async for part in self._exchange(head)])
 
+    async def post(self, path: str, body: bytes) -> bytes:
+        return b"".join([part async for part in self._exchange(self._post(path, body))])
+
     async def post_events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
         """The payload of each `data:` line, as it arrives."""
-        head = (
-            f"POST {self._target.prefix}{path} HTTP/1.1\r\n{self._headers}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
         rest = b""
-        async for part in self._exchange(head.encode() + body):
+        async for part in self._exchange(self._post(path, body)):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:"):
                     yield line[5:].strip()
         if rest.startswith(b"data:"):
             yield rest[5:].strip()
+
+    def _post(self, path: str, body: bytes) -> bytes:
+        head = (
+            f"POST {self._target.prefix}{path} HTTP/1.1\r\n{self._headers}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
 
     async def close(self) -> None:
         while self._idle:
