@@ -15,7 +15,7 @@ PACKAGE = ROOT / "octavo"
 
 # design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
 LEVELS = {
-    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "messages", "observe", "gguf"), 0),
+    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "plans", "messages", "observe", "gguf"), 0),
     **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
     **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
     **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
@@ -40,7 +40,7 @@ CORRIDORS = {
     ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),
 }
-GROUND = {"errors", "config", "spec", "params", "messages", "gguf"}  # what everybody stands on, level 0 too
+GROUND = {"errors", "config", "spec", "params", "plans", "messages", "gguf"}  # what everybody stands on, level 0 too
 TORCH_ROOMS = {name for name, level in LEVELS.items() if 2 <= level <= 5}
 NEVER_TORCH = {name for name, level in LEVELS.items() if level in (0, 1, 6, 7)}
 # Files of torch rooms that engine, server and cli may import without loading torch. Using them is another matter: source
