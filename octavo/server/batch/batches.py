@@ -5,12 +5,12 @@ import contextlib
 import re
 import time
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 
 from octavo.errors import InvalidRequest, NotFound
-from octavo.server.batch.files import new_name, replace_file
+from octavo.server.batch.files import FileStore, new_name, replace_file, unlink_stale
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 MAX_BATCHES = 1000
@@ -92,7 +92,8 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class BatchStore:
-    """A batch is a card (ID.json); while it has not ended there is ID.open too, and ID.cancel once somebody has asked."""
+    """A batch is a card (ID.json). While it has not ended there are ID.open and its lines, ID.input, whatever becomes of the file
+    that they came from; and ID.cancel once somebody has asked."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / "batches"
@@ -100,6 +101,7 @@ class BatchStore:
 
     def create(
         self,
+        files: FileStore,
         endpoint: str,
         input_file_id: str,
         completion_window: str,
@@ -107,12 +109,14 @@ class BatchStore:
         metadata: dict[str, str] | None,
         output_expires_after: OutputExpiry | None,
     ) -> Batch:
+        """Raises NotFound where there is no such file."""
         self._make_room()
         now = int(time.time())
         batch = Batch(
             new_name("batch_"), endpoint, input_file_id, completion_window, now, now + seconds,
             metadata=metadata, output_expires_after=output_expires_after,
         )  # fmt: skip
+        files.keep(input_file_id, self._path(batch.id, "input"))
         self.save(batch)
         self._path(batch.id, "open").touch()
         return batch
@@ -151,8 +155,19 @@ class BatchStore:
     def end(self, batch: Batch) -> None:
         assert batch.has_ended
         self.save(batch)
-        for kind in ("open", "cancel"):
-            self._path(batch.id, kind).unlink(missing_ok=True)
+        self.forget(batch.id)
+
+    def forget(self, batch_id: str) -> None:
+        """That it has to be run."""
+        for kind in ("input", "cancel", "open"):
+            self._path(batch_id, kind).unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Forget inputs of batches that never began."""
+        unfinished = set(self.unfinished())
+        for path in self._folder.glob("batch_*.input"):
+            if path.stem not in unfinished:
+                unlink_stale(path)
 
     def unfinished(self) -> list[str]:
         """Ids, oldest first."""
@@ -161,13 +176,9 @@ class BatchStore:
     def is_cancelled(self, batch_id: str) -> bool:
         return self._path(batch_id, "cancel").exists()
 
-    def uses(self, file_id: str) -> str | None:
-        """The batch that has yet to read this file."""
-        for batch_id in self.unfinished():
-            with contextlib.suppress(NotFound):
-                if self.get(batch_id).input_file_id == file_id:
-                    return batch_id
-        return None
+    def open_input(self, batch_id: str) -> BinaryIO:
+        """Raises FileNotFoundError where somebody took it away."""
+        return self._path(batch_id, "input").open("rb")
 
     def outputs(self, batch_id: str) -> tuple[Path, Path]:
         """What the batch has written so far: answers, and errors."""

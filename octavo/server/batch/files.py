@@ -4,6 +4,7 @@ Knows nothing of HTTP or of what is in a file. No name on disk comes from a clie
 import contextlib
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -14,7 +15,7 @@ from octavo.errors import InvalidRequest, NotFound, TooLarge
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_FILENAME_LEN = 255
-STALE_SECONDS = 24 * 3600  # an upload this old was left by a process that died
+STALE_SECONDS = 24 * 3600
 LOOK_EVERY_BYTES = 16 * 2**20
 """Bytes of an upload after which the whole store is measured again: others may be filling it."""
 
@@ -47,6 +48,13 @@ def replace_file(path: Path, data: bytes) -> None:
     part.replace(path)
 
 
+def unlink_stale(path: Path) -> None:
+    """What is this old was left by a process that died."""
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - path.stat().st_ctime > STALE_SECONDS:
+            path.unlink()
+
+
 class FileStore:
     def __init__(self, root: Path, max_file_bytes: int, max_total_bytes: int, max_files: int) -> None:
         self.folder = root / "files"
@@ -68,7 +76,11 @@ class FileStore:
 
     def check_room(self) -> None:
         """Raises InvalidRequest where files, uploads and what batches have written so far are too much together."""
-        used = sum(_size(entry) for folder in os.scandir(self._root) if folder.is_dir() for entry in os.scandir(folder))
+        # By inode: a batch has its input under a name of its own, and no byte of it twice.
+        sizes = dict(
+            _size(entry) for folder in os.scandir(self._root) if folder.is_dir() for entry in os.scandir(folder)
+        )
+        used = sum(sizes.values())
         if used > self._max_total_bytes:
             raise InvalidRequest(
                 f"the files take {used} bytes, and this server keeps at most {self._max_total_bytes} (--max-files-bytes): "
@@ -99,6 +111,17 @@ class FileStore:
         except FileNotFoundError:
             raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id") from None
 
+    def keep(self, file_id: str, path: Path) -> None:
+        """The file's bytes under another name too, where they stay when the file is deleted or expires. Raises NotFound."""
+        self.get(file_id)
+        data = self._data(file_id)
+        try:
+            os.link(data, path)
+        except FileNotFoundError:
+            raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id") from None
+        except OSError:  # a file system without links
+            shutil.copyfile(data, path)
+
     def newest_first(self) -> list[StoredFile]:
         names = sorted((path.stem for path in self.folder.glob("file-*.json")), reverse=True)
         files = []
@@ -115,9 +138,7 @@ class FileStore:
     def tidy(self) -> None:
         """Forget uploads that nobody will finish."""
         for path in self.folder.glob("*.part"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > STALE_SECONDS:
-                    path.unlink()
+            unlink_stale(path)
 
     def _remove(self, file_id: str) -> None:
         # The card first: a file without one is not there.
@@ -170,8 +191,9 @@ class Upload:
         self._path.unlink(missing_ok=True)
 
 
-def _size(entry: "os.DirEntry[str]") -> int:
+def _size(entry: "os.DirEntry[str]") -> tuple[int, int]:
+    """(inode, bytes)"""
     try:
-        return entry.stat().st_size
+        return entry.inode(), entry.stat().st_size
     except FileNotFoundError:  # deleted meanwhile
-        return 0
+        return entry.inode(), 0

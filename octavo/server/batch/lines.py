@@ -29,6 +29,7 @@ class BadLine(msgspec.Struct, frozen=True):
     code: str
     message: str
     param: str | None = None
+    custom_id: str | None = None  # None: it could not be read
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -63,12 +64,13 @@ def parse_line(number: int, text: bytes, rules: Rules) -> Line | BadLine:
     try:
         return _parse(number, text, rules)
     except _Bad as bad:
-        return BadLine(number, bad.code, f"line {number}: {bad.message}", bad.param)
+        return BadLine(number, bad.code, f"line {number}: {bad.message}", bad.param, bad.custom_id)
 
 
 class _Bad(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         self.code, self.message, self.param = code, message, param
+        self.custom_id: str | None = None
 
 
 def _parse(number: int, text: bytes, rules: Rules) -> Line:
@@ -76,6 +78,14 @@ def _parse(number: int, text: bytes, rules: Rules) -> Line:
     custom_id = _string(members, "custom_id")
     if not custom_id or len(custom_id) > MAX_CUSTOM_ID_LEN:
         raise _Bad("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LEN} characters", "custom_id")
+    try:
+        return _request(number, custom_id, members, rules)
+    except _Bad as bad:
+        bad.custom_id = custom_id
+        raise
+
+
+def _request(number: int, custom_id: str, members: Mapping[str, msgspec.Raw], rules: Rules) -> Line:
     method, url = _string(members, "method"), _string(members, "url")
     if method != "POST":
         raise _Bad("invalid_method", f"method must be POST, got {method[:20]!r}", "method")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, BinaryIO
 
+import msgspec
 from tqdm import tqdm
 
 from octavo.config import Config
@@ -160,7 +161,9 @@ class _Job:
                 if isinstance(line, Line) and not here.add(line.custom_id):
                     message = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
                     line = BadLine(line.number, "duplicate_custom_id", message, "custom_id")
-                key = line.custom_id if isinstance(line, Line) else line.number
+                if isinstance(line, BadLine):  # where two lines have the same custom_id, it is the first good one's
+                    line = msgspec.structs.replace(line, custom_id=None)
+                key = line.number if line.custom_id is None else line.custom_id
                 yield None if key in self._seen else line
         finally:
             here.close()

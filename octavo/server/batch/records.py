@@ -109,12 +109,12 @@ def answer_record(line: Line, answer: Answer) -> Record:
 
 
 def bad_line_record(bad: BadLine) -> Record:
-    """Without a custom_id: where two lines have the same one, it is the first one's."""
-    return Record(_new_id(), None, None, Fault(bad.code, bad.message, bad.number))
+    return Record(_new_id(), bad.custom_id, None, Fault(bad.code, bad.message, bad.number))
 
 
-def unanswered_record(line: Line, code: str, message: str) -> Record:
-    return Record(_new_id(), line.custom_id, None, Fault(code, message))
+def unanswered_record(line: Line | BadLine, code: str, message: str) -> Record:
+    number = line.number if line.custom_id is None else None  # all that it can be known by
+    return Record(_new_id(), line.custom_id, None, Fault(code, message, number))
 
 
 def encode_record(record: Record) -> bytes:
@@ -144,6 +144,13 @@ class Seen:
         cursor = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_key(key),))
         return cursor.rowcount == 1
 
+    def note(self, record: Record | _Written) -> None:
+        """That its line has one."""
+        if record.custom_id is not None:
+            self.add(record.custom_id)
+        elif record.error is not None and record.error.line is not None:
+            self.add(record.error.line)
+
     def __contains__(self, key: str | int) -> bool:
         return self._connection.execute("SELECT 1 FROM seen WHERE key = ?", (_key(key),)).fetchone() is not None
 
@@ -156,12 +163,19 @@ def _key(key: str | int) -> str:
 
 
 class _RecordFile(io.BufferedRandom):
-    """Reads through a buffer; what is written is with the system at once, so that no end of this process can lose it."""
+    """Reads through a buffer; what is written is with the system at once, so that no end of this process can lose it, and whole
+    or not at all."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
-        count = super().write(data)
-        self.flush()
-        return count
+        start, num_written = self.tell(), 0
+        try:
+            while num_written < len(data):
+                num_written += os.pwrite(self.fileno(), data[num_written:], start + num_written)
+        except OSError:  # the disk is full, say
+            os.ftruncate(self.fileno(), start)
+            raise
+        self.seek(start + num_written)
+        return num_written
 
 
 def open_records(path: Path | str) -> BinaryIO:
@@ -185,10 +199,7 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
             record = decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             raise _foreign(name, number) from None
-        if record.custom_id is not None:
-            seen.add(record.custom_id)
-        elif record.error is not None and record.error.line is not None:
-            seen.add(record.error.line)
+        seen.note(record)
         tally.count(record)
         end += len(text)
     file.truncate(end)

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from octavo.errors import InvalidRequest, NotFound
+from octavo.errors import ConfigError, InvalidRequest, NotFound
 from octavo.server.batch.answers import Ask, answer_lines
 from octavo.server.batch.batches import (
     Batch,
@@ -39,7 +39,12 @@ MAX_ACTIVE = 8  # batches that share the slots, in turn; the others wait
 MAX_LINES = 50_000  # OpenAI's
 MAX_ERRORS = 100  # lines that are named when a batch is refused
 LOOK_EVERY_RECORDS = 64
+PAUSE_SECONDS = 30  # after which a batch whose end could not be stored is taken up again
 OUTCOMES: tuple[Status, ...] = ("failed", "expired", "cancelled")
+WHY_NOT_ANSWERED = {  # with OpenAI's codes
+    "expired": BatchError("batch_expired", "the batch's completion window ended before this request was answered"),
+    "cancelled": BatchError("batch_cancelled", "the batch was cancelled before this request was answered"),
+}
 
 
 class _Refused(Exception):
@@ -82,6 +87,7 @@ class BatchRunner:
                     self._news.clear()
                     if not is_mine and (is_mine := _took(lock)):
                         await asyncio.to_thread(self._files.tidy)
+                        await asyncio.to_thread(self._batches.tidy)
                     if is_mine:
                         self._look(slots)
                     with contextlib.suppress(TimeoutError):
@@ -106,22 +112,18 @@ class BatchRunner:
     async def _guard(self, batch_id: str, slots: asyncio.Semaphore) -> None:
         try:
             await _Run(self, self._batches.load(batch_id), slots, self._cancelled[batch_id]).run()
-        except Exception as error:
-            log.exception("batch %s failed", batch_id)
-            with contextlib.suppress(OSError, NotFound):
-                words = f"the server could not run this batch ({type(error).__name__}); its log says why"
-                errors = BatchErrors([BatchError("server_error", words)])
-                batch = self._batches.load(batch_id)
-                self._batches.end(
-                    msgspec.structs.replace(batch, status="failed", failed_at=int(time.time()), errors=errors)
-                )
+        except NotFound:  # somebody took its card away: there is nothing to run
+            self._batches.forget(batch_id)
+        except Exception:
+            log.exception("batch %s could not be brought to its end; the next try is in %d s", batch_id, PAUSE_SECONDS)
+            await asyncio.sleep(PAUSE_SECONDS)
         finally:
             del self._running[batch_id], self._cancelled[batch_id]
             self._news.set()  # the next may begin
 
 
 class _Run:
-    """One batch, from wherever it is to its end."""
+    """One batch, from wherever it is to its end. Whatever ends it, the answers that it has become its output."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
         self._files, self._batches, self._ask = runner._files, runner._batches, runner._ask
@@ -130,6 +132,7 @@ class _Run:
         self._batch = batch
         self._slots, self._cancelled = slots, cancelled
         self._tally, self._seen = Tally(), Seen()
+        self._knows_all = False  # that was written so far
         self._num_written = 0
         self._next_save = 0.0
 
@@ -139,21 +142,48 @@ class _Run:
         try:
             with contextlib.ExitStack() as stack:
                 answers, errors = (stack.enter_context(open_records(p)) for p in self._batches.outputs(self._batch.id))
-                await asyncio.to_thread(self._read_back, answers, errors)
                 self._answers, self._errors = answers, errors
-                outcome, reasons = await self._outcome()
-            await asyncio.to_thread(self._finish, outcome, reasons)
+                if self._batch.finalizing_at is None:
+                    self._decide(*await self._outcome())
+                elif not self._has_files:
+                    with contextlib.suppress(_Refused):
+                        await asyncio.to_thread(self._read_back)
+                if not self._has_files:
+                    await asyncio.to_thread(self._name_the_rest)
+            await asyncio.to_thread(self._finish)
         finally:
             self._seen.close()
 
-    def _read_back(self, *outputs: BinaryIO) -> None:
-        for file in outputs:
-            read_back(file, "the output", self._seen, self._tally)
+    @property
+    def _has_files(self) -> bool:
+        """All is written; what was, is a file or about to be one."""
+        return self._batch.output_file_id is not None or self._batch.error_file_id is not None
+
+    def _read_back(self) -> None:
+        for file in (self._answers, self._errors):
+            try:
+                read_back(file, "the output", self._seen, self._tally)
+            except ConfigError as error:
+                log.error("batch %s: %s", self._batch.id, error.message)
+                words = "what the batch has written so far cannot be read back; it is kept as it is"
+                raise _Refused([BatchError("server_error", words)]) from None
+        self._knows_all = True
 
     async def _outcome(self) -> tuple[Status, list[BatchError]]:
-        """How it ends: by itself, because somebody asked, or because its time is up."""
-        if self._batch.finalizing_at is not None:  # this far it was before
-            return next((name for name in OUTCOMES if getattr(self._batch, f"{name}_at") is not None), "completed"), []
+        """How it ends: by itself, because somebody asked, because its time is up, or because it cannot go on."""
+        try:
+            await asyncio.to_thread(self._read_back)
+            return await self._until_over(), []
+        except _Refused as refused:
+            return "failed", refused.errors
+        except OSError as error:
+            return "failed", [BatchError("storage_full", f"the answers cannot be stored ({error.strerror})")]
+        except Exception as error:
+            log.exception("batch %s failed", self._batch.id)
+            words = f"the server could not run this batch ({type(error).__name__}); its log says why"
+            return "failed", [BatchError("server_error", words)]
+
+    async def _until_over(self) -> Status:
         work = asyncio.create_task(self._work())
         asked = asyncio.create_task(self._cancelled.wait())
         try:
@@ -161,19 +191,12 @@ class _Run:
             await asyncio.wait({work, asked}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
-                return "completed", []
-            outcome: Status = "cancelled" if asked.done() else "expired"
-        except _Refused as refused:
-            return "failed", refused.errors
-        except OSError as error:
-            return "failed", [BatchError("storage_full", f"the answers cannot be stored ({error.strerror})")]
+                return "completed"
+            return "cancelled" if asked.done() else "expired"
         finally:
             asked.cancel()
             work.cancel()
             await asyncio.gather(asked, work, return_exceptions=True)
-        if outcome == "expired":
-            await asyncio.to_thread(self._write_expired)
-        return outcome, []
 
     async def _work(self) -> None:
         if self._batch.status == "validating":
@@ -182,7 +205,7 @@ class _Run:
             self._change(
                 status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
             )
-        with self._files.open(self._batch.input_file_id) as file:
+        with self._open_input() as file:
             await answer_lines(self._unanswered(file), self._ask, self._slots, self._write, self._is_crowded)
 
     def _validate(self) -> int:
@@ -190,7 +213,7 @@ class _Run:
         errors: list[BatchError] = []
         ids, total = Seen(), 0
         try:
-            with self._files.open(self._batch.input_file_id) as file:
+            with self._open_input() as file:
                 for line in read_lines(file, self._rules):
                     total += 1
                     if isinstance(line, BadLine):
@@ -200,8 +223,6 @@ class _Run:
                         errors.append(BatchError("duplicate_custom_id", words, line.number, "custom_id"))
                     if len(errors) >= MAX_ERRORS or total > MAX_LINES:
                         break
-        except NotFound as error:
-            errors.append(BatchError("invalid_file", error.message, param="input_file_id"))
         finally:
             ids.close()
         if total > MAX_LINES:
@@ -212,17 +233,24 @@ class _Run:
             raise _Refused(errors)
         return total
 
+    def _open_input(self) -> BinaryIO:
+        try:
+            return self._batches.open_input(self._batch.id)
+        except FileNotFoundError:
+            words = "the lines of the input file are gone from the server's folder"
+            raise _Refused([BatchError("invalid_file", words, param="input_file_id")]) from None
+
     def _unanswered(self, file: BinaryIO) -> Iterator[Line | BadLine | None]:
+        """A bad line among them passed when the batch began, by the rules of a server before this one."""
         for line in read_lines(file, self._rules):
-            assert isinstance(line, Line), "the file was validated, and nobody can change it"
-            yield None if line.custom_id in self._seen else line
+            key = line.number if line.custom_id is None else line.custom_id
+            yield None if key in self._seen else line
 
     def _write(self, record: Record) -> None:
         self._tally.count(record)
         is_good = record.response is not None and record.response.status_code < 300
         (self._answers if is_good else self._errors).write(encode_record(record))
-        if record.custom_id is not None:
-            self._seen.add(record.custom_id)
+        self._seen.note(record)
         self._num_written += 1
         if self._num_written % LOOK_EVERY_RECORDS == 0:
             try:
@@ -233,40 +261,52 @@ class _Run:
             self._next_save = now + 1.0
             self._change(request_counts=self._counts(), usage=self._usage())
 
-    def _write_expired(self) -> None:
-        message = "this request was not answered before the batch's completion window ended"
-        with contextlib.suppress(NotFound), self._files.open(self._batch.input_file_id) as file:
-            for line in self._unanswered(file):
-                if isinstance(line, Line):
-                    record = unanswered_record(line, "batch_expired", message)
-                    self._tally.count(record)
-                    self._errors.write(encode_record(record))
-
-    def _finish(self, outcome: Status, reasons: list[BatchError]) -> None:
-        """Outputs become files, then the batch says so. Killed in between, the next to take it up does the rest."""
-        batch = self._batch
-        paths = self._batches.outputs(batch.id)
-        ids = [
-            known or (new_name("file-") if path.stat().st_size else None)
-            for known, path in zip((batch.output_file_id, batch.error_file_id), paths, strict=True)
-        ]
+    def _decide(self, outcome: Status, reasons: list[BatchError]) -> None:
+        """From here on it ends so, whoever takes it up."""
         now = int(time.time())
         self._change(
-            **{f"{outcome}_at": now},
+            **({} if outcome == "completed" else {f"{outcome}_at": now}),
             status="finalizing",
-            finalizing_at=batch.finalizing_at or now,
-            cancelling_at=self._batches.get(batch.id).cancelling_at,
-            output_file_id=ids[0],
-            error_file_id=ids[1],
-            errors=BatchErrors(reasons) if reasons else batch.errors,
-            **({} if batch.finalizing_at else {"request_counts": self._counts(), "usage": self._usage()}),
+            finalizing_at=now,
+            cancelling_at=self._batches.get(self._batch.id).cancelling_at,
+            errors=BatchErrors(reasons) if reasons else None,
         )
+
+    @property
+    def _decided(self) -> Status:
+        return next((name for name in OUTCOMES if getattr(self._batch, f"{name}_at") is not None), "completed")
+
+    def _name_the_rest(self) -> None:
+        """Lines without an answer get a record that says why."""
+        batch = self._batch
+        why = WHY_NOT_ANSWERED.get(self._decided) or (batch.errors.data[0] if batch.errors else None)
+        if why is None or why.code == "storage_full" or batch.in_progress_at is None or not self._knows_all:
+            return
+        try:
+            with self._open_input() as file:
+                for line in self._unanswered(file):
+                    if line is not None:
+                        record = unanswered_record(line, why.code, why.message)
+                        self._errors.write(encode_record(record))
+                        self._tally.count(record)
+        except (OSError, _Refused):
+            log.exception("batch %s: lines that were not answered could not be named", batch.id)
+
+    def _finish(self) -> None:
+        """Outputs become files, then the batch says so. Killed in between, the next to take it up does the rest."""
+        batch, outcome = self._batch, self._decided
+        paths = self._batches.outputs(batch.id)
+        if not self._has_files:
+            ids = [new_name("file-") if path.stat().st_size else None for path in paths]
+            counts, usage = self._counts(), self._usage()
+            self._change(output_file_id=ids[0], error_file_id=ids[1], request_counts=counts, usage=usage)
+        ids = [self._batch.output_file_id, self._batch.error_file_id]
         expiry = batch.output_expires_after.seconds if batch.output_expires_after else None
         for file_id, path, kind in zip(ids, paths, ("output", "error"), strict=True):
             if file_id is not None:
                 self._files.adopt(path, file_id, f"{batch.id}_{kind}.jsonl", expiry)
             path.unlink(missing_ok=True)
-        self._batches.end(msgspec.structs.replace(self._batch, status=outcome))
+        self._batches.end(msgspec.structs.replace(self._batch, **{f"{outcome}_at": int(time.time())}, status=outcome))
 
     def _change(self, **changes: object) -> None:
         self._batch = msgspec.structs.replace(self._batch, **changes)

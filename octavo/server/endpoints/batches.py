@@ -85,7 +85,10 @@ def router(service: Service) -> APIRouter:
         service.accept()
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
-        batch = await asyncio.to_thread(_create, stores(), fields)
+        try:
+            batch = await asyncio.to_thread(_create, stores(), fields)
+        except NotFound as error:
+            raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
         return json_answer(batch, fields.ignored)
 
@@ -158,18 +161,15 @@ def _create(stores: Stores, fields: BatchRequest) -> Batch:
         )
     seconds = _seconds(fields.completion_window)
     _check_labels(fields.metadata or {})
-    try:
-        file = stores.files.get(fields.input_file_id)
-    except NotFound as error:
-        raise InvalidRequest(error.message, param="input_file_id") from None
+    file = stores.files.get(fields.input_file_id)
     if file.purpose != "batch":
         raise InvalidRequest(f"the file's purpose must be batch, it is {file.purpose}", param="input_file_id")
     expiry = None
     if fields.output_expires_after is not None:
         expiry = OutputExpiry(check_expiry(fields.output_expires_after.seconds, "output_expires_after.seconds"))
     return stores.batches.create(
-        fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry
-    )  # fmt: skip
+        stores.files, fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry
+    )
 
 
 def _seconds(window: str) -> int:

@@ -1,8 +1,8 @@
 """/v1/files: upload, list, retrieve, content, delete: OpenAI's shapes, for the inputs and outputs of batches.
-Knows nothing of batches beyond that one may still need a file. Whoever has a key of this server sees every file."""
+Knows nothing of batches, which keep what they need. Whoever has a key of this server sees every file."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from typing import BinaryIO, Literal
 
 import msgspec
@@ -95,7 +95,8 @@ def router(service: Service) -> APIRouter:
 
     @router.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> Response:
-        return json_answer(await asyncio.to_thread(_delete, stores().files, stores().batches.uses, file_id))
+        await asyncio.to_thread(stores().files.delete, file_id)
+        return json_answer(DeletedFile(file_id))
 
     return router
 
@@ -135,14 +136,6 @@ def _page(newest_first: list[StoredFile], limit: int, order: str, after: str | N
     page = files[:limit]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return FileList(page, first, last, len(files) > limit)
-
-
-def _delete(files: FileStore, uses: Callable[[str], str | None], file_id: str) -> DeletedFile:
-    files.get(file_id)
-    if batch_id := uses(file_id):
-        raise InvalidRequest(f"the file is the input of {batch_id}, which has not ended: cancel that first", "file_id")
-    files.delete(file_id)
-    return DeletedFile(file_id)
 
 
 async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:

@@ -5,11 +5,13 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from octavo.engine.pulse import Pulse
 from octavo.server.batch import runner as runner_module
+from octavo.server.batch.files import FileStore
 from tests.doubles import ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 
@@ -60,6 +62,29 @@ async def content(client, file_id: str) -> list[dict]:
     got = await client.get(f"/v1/files/{file_id}/content")
     assert got.status_code == 200, got.text
     return [json.loads(text) for text in got.text.splitlines()]
+
+
+async def split(client, done: dict, code: str, custom_ids: list[str]) -> int:
+    """How many have an answer; every other must have a record that says `code`, and the batch must count both."""
+    answered = [record["custom_id"] for record in await content(client, done["output_file_id"])]
+    rest = await content(client, done["error_file_id"])
+    assert {record["error"]["code"] for record in rest} == {code}
+    assert sorted([*answered, *(record["custom_id"] for record in rest)]) == sorted(custom_ids)
+    assert done["request_counts"] == {"total": len(custom_ids), "completed": len(answered), "failed": len(rest)}
+    return len(answered)
+
+
+async def half_done(serve: Serve, folder: Path, *lines: dict) -> tuple[dict, int]:
+    """A batch whose process ended in the middle. → the batch, how many lines were answered"""
+    engine = ScriptedEngine(says("hello"))
+    held = hold_at(engine, 12)
+    client = serve(engine, files_folder=str(folder))
+    async with background(client):
+        batch = await create(client, await upload(client, *lines))
+        await asyncio.wait_for(held.wait(), 10)
+    num_done = next(folder.glob("batches/*.output")).read_bytes().count(b"\n")  # noqa: ASYNC240
+    assert 0 < num_done < len(lines)
+    return batch, num_done
 
 
 @contextlib.asynccontextmanager
@@ -200,11 +225,10 @@ async def test_bad_creations_are_refused_by_name(serve: Serve, tmp_path):
         error_of(await client.post(f"/v1/batches/{path}/cancel"), 404)
 
 
-async def test_lists_and_files_in_use(serve: Serve, tmp_path):
+async def test_lists(serve: Serve, tmp_path):
     client = serve(files_folder=str(tmp_path))
     file_id = await upload(client, line("a"))
     ids = [(await create(client, file_id))["id"] for _ in range(3)]
-    assert "cancel that first" in error_of(await client.delete(f"/v1/files/{file_id}"), 400)["message"]
     page = (await client.get("/v1/batches", params={"limit": 2})).json()
     assert [batch["id"] for batch in page["data"]] == [ids[2], ids[1]] and page["has_more"] is True
     rest = (await client.get("/v1/batches", params={"after": ids[1]})).json()
@@ -223,8 +247,8 @@ async def test_cancel_keeps_what_was_answered_and_ends_the_rest(serve: Serve, tm
         assert cancelling["status"] == "cancelling" and cancelling["cancelling_at"]
         done = await until(client, batch["id"], "cancelled")
     assert engine.num_running == 0  # what was under way was aborted
-    assert 0 < done["request_counts"]["completed"] < 50 and done["cancelled_at"] and done["cancelling_at"]
-    assert len(await content(client, done["output_file_id"])) == done["request_counts"]["completed"]
+    assert done["cancelled_at"] and done["cancelling_at"]
+    assert 0 < await split(client, done, "batch_cancelled", [f"r{n}" for n in range(50)]) < 50
     assert "has ended" in error_of(await client.post(f"/v1/batches/{batch['id']}/cancel"), 400)["message"]
 
 
@@ -238,25 +262,13 @@ async def test_a_batch_expires_and_names_what_was_not_answered(serve: Serve, tmp
     card.write_text(card.read_text().replace(str(batch["expires_at"]), str(int(time.time()) + 2)))
     async with background(client):
         done = await until(client, batch["id"], "expired")
-    answered = {record["custom_id"] for record in await content(client, done["output_file_id"])}
-    late = await content(client, done["error_file_id"])
-    assert {record["error"]["code"] for record in late} == {"batch_expired"}
-    assert sorted(answered | {record["custom_id"] for record in late}) == sorted(f"r{n}" for n in range(20))
-    assert len(answered) + len(late) == 20
-    assert done["request_counts"] == {"total": 20, "completed": len(answered), "failed": len(late)}
+    assert await split(client, done, "batch_expired", [f"r{n}" for n in range(20)])
 
 
 async def test_a_batch_goes_on_in_the_next_process(serve: Serve, tmp_path):
     """The first is stopped in the middle, with half a record on the disk; the second asks only what is left."""
-    first = ScriptedEngine(says("hello"))
-    held = hold_at(first, 12)
-    client = serve(first, files_folder=str(tmp_path))
-    async with background(client):
-        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(30)]))
-        await asyncio.wait_for(held.wait(), 10)
-    partial = next(tmp_path.glob("batches/*.output"))
-    num_done = partial.read_bytes().count(b"\n")
-    with partial.open("ab") as file:
+    batch, num_done = await half_done(serve, tmp_path, *[line(f"r{n}") for n in range(30)])
+    with next(tmp_path.glob("batches/*.output")).open("ab") as file:
         file.write(b'{"id":"batch_req_0123')
     second = ScriptedEngine(says("hello"))
     client = serve(second, files_folder=str(tmp_path))
@@ -264,7 +276,7 @@ async def test_a_batch_goes_on_in_the_next_process(serve: Serve, tmp_path):
     async with background(client):
         done = await until(client, batch["id"], "completed", "failed")
     assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}, done
-    assert 0 < num_done < 30 and len(second.requests) == 30 - num_done
+    assert len(second.requests) == 30 - num_done
     ids = [record["custom_id"] for record in await content(client, done["output_file_id"])]
     assert sorted(ids) == sorted(f"r{n}" for n in range(30))
 
@@ -295,3 +307,74 @@ async def test_a_batch_that_fills_the_store_fails_and_keeps_what_it_has(serve: S
         done = await until(client, batch["id"], "completed", "failed")
     assert done["status"] == "failed" and done["errors"]["data"][0]["code"] == "storage_full", done
     assert len(await content(client, done["output_file_id"])) == done["request_counts"]["completed"] > 0
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+async def test_a_batch_outlives_its_input_file(serve: Serve, tmp_path, is_deleted):
+    batch, _ = await half_done(serve, tmp_path, *[line(f"r{n}") for n in range(30)])
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path))
+    if is_deleted:
+        assert (await client.delete(f"/v1/files/{batch['input_file_id']}")).json()["deleted"]
+    else:
+        card = tmp_path / "files" / f"{batch['input_file_id']}.json"
+        card.write_text(card.read_text().replace('"expires_at":null', f'"expires_at":{int(time.time()) - 1}'))
+    error_of(await client.get(f"/v1/files/{batch['input_file_id']}"), 404)
+    async with background(client):
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["request_counts"] == {"total": 30, "completed": 30, "failed": 0}, done
+    assert len(await content(client, done["output_file_id"])) == 30
+    assert not [path for path in tmp_path.glob("batches/*") if path.suffix != ".json"], "nothing is left of it"
+
+
+async def test_lines_that_pass_no_more_after_a_restart_are_errors_of_their_own(serve: Serve, tmp_path):
+    lines = [line(f"r{n}") | ({"priority": 1} if n % 2 else {}) for n in range(30)]
+    batch, _ = await half_done(serve, tmp_path, *lines)
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path), strict_fields=True)
+    async with background(client):
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["status"] == "completed", done
+    assert 15 < await split(client, done, "unknown_parameter", [f"r{n}" for n in range(30)]) < 30
+
+
+@pytest.mark.parametrize("damage", ["input", "output"])
+async def test_a_batch_that_cannot_go_on_fails_and_keeps_what_it_has(serve: Serve, tmp_path, damage):
+    batch, num_done = await half_done(serve, tmp_path, *[line(f"r{n}") for n in range(30)])
+    if damage == "input":
+        next(tmp_path.glob("batches/*.input")).unlink()
+    else:
+        with next(tmp_path.glob("batches/*.output")).open("ab") as file:
+            file.write(b"\0" * 99 + b"\n")
+    client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path))
+    async with background(client):
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["status"] == "failed" and done["failed_at"] and done["request_counts"]["completed"] == num_done, done
+    assert [error["code"] for error in done["errors"]["data"]] == [
+        "invalid_file" if damage == "input" else "server_error"
+    ]
+    kept = (await client.get(f"/v1/files/{done['output_file_id']}/content")).content.splitlines()
+    assert len(kept) == num_done + (damage == "output")
+
+
+async def test_a_batch_whose_end_cannot_be_stored_ends_later(serve: Serve, tmp_path, monkeypatch):
+    """As the disk has room again: all it knows is kept, nothing is asked or written twice."""
+    monkeypatch.setattr(runner_module, "PAUSE_SECONDS", 0.01)
+    adopt, num_tries = FileStore.adopt, 0
+
+    def fails_at_first(*args: object, **kwargs: object) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries in (1, 3):  # for the answers, then for the errors
+            raise OSError(28, "No space left on device")
+        adopt(*args, **kwargs)
+
+    monkeypatch.setattr(FileStore, "adopt", fails_at_first)
+    engine = ScriptedEngine(says("hello"))
+    held = hold_at(engine, 6)
+    client = serve(engine, files_folder=str(tmp_path))
+    async with background(client):
+        batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(20)]))
+        await asyncio.wait_for(held.wait(), 10)
+        await client.post(f"/v1/batches/{batch['id']}/cancel")
+        done = await until(client, batch["id"], "cancelled")
+    assert num_tries == 5 and len(engine.requests) == 6
+    assert await split(client, done, "batch_cancelled", [f"r{n}" for n in range(20)])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 
 import msgspec
 import pytest
@@ -132,3 +133,19 @@ def test_seen_tells_numbers_from_names():
     seen = Seen()
     assert seen.add("1") and not seen.add("1") and 1 not in seen and seen.add(1) and "line 1" not in seen
     seen.close()
+
+
+def test_a_record_that_does_not_fit_is_not_begun(tmp_path):
+    record = encode_record(records()[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_records(tmp_path / "out") as file:
+        file.write(record)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(record) + 10, before[1]))  # as a disk that is full
+            with pytest.raises(OSError, match="too large"):
+                file.write(record)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert (tmp_path / "out").read_bytes() == record
+        file.write(record)
+    assert (tmp_path / "out").read_bytes() == 2 * record
