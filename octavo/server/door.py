@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from octavo.errors import TooLarge, Unauthorized
 from octavo.observe.journeys import current
 from octavo.server.errors_http import ClientGone, error_response
-from octavo.server.inside import INSIDE
+from octavo.server.inside import INSIDE, OWNER
 from octavo.server.journeys import JourneySender
 from octavo.server.service import Service
 
@@ -66,7 +66,7 @@ class Door:
         right = [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
         if not right:
             raise Unauthorized("the API key is wrong")
-        scope["octavo.owner"] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
+        scope[OWNER] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
 
     def check_length(self, scope: Scope, num_bytes: int) -> None:
         if num_bytes <= self._max_body_bytes or INSIDE in scope:

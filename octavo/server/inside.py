@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 INSIDE = "octavo.inside"
 """A scope with this key was made here: nothing that comes over a socket can have it."""
+OWNER = "octavo.owner"
+"""In a scope: who may see what outlives the request, a digest of the key that it came with. Empty: nobody needs a key here."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -18,8 +20,13 @@ class Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """POST `body` to `path`. Cancelling ends the work, as a client that leaves would."""
+def is_inside(scope: Scope) -> bool:
+    """Whether nobody waits for the answer."""
+    return INSIDE in scope
+
+
+async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answer:
+    """POST `body` to `path`, as if with the key of `owner`. Cancelling ends the work, as a client that leaves would."""
     chunks: list[bytes] = []
     head: dict[str, Any] = {}
     incoming = [body]
@@ -37,13 +44,13 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answer:
         elif message["type"] == "http.response.body":
             chunks.append(message.get("body", b""))
 
-    await app(_scope(path, len(body)), receive, send)
+    await app(_scope(path, len(body), owner), receive, send)
     assert "status" in head, f"{path} gave no answer"
     wait = head.get("retry-after", "")
     return Answer(head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks))
 
 
-def _scope(path: str, num_bytes: int) -> Scope:
+def _scope(path: str, num_bytes: int, owner: bytes) -> Scope:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -58,4 +65,5 @@ def _scope(path: str, num_bytes: int) -> Scope:
         "client": None,
         "server": None,
         INSIDE: True,
+        OWNER: owner,
     }

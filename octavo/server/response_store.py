@@ -45,13 +45,17 @@ class ResponseStore:
     def is_on(self) -> bool:
         return self._max_responses > 0 and self._max_bytes > 0
 
-    def put(self, response: StoredResponse, own_items: Sequence[str]) -> bool:
-        """False: it is too large to be kept. `own_items`: ids of items that no earlier response has."""
+    def put(self, response: StoredResponse, own_items: Sequence[str], *, is_spare: bool = False) -> bool:
+        """False: there is no room. `own_items`: ids of items that no earlier response has. `is_spare`: it takes no other's place,
+        and is the next to leave unless somebody uses it."""
         size = _size(response)
         if not self.is_on or size > self._max_bytes:
             return False
+        if is_spare and (self.num_bytes + size > self._max_bytes or len(self._entries) >= self._max_responses):
+            return False
         assert response.id not in self._entries, "ids are random"
         self._entries[response.id] = response
+        self._entries.move_to_end(response.id, last=not is_spare)
         self._own_items[response.id] = list(own_items)
         self._homes.update(dict.fromkeys(own_items, response.id))
         self.num_bytes += size

@@ -28,6 +28,9 @@ log = logging.getLogger("octavo.server")
 DRAIN_RETRY_AFTER = 5
 """Seconds after which a client that met a draining server should find its successor."""
 
+Ask = Callable[[str, bytes, bytes], Awaitable[Answer]]
+"""A request from within: route, body, whose it is (inside.py)."""
+
 
 class Service:
     def __init__(self, engine: EngineClient, text: Text, config: Config, model_name: str) -> None:
@@ -51,7 +54,7 @@ class Service:
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
-        self.ask: Callable[[str, bytes], Awaitable[Answer]] | None = None  # a request from within: build_app knows how
+        self.ask: Ask | None = None  # build_app knows how
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
         self._was_ready = False

@@ -19,6 +19,7 @@ from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
 from octavo.server.answers import name_back
 from octavo.server.errors_http import ClientGone, error_event, note
+from octavo.server.inside import OWNER
 from octavo.server.service import DRAIN_RETRY_AFTER, Service
 
 log = logging.getLogger("octavo.server")
@@ -122,7 +123,7 @@ async def _to_its_end(
 
 def owner_of(request: Request) -> bytes:
     """Who may resume what the request began: whoever comes with the same key. Empty: nobody needs one here."""
-    owner: bytes = request.scope.get("octavo.owner", b"")
+    owner: bytes = request.scope.get(OWNER, b"")
     return owner
 
 

@@ -15,6 +15,7 @@ from octavo.server.batch.files import FileStore, new_name, replace_file, unlink_
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 MAX_BATCHES = 1000
 """Kept. Beyond, the oldest that have ended are forgotten; their files stay."""
+_PRIVATE = ("input", "owner")  # of a batch that has not ended, made before its card
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = frozenset(("failed", "completed", "expired", "cancelled"))
@@ -93,7 +94,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 class BatchStore:
     """A batch is a card (ID.json). While it has not ended there are ID.open and its lines, ID.input, whatever becomes of the file
-    that they came from; and ID.cancel once somebody has asked."""
+    that they came from; ID.owner, whose key its requests have; and ID.cancel once somebody has asked."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / "batches"
@@ -108,6 +109,7 @@ class BatchStore:
         seconds: int,
         metadata: dict[str, str] | None,
         output_expires_after: OutputExpiry | None,
+        owner: bytes = b"",
     ) -> Batch:
         """Raises NotFound where there is no such file."""
         self._make_room()
@@ -117,6 +119,7 @@ class BatchStore:
             metadata=metadata, output_expires_after=output_expires_after,
         )  # fmt: skip
         files.keep(input_file_id, self._path(batch.id, "input"))
+        self._path(batch.id, "owner").write_bytes(owner)
         self.save(batch)
         self._path(batch.id, "open").touch()
         return batch
@@ -159,13 +162,13 @@ class BatchStore:
 
     def forget(self, batch_id: str) -> None:
         """That it has to be run."""
-        for kind in ("input", "cancel", "open"):
+        for kind in (*_PRIVATE, "cancel", "open"):
             self._path(batch_id, kind).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Forget inputs of batches that never began."""
+        """Forget what is left of batches that never began."""
         unfinished = set(self.unfinished())
-        for path in self._folder.glob("batch_*.input"):
+        for path in (path for kind in _PRIVATE for path in self._folder.glob(f"batch_*.{kind}")):
             if path.stem not in unfinished:
                 unlink_stale(path)
 
@@ -179,6 +182,13 @@ class BatchStore:
     def open_input(self, batch_id: str) -> BinaryIO:
         """Raises FileNotFoundError where somebody took it away."""
         return self._path(batch_id, "input").open("rb")
+
+    def owner(self, batch_id: str) -> bytes:
+        """Of whatever its requests leave behind: who created it."""
+        try:
+            return self._path(batch_id, "owner").read_bytes()
+        except FileNotFoundError:
+            return b""
 
     def outputs(self, batch_id: str) -> tuple[Path, Path]:
         """What the batch has written so far: answers, and errors."""

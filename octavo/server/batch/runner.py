@@ -9,14 +9,14 @@ import contextlib
 import fcntl
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from octavo.errors import ConfigError, InvalidRequest, NotFound
-from octavo.server.batch.answers import Ask, answer_lines
+from octavo.server.batch.answers import answer_lines
 from octavo.server.batch.batches import (
     Batch,
     BatchError,
@@ -31,6 +31,8 @@ from octavo.server.batch.batches import (
 from octavo.server.batch.files import FileStore, new_name
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back, unanswered_record
+from octavo.server.inside import Answer
+from octavo.server.service import Ask
 
 log = logging.getLogger("octavo.server")
 
@@ -126,7 +128,8 @@ class _Run:
     """One batch, from wherever it is to its end. Whatever ends it, the answers that it has become its output."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
-        self._files, self._batches, self._ask = runner._files, runner._batches, runner._ask
+        self._files, self._batches = runner._files, runner._batches
+        self._ask, self._owner = runner._ask, self._batches.owner(batch.id)
         self._rules = msgspec.structs.replace(runner._rules, urls=(batch.endpoint,))
         self._model_name, self._is_crowded = runner._model_name, runner._is_crowded
         self._batch = batch
@@ -206,7 +209,10 @@ class _Run:
                 status="in_progress", in_progress_at=int(time.time()), request_counts=counts, model=self._model_name
             )
         with self._open_input() as file:
-            await answer_lines(self._unanswered(file), self._ask, self._slots, self._write, self._is_crowded)
+            await answer_lines(self._unanswered(file), self._ask_line, self._slots, self._write, self._is_crowded)
+
+    def _ask_line(self, url: str, body: bytes) -> Awaitable[Answer]:
+        return self._ask(url, body, self._owner)
 
     def _validate(self) -> int:
         """The number of requests. Raises _Refused where a line is none: OpenAI's batches run whole or not at all."""

@@ -20,6 +20,7 @@ from octavo.server.endpoints.files import check_expiry
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.service import Service
 from octavo.server.shapes import Shape
+from octavo.server.sse import owner_of
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LIMIT = 100
@@ -86,7 +87,7 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         try:
-            batch = await asyncio.to_thread(_create, stores(), fields)
+            batch = await asyncio.to_thread(_create, stores(), fields, owner_of(request))
         except NotFound as error:
             raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
@@ -153,7 +154,7 @@ def _num_slots(service: Service) -> int:
     return wanted if isinstance(wanted, int) else max(1, service.report.max_num_seqs // ROWS_PER_SLOT)
 
 
-def _create(stores: Stores, fields: BatchRequest) -> Batch:
+def _create(stores: Stores, fields: BatchRequest, owner: bytes) -> Batch:
     routes = batch_routes()
     if fields.endpoint not in routes:
         raise InvalidRequest(
@@ -168,7 +169,7 @@ def _create(stores: Stores, fields: BatchRequest) -> Batch:
     if fields.output_expires_after is not None:
         expiry = OutputExpiry(check_expiry(fields.output_expires_after.seconds, "output_expires_after.seconds"))
     return stores.batches.create(
-        stores.files, fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry
+        stores.files, fields.endpoint, file.id, fields.completion_window, seconds, fields.metadata, expiry, owner
     )
 
 

@@ -19,6 +19,7 @@ from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.errors_http import describe
 from octavo.server.fields import Dialect, read_fields
+from octavo.server.inside import is_inside
 from octavo.server.response_items import chat_messages, read_input, references
 from octavo.server.response_output import Output, item_id
 from octavo.server.response_request import INCLUDABLE, NAMES, ResponsesRequest
@@ -76,7 +77,7 @@ def router(service: Service) -> APIRouter:
                 max_tokens=fields.max_output_tokens,
                 arrived=arrived,
             )
-        answer = _Answer(service, own, fields, question, turn, response_id, owner)
+        answer = _Answer(service, own, fields, question, turn, response_id, owner, is_inside(request.scope))
         ignored = ignored_fields(fields, question.fields, NAMES)
         if fields.stream:
             return stream_answer(
@@ -234,10 +235,14 @@ class _Answer:
         turn: Turn,
         response_id: str,
         owner: bytes,
+        is_of_batch: bool,
     ) -> None:
         if fields.store and not store.is_on:
             raise Unsupported("store: this server keeps no responses (--max-stored-responses)", param="store")
-        self._store = store if fields.store is not False and store.is_on else None
+        # What a batch asked is in its output file: it is kept here only where its line says so.
+        is_wanted = not is_of_batch if fields.store is None else fields.store
+        self._store = store if is_wanted and store.is_on else None
+        self._is_of_batch = is_of_batch
         self._question, self._turn, self._owner = question, turn, owner
         self._output = Output()
         self._begun = self._describe(service, fields, response_id)
@@ -322,12 +327,12 @@ class _Answer:
         )
         if self._store is None or self._keep(self._store, response):
             return response
-        return msgspec.structs.replace(response, store=False)  # it is larger than all that may be kept
+        return msgspec.structs.replace(response, store=False)  # there is no room for it
 
     def _keep(self, store: ResponseStore, response: types.Response) -> bool:
         items = msgspec.json.encode([*self._question.items, *response.output])
         stored = StoredResponse(response.id, self._owner, msgspec.json.encode(response), items, len(response.output))
-        return store.put(stored, [item.id for item in response.output])
+        return store.put(stored, [item.id for item in response.output], is_spare=self._is_of_batch)
 
     def _usage(self) -> types.ResponseUsage:
         used = self._turn.usage

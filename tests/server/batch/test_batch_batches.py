@@ -138,6 +138,38 @@ async def test_a_batch_of_responses(serve: Serve, tmp_path):
     assert done["usage"]["total_tokens"] == body["usage"]["total_tokens"] > 0
 
 
+async def test_a_batch_of_responses_takes_nobodys_place_in_the_store(serve: Serve, tmp_path):
+    """Its lines are asked with the key that created it, and kept only where they say so, as long as there is room."""
+    client = serve(
+        ScriptedEngine(says("hello")), files_folder=str(tmp_path), api_key="k,other", max_stored_responses=5,
+        batch_concurrency=1,
+    )  # fmt: skip
+    client.headers["authorization"] = "Bearer k"
+
+    async def kept(response_id: str) -> bool:
+        return (await client.get(f"/v1/responses/{response_id}")).status_code == 200
+
+    mine = [(await client.post("/v1/responses", json={"input": "a"})).json()["id"] for _ in range(3)]
+    lines = [line(f"r{n}", "/v1/responses", input="b", prompt=None) for n in range(9)]
+    lines[0]["body"]["previous_response_id"] = mine[0]
+    lines += [line(f"s{n}", "/v1/responses", input="c", prompt=None, store=True) for n in range(3)]
+    async with background(client):
+        batch = await create(client, await upload(client, *lines), endpoint="/v1/responses")
+        done = await until(client, batch["id"], "completed", "failed")
+    assert done["request_counts"]["completed"] == 12, done
+    records = await content(client, done["output_file_id"])
+    said = {record["custom_id"]: record["response"]["body"] for record in records}
+    assert [name for name in said if said[name]["store"]] == ["s0", "s1"], "there was room for two"
+    client.headers["authorization"] = "Bearer other"
+    assert not await kept(said["s0"]["id"])
+    client.headers["authorization"] = "Bearer k"
+    assert await kept(said["s0"]["id"])  # and was used
+    mine.append((await client.post("/v1/responses", json={"input": "d"})).json()["id"])
+    assert [await kept(response_id) for response_id in (*mine, said["s0"]["id"])] == [True] * 5
+    assert not await kept(said["s1"]["id"]), "what a batch left is the first to go"
+    assert not list(tmp_path.glob("batches/*.owner"))
+
+
 async def test_lines_go_to_the_engine_so_many_at_once_and_batches_in_turn(serve: Serve, tmp_path):
     """Eight rows: two lines at a time, of all batches together, so that whoever comes by HTTP finds a place."""
     engine = ScriptedEngine(says("hello"))
