@@ -135,6 +135,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    is_old: bool = False  # an engine before this one was told so too, and counted it
 
 
 class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -56,10 +56,13 @@ class EngineClient(ABC):
         self.pulse: Pulse | None = None  # None: the engine can only be asked
         self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
         self.num_restarts = 0
+        self.can_be_replaced = False  # whether another engine would take over
         self.origin = origin
         # Whoever keeps journeys names a request's, and hears of its way through the engine before its last tokens come.
         self.on_submit: Callable[[GenerateRequest], GenerateRequest] = lambda request: request
         self.on_travelled: Callable[[bytes], None] = lambda journey: None
+        self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
+        self.on_found: Callable[[], None] = lambda: None  # another one has taken over
         self._streams = Streams()
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
@@ -123,7 +126,7 @@ class EngineClient(ABC):
             del self._calls[call]
 
     def answered(self, answered: Answered) -> None:
-        """For the engine process to keep; lost if there is none."""
+        """For the engine process to keep. Where there is none, `on_found` is the time to say it again."""
         if self.report is not None:
             self._send(answered)
 
@@ -212,6 +215,7 @@ class ZmqClient(EngineClient):
         self._reader: asyncio.Task[None] | None = None
         self._listener: asyncio.Task[None] | None = None
         self._addresses = (engine_address, reply_address)
+        self.can_be_replaced = bool(orders_address)
         if orders_address:
             self._orders = self._listen(orders_address)
 
@@ -240,8 +244,10 @@ class ZmqClient(EngineClient):
             case Dying() if self._orders is not None:
                 log.warning("%s", message.message)  # the supervisor says what comes next
             case EngineReport():
-                self.is_recovering = False
+                was_lost, self.is_recovering = self.is_recovering, False
                 super()._receive(message)
+                if was_lost:
+                    self.on_found()
             case _:
                 super()._receive(message)
 
@@ -292,6 +298,7 @@ class ZmqClient(EngineClient):
                 await asyncio.sleep(_LAST_WORDS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
+                self.on_lost()
                 self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
                 for name in self._streams.strike(order.seated):
                     log.error("request %s is given up: it was alone in the engine each time that ended", name)

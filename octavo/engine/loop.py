@@ -122,7 +122,8 @@ class EngineLoop:
 
     def answered(self, answered: Answered) -> None:
         """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
-        self.metrics.answered(answered)
+        if not answered.is_old:
+            self.metrics.answered(answered)
         self._endings.answered(answered)
         if answered.journey:
             self._ring.keep(answered.ids, answered.journey)

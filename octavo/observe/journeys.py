@@ -18,7 +18,7 @@ from octavo.observe.stages import EngineJourney, Stage, StageName, Track
 State = Literal["waiting", "running", "finished", "failed", "aborted"]
 STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
 MAX_RING_BYTES = 16 * 2**20
-_ENTRY_BYTES = 500  # what keeping a journey takes beside its text: names and table entries
+ENTRY_BYTES = 500  # what keeping a journey takes beside its text: names and table entries
 
 
 class Leg(msgspec.Struct, frozen=True, gc=False):
@@ -77,6 +77,7 @@ class OpenJourney:
         self.trace_context: dict[str, str] = {}  # the client's headers of the W3C's trace context
         self.prompts: list[list[int]] = []  # theirs, where the log is to show them
         self.travelled: dict[str, EngineJourney] = {}
+        self._losses: list[tuple[float, float]] = []  # engines that ended under it: when, and when the next was there
         self._answers: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
         self._marks: list[tuple[StageName, float]] = []
 
@@ -98,6 +99,15 @@ class OpenJourney:
     def finish(self, request_id: str, index: int, reason: str, num_tokens: int) -> None:
         """How a choice ended for the client."""
         self._answers[request_id, index] = (reason, num_tokens)
+
+    def lose_engine(self) -> None:
+        """The engine that had it is gone, and with it what it could have told."""
+        self._losses.append((time.monotonic(), 0.0))
+
+    def find_engine(self) -> None:
+        """The next one is there."""
+        if self._losses and not self._losses[-1][1]:
+            self._losses[-1] = (self._losses[-1][0], time.monotonic())
 
     @property
     def is_told(self) -> bool:
@@ -121,9 +131,14 @@ class OpenJourney:
             _, last = max(tracks, key=lambda pair: pair[1].stages[-1].end)
             # A stop string ends an answer before the engine hears of it.
             is_whole = self.ended and self.delivered and self.status < 400
+            untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
+            stages += self._untold(at, last.stages[0].start, untold)
+            at = stages[-1].end if stages else self.received
             stages += _cut(last.stages, "hand_over", at, self.delivered if is_whole else end)
         elif self.requests:
             until = min(self.delivered or end, end)
+            stages += self._untold(at, until, 0)
+            at = stages[-1].end if stages else self.received
             stages.append(Stage("engine", at, until))
         at = stages[-1].end if stages else self.received
         if tracks and self.ended and self.delivered > at:
@@ -145,7 +160,7 @@ class OpenJourney:
             detokenise_seconds=_round(self.detokenise_seconds),
             grammar_seconds=_round(self.grammar_seconds + sum(stage.grammar_seconds for stage in stages)),
             error=self.error,
-            note="" if len(journeys) == len(self.requests) else "the engine did not tell what it did",
+            note=self._note(len(journeys)),
             **_totals(journeys, self.received, self._answers),
         )
 
@@ -156,6 +171,22 @@ class OpenJourney:
             stages.append(Stage(name, at, when))
             at = when
         return stages
+
+    def _untold(self, at: float, until: float, num_tokens: int) -> list[Stage]:
+        """The time in engines that ended, and without one. `num_tokens`: that came of them."""
+        stages: list[Stage] = []
+        for number, (lost, back) in enumerate(self._losses, 1):
+            lost, back = min(max(at, lost), until), min(back or until, until)
+            stages.append(Stage("engine", at, lost, num_tokens if number == len(self._losses) else 0))
+            stages.append(Stage("restart", lost, max(lost, back)))
+            at = stages[-1].end
+        return stages
+
+    def _note(self, num_told: int) -> str:
+        if self._losses:
+            many = "an engine" if len(self._losses) == 1 else f"{len(self._losses)} engines"
+            return f"{many} ended on its way: what was done for it there can not be told"
+        return "" if num_told == len(self.requests) else "the engine did not tell what it did"
 
     def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
         if not self.ended:
@@ -259,7 +290,7 @@ class JourneyRing:
     def keep(self, ids: list[str], journey: bytes) -> None:
         number, self._next = self._next, self._next + 1
         self._kept[number] = (ids, journey)
-        self._num_bytes += len(journey) + _ENTRY_BYTES
+        self._num_bytes += len(journey) + ENTRY_BYTES
         for id in ids:
             self._by_id[id] = number
         while self._num_bytes > self._max_bytes:
@@ -282,7 +313,7 @@ class JourneyRing:
 
     def _drop_oldest(self) -> None:
         number, (ids, journey) = self._kept.popitem(last=False)
-        self._num_bytes -= len(journey) + _ENTRY_BYTES
+        self._num_bytes -= len(journey) + ENTRY_BYTES
         for id in ids:
             if self._by_id.get(id) == number:
                 del self._by_id[id]

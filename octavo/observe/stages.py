@@ -11,6 +11,7 @@ the end of the step that runs."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
     "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: it did not tell
+    "restart",  # the engine had ended, and another was started
     "detokenise", "flush", "answer",  # in the API process, after
 ]  # fmt: skip
 

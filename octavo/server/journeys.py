@@ -4,14 +4,15 @@ Knows nothing of routes; what is over goes to the engine process, where every AP
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import msgspec
 from starlette.types import Message, Send
 
 from octavo.engine.client import EngineClient
 from octavo.messages import Answered, GenerateRequest
-from octavo.observe.journeys import Journey, OpenJourney, current
+from octavo.observe.journeys import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.logs import stage_seconds
 from octavo.observe.stages import EngineJourney
 
@@ -24,8 +25,29 @@ _encode = msgspec.json.Encoder().encode
 EVENT = b"event: octavo.journey\ndata: %s\n\n"
 
 
+class Told:
+    """What was told to the engine process, within a number of bytes: the next engine is told it again."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._kept: deque[Answered] = deque()
+
+    def keep(self, answered: Answered) -> None:
+        self._kept.append(msgspec.structs.replace(answered, is_old=True))
+        self._num_bytes += len(answered.journey) + ENTRY_BYTES
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._kept.popleft().journey) + ENTRY_BYTES
+
+    def __iter__(self) -> Iterator[Answered]:
+        """Oldest first."""
+        return iter(self._kept)
+
+
 class Journeys:
-    def __init__(self, engine: EngineClient, api_process: int = 0, keeps_prompts: bool = False) -> None:
+    def __init__(
+        self, engine: EngineClient, api_process: int = 0, keeps_prompts: bool = False, max_bytes: int = 0
+    ) -> None:
+        """`max_bytes`: of what is kept here too, for the engine after this one."""
         self._engine = engine
         self._api_process = api_process
         self._keeps_prompts = keeps_prompts
@@ -37,6 +59,8 @@ class Journeys:
         self.on_told: list[Callable[[Journey, OpenJourney], None]] = []
         engine.on_submit = self._submitted
         engine.on_travelled = self._travelled
+        self._told = Told(max_bytes)
+        engine.on_lost, engine.on_found = self._lost, self._found
 
     def begin(self, id: str, method: str, path: str, received: float) -> OpenJourney:
         journey = OpenJourney(id, method, path, self._api_process, received)
@@ -89,22 +113,34 @@ class Journeys:
         for id in journey.requests:
             self._by_request.pop(id, None)
         told = journey.tell()
-        self._engine.answered(
-            Answered(
-                [journey.id, *journey.requests],
-                journey.method,
-                journey.handler,
-                journey.status,
-                told.seconds,
-                _encode(told) if journey.method == "POST" else b"",
-                stage_seconds(told) if journey.requests else {},
-                told.prompt_tokens,
-                told.output_tokens,
-                told.preemptions,
-            )
+        answered = Answered(
+            [journey.id, *journey.requests],
+            journey.method,
+            journey.handler,
+            journey.status,
+            told.seconds,
+            _encode(told) if journey.method == "POST" else b"",
+            stage_seconds(told) if journey.requests else {},
+            told.prompt_tokens,
+            told.output_tokens,
+            told.preemptions,
         )
+        self._engine.answered(answered)
+        if answered.journey:
+            self._told.keep(answered)
         for hear in self.on_told:
             hear(told, journey)
+
+    def _lost(self) -> None:
+        """The engine has ended. Those that it had go on in the next."""
+        for journey in {*self._by_request.values()}:
+            journey.lose_engine()
+
+    def _found(self) -> None:
+        for journey in {*self._by_request.values()}:
+            journey.find_engine()
+        for answered in self._told:
+            self._engine.answered(answered)
 
     def _submitted(self, request: GenerateRequest) -> GenerateRequest:
         """The request as the engine gets it: with the name and the time of its HTTP request."""

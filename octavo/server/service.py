@@ -39,7 +39,8 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.created = int(time.time())
-        self.journeys = Journeys(engine, engine.origin, config.server.log_prompts)
+        kept = int(config.server.journey_bytes) if engine.can_be_replaced else 0
+        self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint
         self.traces = Traces(endpoint, model_name, version()) if endpoint else None

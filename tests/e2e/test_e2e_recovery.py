@@ -83,6 +83,25 @@ def watch_health(server: Server) -> list[tuple[int, str]]:
     return told
 
 
+def journeys(server: Server) -> list[dict]:
+    return json.loads(server.get("/v1/requests?state=finished&limit=1000")[1])["data"]
+
+
+def check_interrupted(told: list[dict]) -> None:
+    """They say that an engine ended, what came of it, and how long there was none; and their times sum to the whole."""
+    interrupted = [journey for journey in told if any(stage["name"] == "restart" for stage in journey["stages"])]
+    assert len(interrupted) > NUM_STREAMS / 2
+    for journey in interrupted:
+        stages = journey["stages"]
+        assert sum(stage["end"] - stage["start"] for stage in stages) == pytest.approx(journey["seconds"], abs=1e-3)
+        assert all(stage["end"] >= stage["start"] for stage in stages)
+        (lost,) = [at for at, stage in enumerate(stages) if stage["name"] == "restart"]
+        assert stages[lost - 1]["name"] == "engine" and stages[lost]["end"] - stages[lost]["start"] > 0.1
+        assert "an engine ended on its way" in journey["note"]
+        if not journey["legs"]:
+            assert sum(stage.get("output_tokens", 0) for stage in stages) == journey["output_tokens"]
+
+
 @pytest.fixture(scope="module")
 def untroubled(server):
     return asyncio.run(stories(server))
@@ -90,8 +109,12 @@ def untroubled(server):
 
 def test_streams_of_a_killed_engine_go_on(server, untroubled):
     old = server.engine()
+    before = {journey["id"] for journey in journeys(server)}
     assert asyncio.run(stories(server, lambda: os.kill(old, signal.SIGKILL), NUM_STREAMS * 12)) == untroubled
     assert server.engine() != old
+    after = {journey["id"]: journey for journey in journeys(server)}
+    assert len(before) == NUM_STREAMS and before <= set(after), "what the dead engine kept is told again"
+    check_interrupted([journey for id, journey in after.items() if id not in before])
     assert server.wait_until_idle() == (0, 0, 0)
     assert server.get("/health")[0] == 200
 

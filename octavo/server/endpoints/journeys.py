@@ -50,14 +50,21 @@ def router(service: Service) -> APIRouter:
 
 async def _find(service: Service, request_id: str) -> Journey:
     if (mine := service.journeys.find(request_id)) is not None:
-        asked = ReadJourneys(call=0, request_id=mine.id, is_raw=True)
-        return mine.tell(_parts.decode(await _ask(service, asked)) if mine.requests else ())
+        return mine.tell(await _engine_part(service, mine.id) if mine.requests else ())
     found = _journeys.decode(await _ask(service, ReadJourneys(call=0, request_id=request_id)))
     if not found:
         raise NotFound(
             f"no request {request_id[:200]!r} is on its way here, nor among the last that are kept (--journey-bytes)"
         )
     return found[0]
+
+
+async def _engine_part(service: Service, request_id: str) -> list[EngineJourney]:
+    """What the engine has to say of a request that is here. Nothing, while there is none."""
+    try:
+        return _parts.decode(await _ask(service, ReadJourneys(call=0, request_id=request_id, is_raw=True)))
+    except EngineUnavailable:
+        return []
 
 
 def _query(request: Request) -> tuple[str, int]:
