@@ -143,7 +143,7 @@ class ReadLive(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     call: int
     origin: int = 0
-    since: int = 0  # number of the last ended request that was heard of
+    since: int = -1  # number of the last ended request that was heard of; −1: nothing was, nor of the minutes before
 
 
 class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -2,16 +2,22 @@
 Knows nothing of who asks; nothing here runs while nobody does."""
 
 from collections import deque
+from itertools import islice
 
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
 from octavo.messages import Answered, StepPlan
-from octavo.observe.live import LiveEnd, LiveRow, LiveState, LiveWait, advice
+from octavo.observe.advice import LATELY_SECONDS, Standing, advice
+from octavo.observe.history import History
+from octavo.observe.live import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
 
 MAX_WAITING = 100
 MAX_ENDED = 100
+MAX_LANES = 8
+MAX_COUNTED = 5000
+"""Of a longer queue the rest is one lane: nobody reads it, and walking it would hold up the steps."""
 
 
 class Endings:
@@ -21,7 +27,7 @@ class Endings:
         self.number = 0
         self._kept: deque[LiveEnd] = deque(maxlen=MAX_ENDED)
 
-    def answered(self, answered: Answered) -> None:
+    def answered(self, answered: Answered, now: float) -> None:
         if answered.stages:
             self.number += 1
             self._kept.append(
@@ -34,6 +40,7 @@ class Endings:
                     answered.prompt_tokens,
                     answered.output_tokens,
                     answered.preemptions,
+                    0.0 if answered.is_old else now,
                 )
             )
 
@@ -42,22 +49,31 @@ class Endings:
 
 
 def look(
-    scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None, ended: list[LiveEnd], now: float
+    scheduler: Scheduler,
+    metrics: EngineMetrics,
+    plan: StepPlan | None,
+    ended: list[LiveEnd],
+    history: History,
+    now: float,
+    is_first: bool = True,
 ) -> LiveState:
-    """`plan`: the last one that was made."""
+    """`plan`: the last one that was made. `is_first`: tell the past too."""
     cache, report = scheduler.cache, metrics.report
     reason = scheduler.head_waits_for if len(scheduler.waiting) else None
     codes = page_map(cache)
-    limits = {"rows": scheduler.max_rows, "pages": report.num_pages, "step_tokens": scheduler.max_step_tokens}
+    totals = metrics.totals()
+    num_cached, num_free = codes.count(CACHED), codes.count(FREE)
+    num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
     return LiveState(
         time=now,
         step=scheduler.num_steps,
-        totals=metrics.totals(),
+        totals=totals,
         num_waiting=len(scheduler.waiting),
         rows=_rows(scheduler, metrics, plan),
         waiting=_waiting(scheduler, metrics, reason, now),
+        lanes=_lanes(scheduler, metrics, now),
         blocked_by=reason,
-        advice=advice(reason, len(scheduler.waiting), limits),
+        advice=advice(_standing(scheduler, metrics, num_cached + num_free, num_preempted)),
         num_pages=report.num_pages,
         page_size=report.page_size,
         max_rows=scheduler.max_rows,
@@ -65,9 +81,10 @@ def look(
         num_host_pages=report.num_host_pages,
         num_host_pages_used=cache.num_host_used,
         num_shared_pages=codes.count(SHARED),
-        num_cached_pages=codes.count(CACHED),
-        num_free_pages=codes.count(FREE),
+        num_cached_pages=num_cached,
+        num_free_pages=num_free,
         ended=ended,
+        past=history.all() if is_first else [],
         pages=codes.tobytes(),
     )
 
@@ -113,3 +130,43 @@ def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, n
         )
         for request in waiting
     ]
+
+
+def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[LiveLane]:
+    """Who came back because pages ran out, and who is new; these by priority, where that is what orders them."""
+    found: dict[tuple[int, str], tuple[int, float]] = {}  # (place, name) → how many, when the oldest came
+    by_priority = scheduler.orders_by_wish
+    for request in islice(scheduler.waiting, MAX_COUNTED):
+        rank = request.rank if by_priority else 0
+        name = "preempted" if request.num_preemptions else f"priority {rank}" if by_priority else "new"
+        key = (rank, name) if request.num_preemptions == 0 else (-(2**63), name)
+        count, oldest = found.get(key, (0, now))
+        found[key] = (count + 1, min(oldest, metrics.arrival_of(request.id, now)))
+    lanes = [LiveLane(name, count, now - oldest) for (_, name), (count, oldest) in sorted(found.items())]
+    if len(lanes) > MAX_LANES:
+        rest = lanes[MAX_LANES - 1 :]
+        others = LiveLane("others", sum(lane.count for lane in rest), max(lane.oldest_seconds for lane in rest))
+        lanes = [*lanes[: MAX_LANES - 1], others]
+    if len(scheduler.waiting) > MAX_COUNTED:
+        lanes.append(LiveLane("further back", len(scheduler.waiting) - MAX_COUNTED, 0.0))
+    return lanes
+
+
+def _standing(scheduler: Scheduler, metrics: EngineMetrics, num_open_pages: int, num_preempted: int) -> Standing:
+    head, report = scheduler.waiting.head(), metrics.report
+    tokens = head.length if head is not None else 0
+    groups = len(scheduler.cache.windows)
+    return Standing(
+        num_waiting=len(scheduler.waiting),
+        reason=scheduler.head_waits_for,
+        num_rows=len(scheduler.running),
+        max_rows=scheduler.max_rows,
+        num_pages=report.num_pages,
+        num_open_pages=num_open_pages,
+        max_step_tokens=scheduler.max_step_tokens,
+        head_tokens=tokens,
+        head_pages=-(-tokens // report.page_size) * groups,
+        spare_pages=len(scheduler.running) // 2 * groups,
+        num_preempted=num_preempted,
+        is_cpu=report.device.startswith("cpu"),
+    )

@@ -29,6 +29,7 @@ from octavo.messages import (
     StepPlan,
     TokenDelta,
 )
+from octavo.observe.history import History
 from octavo.observe.journal import EngineJournal
 from octavo.observe.journeys import MAX_RING_BYTES, JourneyRing, tell_journeys
 from octavo.observe.metrics import EngineMetrics, EngineState
@@ -53,6 +54,7 @@ class EngineLoop:
         self.journal = EngineJournal()
         self._ring = JourneyRing(max_ring_bytes)
         self._endings = Endings()
+        self._history = History()
         self._in_flight: deque[StepPlan] = deque()
         self._last_plan: StepPlan | None = None
 
@@ -124,7 +126,7 @@ class EngineLoop:
         """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
         if not answered.is_old:
             self.metrics.answered(answered)
-        self._endings.answered(answered)
+        self._endings.answered(answered, self._clock())
         if answered.journey:
             self._ring.keep(answered.ids, answered.journey)
 
@@ -143,8 +145,15 @@ class EngineLoop:
                 live = self.journal.live(self.scheduler.requests(), self._clock(), control.request_id)
                 return tell_journeys(live, self._ring, control)
             case ReadLive():
+                ended = self._endings.since(control.since)
                 state = look(
-                    self.scheduler, self.metrics, self._last_plan, self._endings.since(control.since), self._clock()
+                    self.scheduler,
+                    self.metrics,
+                    self._last_plan,
+                    ended,
+                    self._history,
+                    self._clock(),
+                    control.since < 0,
                 )
                 return msgspec.json.encode(state).decode()
             case ReadPage():
@@ -155,9 +164,9 @@ class EngineLoop:
     def state(self) -> EngineState:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         waiting = len(scheduler.waiting)
-        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order"), 0)
+        reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "step"), 0)
         if waiting:
-            reasons[scheduler.head_waits_for or "order"] += 1
+            reasons[scheduler.head_waits_for or "step"] += 1
             reasons["order"] += waiting - 1
         return EngineState(
             num_running=len(scheduler.running),
@@ -207,6 +216,9 @@ class EngineLoop:
         self.metrics.step(now, num_tokens, deltas)
         self.journal.grammar_seconds += grammar_seconds
         self.journal.committed(plan.step, len(plan.rows), num_tokens, now)
+        if now >= self._history.due:
+            scheduler = self.scheduler
+            self._history.note(now, self.metrics.totals(), scheduler.cache.pool.num_used, len(scheduler.waiting))
         if self.scheduler.ended:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
             self.journal.ended(self.scheduler.ended, reasons, now)

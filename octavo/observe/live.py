@@ -1,8 +1,7 @@
-"""LiveState: the server at this moment, for those who watch it; and what to do about a queue that does not move.
+"""LiveState: the server at this moment, for those who watch it, and how it came there.
 Knows nothing of who measures or who watches."""
 
 from array import array
-from collections.abc import Mapping
 
 import msgspec
 
@@ -47,6 +46,29 @@ class LiveEnd(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    at: float = 0.0  # when; 0: before this engine
+
+
+class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A part of the queue."""
+
+    name: str
+    count: int
+    oldest_seconds: float
+
+
+class LivePast(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A second of the last minutes: totals as in LiveTotals, and what was true then."""
+
+    time: float
+    generation_tokens: int
+    first_tokens: int
+    first_token_seconds: float
+    token_gaps: int
+    token_gap_seconds: float
+    preemptions: int
+    num_used_pages: int
+    num_waiting: int
 
 
 class LiveTotals(msgspec.Struct, frozen=True, gc=False):
@@ -72,6 +94,7 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     num_waiting: int
     rows: list[LiveRow]
     waiting: list[LiveWait]  # the first of them
+    lanes: list[LiveLane]  # all of them
     blocked_by: str | None  # what the first in the queue lacks
     advice: str  # in words; empty: nothing has to wait
     num_pages: int
@@ -84,31 +107,8 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     num_cached_pages: int
     num_free_pages: int
     ended: list[LiveEnd]  # since the look before
+    past: list[LivePast]  # on the first look: the last minutes
     pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
-
-
-def advice(reason: str | None, num_waiting: int, limits: Mapping[str, int]) -> str:
-    """Why the queue does not move, and which setting is the limit."""
-    if not num_waiting or reason is None:
-        return ""
-    many = "1 request waits" if num_waiting == 1 else f"{num_waiting} requests wait"
-    match reason:
-        case "rows":
-            return (
-                f"{many}: all {limits['rows']} rows are taken. Raise --max-num-seqs if pages are free, or add a server."
-            )
-        case "pages":
-            return (
-                f"{many}: the next one needs more KV pages than are free of {limits['pages']}. Raise --kv-cache-memory-bytes "
-                "(or --gpu-memory-utilization), lower --max-model-len or clients' max_tokens, or use smaller pages' types "
-                "(--kv-cache-dtype)."
-            )
-        case "budget":
-            return (
-                f"{many}: the {limits['step_tokens']} tokens of a step are used up by those that run. Raise "
-                "--max-num-batched-tokens if first tokens may come sooner at the cost of the others' pace."
-            )
-    return f"{many}."
 
 
 def changes(before: bytes, after: bytes) -> list[tuple[int, list[int]]]:

@@ -3,7 +3,7 @@ one that came first: nobody overtakes within a rank. When pages run out, who wou
 Knows nothing of rows, pages or budgets, and never allocates."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from octavo.messages import GenerateRequest
 from octavo.schedule.request import Request
@@ -36,6 +36,10 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no order: for those who count."""
+        return iter(self._waiting.values())
 
     def __contains__(self, request: Request) -> bool:
         return request.sequence in self._waiting

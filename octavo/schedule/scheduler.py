@@ -50,6 +50,7 @@ class Scheduler(Seats):
         self.admitted: list[Request] = []  # in the order of the plan's last rows
         self.forked: list[Request] = []
         self._policy = policy
+        self.orders_by_wish = policy is not arrival  # a caller's wish, before the order of arrival
         self._in_flight: deque[Issued] = deque()
         self._next_sequence = 0
         self._step = 0

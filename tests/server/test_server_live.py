@@ -7,13 +7,17 @@ import random
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 
 from octavo.cache import KVCache
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
-from octavo.observe.live import advice, changes
+from octavo.observe.advice import Standing, advice
+from octavo.observe.history import NUM_KEPT, History
+from octavo.observe.live import changes
+from octavo.observe.metrics import EngineMetrics
 from octavo.server import live
-from tests.doubles import AsgiCall
+from tests.doubles import REPORT, AsgiCall
 from tests.server.conftest import error_of
 from tests.server.running import Served, ask, engine
 
@@ -82,7 +86,9 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
         lambda state: state["num_waiting"] == 1 and state["blocked_by"]
     )  # a plan has looked at it
     assert [(wait[0], wait[1]) for wait in state["waiting"]] == [("third", "rows")] and state["blocked_by"] == "rows"
-    assert state["advice"].startswith("1 request waits: all 2 rows are taken. Raise --max-num-seqs")
+    assert state["advice"].startswith("1 request waits: all 2 rows are taken, while ") and "(now 2)" in state["advice"]
+    (lane,) = state["lanes"]
+    assert lane[:2] == ["new", 1] and lane[2] == pytest.approx(state["waiting"][0][2])
     metrics = (await server.http.get("/metrics")).text
     assert 'vllm:num_requests_running{model_name="byte-model",engine="0"} 2.0' in metrics
     first.leave()
@@ -93,6 +99,12 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
     for call in (first, second, third):
         await call.done()
     state = await watch.until(lambda state: not state["rows"])
+    late = Watch(server)  # sees what ended before it came, and the minutes before
+    whole = await late.next()
+    assert {"first", "second", "third"} >= {end["id"] for end in whole["ended"]} >= {"third"}
+    assert all(0 < end["at"] <= whole["time"] for end in whole["ended"]) and len(whole["past"]) >= 1
+    assert (await late.next())["past"] == []
+    await late.leave()
     assert set(watch.pages) == {FREE, CACHED} and state["num_cached_pages"] == list(watch.pages).count(CACHED) > 2
     assert state["totals"]["finished"] == 3 and state["totals"]["generation_tokens"] > 2
     await watch.leave()
@@ -178,12 +190,43 @@ def test_changes_make_one_map_of_the_other(seed: int) -> None:
     assert before == after and sum(len(codes) for _, codes in told) <= 200
 
 
-def test_advice_names_the_limit() -> None:
-    limits = {"rows": 8, "pages": 100, "step_tokens": 512}
-    for reason, flag in (
-        ("rows", "--max-num-seqs"),
-        ("pages", "--kv-cache-memory-bytes"),
-        ("budget", "--max-num-batched-tokens"),
-    ):
-        assert flag in advice(reason, 3, limits) and advice(reason, 3, limits).startswith("3 requests wait: ")
-    assert advice(None, 3, limits) == "" and advice("rows", 0, limits) == ""
+STANDING = Standing(
+    num_waiting=3, reason=None, num_rows=8, max_rows=8, num_pages=100, num_open_pages=40, max_step_tokens=512,
+    head_tokens=170, head_pages=11, spare_pages=4, num_preempted=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"reason": "rows"}, ["3 requests wait: all 8 rows are taken, while 40% of the pages are free", "--max-num-seqs (now 8)"]),
+        ({"reason": "rows", "num_open_pages": 4}, ["96% of the pages too: this server is full"]),
+        ({"reason": "pages", "num_open_pages": 12}, ["up to 11 KV pages for 170 tokens, and leaves 4", "12 of 100 are free", "--gpu-memory-utilization"]),
+        ({"reason": "pages", "is_cpu": True, "num_waiting": 1}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
+        ({"reason": "budget"}, ["the 512 tokens of a step", "--max-num-batched-tokens"]),
+        ({}, ["3 requests wait for the step that runs, and no longer."]),
+        ({"num_waiting": 0, "num_preempted": 2}, ["a row had to leave 2 times because pages ran out", "--max-num-seqs, now 8"]),
+    ],
+)  # fmt: skip
+def test_advice_says_what_is_lacking_and_what_to_change(changed: dict[str, Any], words: list[str]) -> None:
+    told = advice(msgspec.structs.replace(STANDING, **changed))
+    assert [word for word in words if word not in told] == [], told
+    assert "--gpu" not in told or not changed.get("is_cpu")
+
+
+def test_nothing_is_said_where_nothing_waits() -> None:
+    assert advice(msgspec.structs.replace(STANDING, num_waiting=0)) == ""
+
+
+def test_the_past_is_one_point_a_second_and_rates_do_not_spread_over_a_rest() -> None:
+    metrics = EngineMetrics("m", REPORT)
+    history = History()
+    for now in (10.0, 11.5, 60.0):
+        assert now >= history.due
+        history.note(now, metrics.totals(), 7, 0)
+    assert history.due == 61.0
+    assert [(past.time, past.num_used_pages) for past in history.all()] == [(10.0, 7), (11.5, 7), (59.0, 0), (60.0, 7)]
+    assert history.preemptions_since(50.0, 5) == 5
+    for now in range(100, 100 + 2 * NUM_KEPT):
+        history.note(float(now), metrics.totals(), 0, 1)
+    assert len(history.all()) == NUM_KEPT

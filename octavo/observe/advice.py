@@ -1,0 +1,90 @@
+"""Why requests wait, in words, and which setting is the limit.
+Knows nothing of the scheduler: whoever looks brings the numbers."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from octavo.observe.stages import WaitReason
+
+LATELY_SECONDS = 10.0
+"""How far back "lately" reaches."""
+SCARCE = 0.1
+"""With a smaller share of the pages free, more rows would only run out of pages."""
+
+
+class Standing(msgspec.Struct, frozen=True, gc=False):
+    """What a queue stands before."""
+
+    num_waiting: int
+    reason: WaitReason | None  # what the first of it lacks; None: nobody has looked at it yet
+    num_rows: int
+    max_rows: int
+    num_pages: int
+    num_open_pages: int  # free, or cached and nobody's
+    max_step_tokens: int
+    head_tokens: int  # of the first in the queue
+    head_pages: int  # that these take, if none of them is found computed
+    spare_pages: int  # that whoever enters has to leave to those who run
+    num_preempted: int  # lately
+    is_cpu: bool = False
+
+
+def advice(standing: Standing) -> str:
+    """Empty: nothing has to wait, and nobody had to leave."""
+    parts = []
+    if standing.num_waiting:
+        tell = _TOLD.get(standing.reason or "")
+        parts.append(tell(standing) if tell else f"{_many(standing)} for the step that runs, and no longer.")
+    if standing.num_preempted:
+        parts.append(_preempted(standing))
+    return " ".join(parts)
+
+
+def _many(standing: Standing) -> str:
+    return "1 request waits" if standing.num_waiting == 1 else f"{standing.num_waiting:,} requests wait"
+
+
+def _memory(standing: Standing) -> str:
+    flags = "--kv-cache-memory-bytes" if standing.is_cpu else "--gpu-memory-utilization or --kv-cache-memory-bytes"
+    return f"Give pages more memory ({flags}), or keep them smaller (--kv-cache-dtype)"
+
+
+def _rows(standing: Standing) -> str:
+    taken = f"{_many(standing)}: all {standing.max_rows:,} rows are taken"
+    share = standing.num_open_pages / max(1, standing.num_pages)
+    if share < SCARCE:
+        return (
+            f"{taken}, and {1 - share:.0%} of the pages too: this server is full. Add another one, or memory for pages."
+        )
+    return f"{taken}, while {share:.0%} of the pages are free. Raise --max-num-seqs (now {standing.max_rows:,})."
+
+
+def _pages(standing: Standing) -> str:
+    needed = f"{standing.head_pages:,} KV pages for {standing.head_tokens:,} tokens"
+    if standing.spare_pages:
+        needed += f", and leaves {standing.spare_pages:,} for the rows that grow"
+    return (
+        f"{_many(standing)}: the next needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free. "
+        f"{_memory(standing)}; clients help with a smaller max_tokens."
+    )
+
+
+def _budget(standing: Standing) -> str:
+    return (
+        f"{_many(standing)}: those who run use up the {standing.max_step_tokens:,} tokens of a step. Raise "
+        "--max-num-batched-tokens: prompts are done sooner, and tokens of the others come a little further apart."
+    )
+
+
+def _preempted(standing: Standing) -> str:
+    times = "once" if standing.num_preempted == 1 else f"{standing.num_preempted:,} times"
+    told = (
+        f"In the last {LATELY_SECONDS:.0f} s a row had to leave {times} because pages ran out, and is computed again."
+    )
+    if standing.reason == "pages":
+        return told  # what would help has been said
+    return f"{told} {_memory(standing)}, or run fewer rows at once (--max-num-seqs, now {standing.max_rows:,})."
+
+
+_TOLD: dict[str, Callable[[Standing], str]] = {"rows": _rows, "pages": _pages, "budget": _budget}
