@@ -68,7 +68,10 @@ class LocalModel:
 class Remote:
     """A server at a URL, spoken to with nothing but the standard library. What goes wrong is one line."""
 
-    def __init__(self, url: str, api_key: str) -> None:
+    def __init__(self, url: str, api_key: str, timeout: float | None = None) -> None:
+        """`timeout`: seconds without a byte after which nothing more is waited for. None: as long as it takes."""
+        self.status = 0  # of the last answer; 0: there was none
+        self._timeout = timeout
         parts, host = _split(url)
         path = urllib.parse.quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
         self._base = f"{parts.scheme}://{parts.netloc}{path}/v1"
@@ -109,8 +112,12 @@ class Remote:
     def _open(self, path: str, body: bytes | None) -> Any:
         request = urllib.request.Request(self._base + path, body, self._headers)
         try:
-            return self._opener.open(request)
+            self.status = 0
+            answer = self._opener.open(request, timeout=self._timeout)
+            self.status = answer.status
+            return answer
         except urllib.error.HTTPError as error:
+            self.status = error.code
             raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None
         except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver can be asked for
             reason = getattr(error, "reason", error)

@@ -1,46 +1,77 @@
 """`octavo top`: a running server in the terminal: rows, queue, pages, and what requests wait for.
-Knows nothing of the engine: it draws what the live feed of a server says."""
+Knows nothing of the engine or of how lines are laid out: it follows a server's live feed, and comes back when that does."""
 
-import base64
+import os
+import select
 import shutil
 import sys
-from array import array
-from collections import deque
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from octavo.errors import EngineUnavailable, OctavoError, RequestFailed
 from octavo.talk import Remote
+from octavo.top_screen import Screen
 
 ROUTE = "/live"  # below the server's /v1
-RATE_SECONDS = 3.0
-"""Rates are means over this long."""
-SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page that one request owns is a block
-OWNED = "█"
-HOME, CLEAR_LINE, CLEAR_BELOW, HIDE, SHOW = "\x1b[H", "\x1b[K", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
+RETRY_SECONDS = 1.0
+SILENCE_SECONDS = 10.0
+"""A feed that says nothing for so long is no feed any more: it has something to say four times a second."""
+FIRM = (400, 401, 403, 404)
+"""Answers that another try would not change."""
+HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, without a cursor; and back
 
 
 def run(url: str, api_key: str, once: bool = False) -> int:
-    server = Remote(url, api_key)
+    server = Remote(url, api_key, timeout=SILENCE_SECONDS)
     screen = Screen()
-    is_terminal = sys.stdout.isatty() and not once
-    try:
-        if is_terminal:
-            print(HIDE, end="")
+    if once or not sys.stdout.isatty():
+        return _lines(server, screen, once)
+    with _terminal(), suppress(KeyboardInterrupt):
+        _follow(server, screen)
+    return 0
+
+
+def _lines(server: Remote, screen: Screen, once: bool) -> int:
+    """For a file or a pipe: a line for each look."""
+    with suppress(KeyboardInterrupt):
         for state in server.events(ROUTE):
             screen.take(state)
             if once:
                 print("\n".join(screen.draw(*_size())))
                 return 0
-            if is_terminal:
-                lines = [line + CLEAR_LINE for line in screen.draw(*_size())]
-                print(HOME + "\n".join(lines) + CLEAR_BELOW, end="", flush=True)
-            else:
-                print(screen.summary(), flush=True)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if is_terminal:
-            print(SHOW)
+            print(screen.summary(), flush=True)
     return 0
+
+
+def _follow(server: Remote, screen: Screen) -> None:
+    """Until somebody leaves. Raises what is wrong where there never was a feed, or asking again would be of no use."""
+    while True:
+        try:
+            for state in server.events(ROUTE):
+                screen.take(state)
+                _show(screen)
+                if _wants_to_leave(0.0):
+                    return
+        except (RequestFailed, EngineUnavailable) as error:
+            if screen.is_empty or server.status in FIRM:
+                raise
+            screen.lose(_short(error), time.strftime("%H:%M:%S"))
+        _show(screen)
+        if _wants_to_leave(RETRY_SECONDS):
+            return
+
+
+def _show(screen: Screen) -> None:
+    is_coloured = "NO_COLOR" not in os.environ and os.environ.get("TERM", "") not in ("", "dumb")
+    lines = [line + CLEAR_LINE for line in screen.draw(*_size(), is_coloured)]
+    print(HOME + "\r\n".join(lines) + CLEAR_BELOW, end="", flush=True)
+
+
+def _short(error: OctavoError) -> str:
+    return " ".join(error.message.split())
 
 
 def _size() -> tuple[int, int]:
@@ -48,101 +79,29 @@ def _size() -> tuple[int, int]:
     return size.columns, size.lines
 
 
-class Screen:
-    """What the feed has told so far, as lines."""
-
-    def __init__(self) -> None:
-        self._state: dict[str, Any] = {}
-        self._pages: array[int] = array("H")
-        self._past: deque[tuple[float, dict[str, float]]] = deque()
-        self._ended: deque[dict[str, Any]] = deque(maxlen=50)
-
-    def take(self, state: dict[str, Any]) -> None:
-        self._state = state
-        if state["pages"]:
-            self._pages = array("H", base64.b64decode(state["pages"]))
-        for start, codes in state.get("changes", ()):
-            self._pages[start : start + len(codes)] = array("H", codes)
-        self._ended.extend(state["ended"])
-        self._past.append((state["time"], state["totals"]))
-        while len(self._past) > 2 and self._past[0][0] < state["time"] - RATE_SECONDS:
-            self._past.popleft()
-
-    def summary(self) -> str:
-        """One line."""
-        state = self._state
-        rates = self._rates()
-        used = state["num_pages"] - state["num_free_pages"] - state["num_cached_pages"]
-        return (
-            f"{len(state['rows'])}/{state['max_rows']} rows  {state['num_waiting']} waiting  {rates['generation_tokens']:.0f} tokens/s  "
-            f"{rates['prompt_tokens']:.0f} prompt tokens/s  {rates['steps']:.0f} steps/s  {used}/{state['num_pages']} pages  "
-            f"device {rates['busy_seconds']:.0%}"
-        )
-
-    def draw(self, width: int, height: int) -> list[str]:
-        state, rates = self._state, self._rates()
-        gaps, firsts = rates["token_gaps"], rates["first_tokens"]
-        lines = [
-            "octavo top  " + self.summary(),
-            f"first token {_mean(rates['first_token_seconds'], firsts)}   between tokens {_mean(rates['token_gap_seconds'], gaps)}   "
-            f"ended {rates['finished']:.1f}/s   preempted {rates['preemptions']:.1f}/s",
-            state["advice"] or "nothing has to wait",
-            "",
-            f"pages: {OWNED} owned  S {state['num_shared_pages']} shared  c {state['num_cached_pages']} cached  · {state['num_free_pages']} free"
-            f"  swapped out {state['num_host_pages_used']}/{state['num_host_pages']}",
-            *self._page_lines(width, max(1, height // 6)),
-            "",
-        ]
-        room = max(2, (height - len(lines) - 3) // 3)
-        lines += ["  row  request                     this step          tokens       pages", *self._row_lines(room)]
-        lines += ["", f"queue: {state['num_waiting']}", *self._queue_lines(room)]
-        lines += ["", "ended:", *self._ended_lines(max(1, height - len(lines) - 3))]
-        return [line[:width] for line in lines[: height - 1]]
-
-    def _rates(self) -> dict[str, float]:
-        (before, old), (now, new) = self._past[0], self._past[-1]
-        span = now - before
-        return {name: (value - old[name]) / span if span > 0 else 0.0 for name, value in new.items()}
-
-    def _page_lines(self, width: int, num_lines: int) -> list[str]:
-        """The map; where there are more pages than places, a place shows the busiest of those it stands for."""
-        count = len(self._pages)
-        per_place = max(1, -(-count // max(1, width * num_lines)))
-        places = [self._place(self._pages[at : at + per_place]) for at in range(0, count, per_place)]
-        return ["".join(places[at : at + width]) for at in range(0, len(places), width)]
-
-    def _place(self, codes: "array[int]") -> str:
-        busiest = max(codes, key=lambda code: {2: 3, 1: 1, 0: 0}.get(code, 2))
-        return SHADES.get(busiest, OWNED)
-
-    def _row_lines(self, room: int) -> list[str]:
-        rows = self._state["rows"]
-        lines = [
-            f"{row:5}  {_name(request, choice):26}  {f'prompt, {tokens}' if is_prompt else f'decode, {tokens}':16}  "
-            f"{length:5}/{max_len:<6}  {pages:5}"
-            for row, request, choice, is_prompt, tokens, length, _, max_len, pages, _ in rows[:room]
-        ]
-        return lines + ([f"       … and {len(rows) - room} more"] if len(rows) > room else [])
-
-    def _queue_lines(self, room: int) -> list[str]:
-        waiting = self._state["waiting"]
-        return [
-            f"       {_name(request, 0):26}  waits for {reason:7} {seconds:7.1f} s{'  preempted' if is_preempted else ''}"
-            for request, reason, seconds, _, is_preempted, _ in waiting[:room]
-        ]
-
-    def _ended_lines(self, room: int) -> list[str]:
-        return [
-            f"       {_name(end['id'], 0):26}  {end['status']}  {end['seconds']:7.2f} s  {end['prompt_tokens']} → {end['output_tokens']}  "
-            + "  ".join(f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005)
-            for end in [*self._ended][-room:][::-1]
-        ]
+def _wants_to_leave(seconds: float) -> bool:
+    """Whether q was pressed, within so long."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready) and b"q" in os.read(sys.stdin.fileno(), 64).lower()
 
 
-def _name(request: str, choice: int) -> str:
-    text = f"{request}#{choice}" if choice else request
-    return text if len(text) <= 26 else text[:12] + "…" + text[-13:]
+@contextmanager
+def _terminal() -> Iterator[None]:
+    """A screen of its own, and keys as they are pressed; all as it was before in the end."""
+    before: list[Any] | None = None
+    if sys.stdin.isatty():
+        import termios
+        import tty
 
-
-def _mean(total: float, count: float) -> str:
-    return f"{total / count * 1000:.0f} ms" if count else "–"
+        before = termios.tcgetattr(sys.stdin)
+        tty.setcbreak(sys.stdin)
+    print(ENTER, end="", flush=True)
+    try:
+        yield
+    finally:
+        print(LEAVE, end="", flush=True)
+        if before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

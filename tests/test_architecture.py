@@ -22,7 +22,7 @@ LEVELS = {
     "worker": 4,
     "executor": 5,
     **dict.fromkeys(("engine", "sim"), 6),
-    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "doctor"), 7),
+    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "top_screen", "doctor"), 7),
 }
 # Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
 CORRIDORS = {
@@ -36,6 +36,7 @@ CORRIDORS = {
     ("cli", "talk"),
     ("cli", "top"),
     ("top", "talk"),
+    ("top", "top_screen"),
     ("cli", "doctor"),
     ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),

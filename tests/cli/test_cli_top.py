@@ -5,6 +5,7 @@ import http.server
 import json
 import socket
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -12,17 +13,18 @@ from typing import Any
 import pytest
 
 from octavo.cli import main
-from octavo.top import Screen
+from octavo.top_screen import Screen
+from tests.cli.pseudo_terminal import Terminal
 
 
-def state(time: float, tokens: int, **more: Any) -> dict[str, Any]:
+def state(at: float, tokens: int, **more: Any) -> dict[str, Any]:
     totals = dict.fromkeys(
         ("prompt_tokens", "cached_tokens", "finished", "preemptions", "first_tokens", "first_token_seconds"), 0
     )
     return {
-        "time": time,
+        "time": at,
         "step": 5,
-        "totals": {**totals, "steps": tokens, "generation_tokens": tokens, "busy_seconds": time / 2, "token_gaps": tokens,
+        "totals": {**totals, "steps": tokens, "generation_tokens": tokens, "busy_seconds": at / 2, "token_gaps": tokens,
                    "token_gap_seconds": tokens * 0.02},
         "num_waiting": 0,
         "rows": [],
@@ -55,24 +57,40 @@ STATES = [
 
 
 class _Feed(http.server.BaseHTTPRequestHandler):
+    holds = threading.Event()  # set: the feed goes on without a word after its last state
+
     def do_GET(self) -> None:
         allowed = self.headers.get("authorization") == "Bearer secret"
         self.send_response(200 if self.path == "/v1/live" and allowed else 401)
         self.end_headers()
         for told in STATES:
             self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+        while self.holds.is_set():
+            time.sleep(0.02)
 
     def log_message(self, *arguments: Any) -> None:
         pass
 
 
+class _Server(http.server.ThreadingHTTPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Feed)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        _Feed.holds.clear()
+        self.shutdown()
+        self.server_close()
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Feed)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = _Server()
     yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    server.stop()
 
 
 def test_one_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +113,7 @@ def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
         screen.take(told)
     lines = screen.draw(100, 40)
     text = "\n".join(lines)
-    assert "my-request#1" in text and "decode, 1" in text and "40/60" in text
+    assert "my-request#1" in text and "decode +1" in text and "40/60" in text
     assert "other" in text and "waits for rows" in text and "1.2 s  preempted" in text
     assert "1 request waits: all 4 rows are taken." in lines and "·cS████·" in lines
     assert "between tokens 20 ms" in text and "first token –" in text
@@ -119,3 +137,31 @@ def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
         port = free.getsockname()[1]
     assert main(["top", "--url", f"http://127.0.0.1:{port}"]) == 1
     assert "is the server running?" in capsys.readouterr().err
+
+
+def test_in_a_terminal_it_outlives_the_server_and_leaves_all_as_it_was() -> None:
+    _Feed.holds.set()
+    server = _Server()
+    address = ("--url", f"http://127.0.0.1:{server.server_port}")
+    terminal = Terminal("top", *address, size=(100, 40), environment={"OCTAVO_API_KEY": "secret"})
+    wide = terminal.until(lambda screen: "my-request" in screen)
+    assert wide.splitlines()[0].startswith("octavo top  0/4 rows  0 waiting  50 tokens/s") and "·cS████·" in wide
+    assert terminal.raw.startswith("\x1b[?1049h\x1b[?25l") and "\x1b[38;5;220mS" in terminal.raw
+    terminal.resize(34, 20)
+    server.stop()
+    gone = terminal.until(lambda screen: "No connection since" in screen)
+    assert all(len(line) <= 34 for line in gone.splitlines()) and len(gone.splitlines()) < 20
+    assert "octavo top  0/4 rows  0 waiting" in gone.splitlines(), "figures are not cut but continued"
+    _Feed.holds.set()
+    server = _Server(server.server_port)
+    back = terminal.until(lambda screen: "nothing has to wait" in screen)
+    assert "No connection" not in back and back.count("my-request") <= 1
+    terminal.press("q")
+    assert terminal.close() == (0, "")
+    server.stop()
+
+
+def test_a_key_that_became_wrong_is_the_end(url: str) -> None:
+    terminal = Terminal("top", "--url", url, "--api-key", "wrong", size=(80, 24))
+    code, said = terminal.close()
+    assert code == 1 and "answered 401" in said and said.count("\n") == 1

@@ -1,0 +1,200 @@
+"""Screen: what a live feed has told so far, as lines of a terminal of any size.
+Knows nothing of servers or terminals: states come in, lines go out."""
+
+import base64
+import itertools
+import textwrap
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+RATE_SECONDS = 3.0
+"""Rates are means over this long."""
+SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page that one request owns is a block
+OWNED = "█"
+BARS = "▁▂▃▄▅▆▇█"
+PALETTE = (39, 78, 170, 203, 44, 141, 112, 69, 176, 37, 105, 167)  # of 256 colours, far from each other and from yellow
+SHARED_COLOUR, FAINT, WARNING, PLAIN = "\x1b[38;5;220m", "\x1b[2m", "\x1b[1;33m", "\x1b[0m"
+
+
+class Screen:
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+        self._pages: array[int] = array("H")
+        self._past: deque[tuple[float, dict[str, float]]] = deque()
+        self._tokens: deque[tuple[float, float]] = deque(maxlen=300)  # (time, tokens so far), one a second
+        self._ended: deque[dict[str, Any]] = deque(maxlen=50)
+        self._lost = ""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._state
+
+    def take(self, state: dict[str, Any]) -> None:
+        self._lost = ""
+        if state["pages"]:  # the whole: a new feed, perhaps of another engine, which counts from 0
+            self._pages = array("H", base64.b64decode(state["pages"]))
+            self._past.clear()
+            self._ended.clear()
+            self._tokens.clear()
+            self._tokens += [(past[0], past[1]) for past in state.get("past", ())]
+        for start, codes in state.get("changes", ()):
+            self._pages[start : start + len(codes)] = array("H", codes)
+        self._state = state
+        self._ended.extend(state["ended"])
+        self._past.append((state["time"], state["totals"]))
+        while len(self._past) > 2 and self._past[0][0] < state["time"] - RATE_SECONDS:
+            self._past.popleft()
+        if not self._tokens or state["time"] - self._tokens[-1][0] >= 1:
+            self._tokens.append((state["time"], state["totals"]["generation_tokens"]))
+
+    def lose(self, why: str, when: str) -> None:
+        """The feed has ended: what is shown is of the past."""
+        self._lost = self._lost or f"No connection since {when}, trying again; this is how it was then. {why}"
+
+    def summary(self) -> str:
+        """One line."""
+        return "  ".join(self._figures())
+
+    def draw(self, width: int, height: int, is_coloured: bool = False) -> list[str]:
+        state, rates = self._state, self._rates()
+        figures = [
+            "octavo top", *self._figures(),
+            f"first token {_mean(rates['first_token_seconds'], rates['first_tokens'])}",
+            f"between tokens {_mean(rates['token_gap_seconds'], rates['token_gaps'])}",
+            f"ended {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
+        ]  # fmt: skip
+        lines = [*_flow(figures, width), *self._spark(width)]
+        news = self._lost or state["advice"] or "nothing has to wait"
+        told = textwrap.wrap(news, max(1, width)) or [""]
+        at_news = (len(lines), len(lines) + len(told))
+        lines += [*told, "", *_flow(self._legend(), width)]
+        first_page = len(lines)
+        pages = self._page_lines(width, max(1, height // 6))
+        lines += ["".join(place for place, _ in line) for line in pages] + [""]
+        room = max(2, (height - len(lines) - 4) // 3)
+        wide = 26 if width >= 76 else max(8, width - 50)
+        lines += self._row_lines(room, wide)
+        lines += ["", f"queue: {state['num_waiting']}{self._lanes()}", *self._queue_lines(room, wide)]
+        lines += ["", "ended:", *self._ended_lines(max(1, height - len(lines) - 3), wide)]
+        lines = [line[:width] for line in lines[: height - 1]]
+        if is_coloured:
+            self._paint(lines, first_page, pages, at_news)
+        return lines
+
+    def _figures(self) -> list[str]:
+        state, rates = self._state, self._rates()
+        used = state["num_pages"] - state["num_free_pages"] - state["num_cached_pages"]
+        return [
+            f"{len(state['rows'])}/{state['max_rows']} rows",
+            f"{state['num_waiting']} waiting",
+            f"{rates['generation_tokens']:.0f} tokens/s",
+            f"{rates['prompt_tokens']:.0f} prompt tokens/s",
+            f"{rates['steps']:.0f} steps/s",
+            f"{used}/{state['num_pages']} pages",
+            f"device {rates['busy_seconds']:.0%}",
+        ]
+
+    def _rates(self) -> dict[str, float]:
+        (before, old), (now, new) = self._past[0], self._past[-1]
+        span = now - before
+        return {name: (value - old[name]) / span if span > 0 else 0.0 for name, value in new.items()}
+
+    def _spark(self, width: int) -> list[str]:
+        """Tokens a second over the last minutes, the newest at the right."""
+        points = [*self._tokens]
+        pairs = list(itertools.pairwise(points))[-max(1, width - 24) :]
+        rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0]]
+        if not any(rates):
+            return []
+        top = max(rates)
+        return ["tokens/s " + "".join(BARS[min(7, int(8 * rate / top))] for rate in rates) + f" up to {top:.0f}"]
+
+    def _legend(self) -> list[str]:
+        state = self._state
+        parts = [
+            f"pages: {OWNED} owned", f"S {state['num_shared_pages']} shared", f"c {state['num_cached_pages']} cached",
+            f"· {state['num_free_pages']} free",
+        ]  # fmt: skip
+        if state["num_host_pages"]:
+            parts.append(f"swapped out {state['num_host_pages_used']}/{state['num_host_pages']}")
+        return parts
+
+    def _page_lines(self, width: int, num_lines: int) -> list[list[tuple[str, int]]]:
+        """The map: (sign, code) for each place. Where there are more pages than places, a place shows the busiest of its pages."""
+        count = len(self._pages)
+        per_place = max(1, -(-count // max(1, width * num_lines)))
+        places = [self._place(self._pages[at : at + per_place]) for at in range(0, count, per_place)]
+        return [places[at : at + width] for at in range(0, len(places), width)]
+
+    def _place(self, codes: "array[int]") -> tuple[str, int]:
+        busiest = max(codes, key=lambda code: {2: 3, 1: 1, 0: 0}.get(code, 2))
+        return SHADES.get(busiest, OWNED), busiest
+
+    def _paint(
+        self, lines: list[str], first_page: int, pages: list[list[tuple[str, int]]], at_news: tuple[int, int]
+    ) -> None:
+        for at, places in enumerate(pages, first_page):
+            if at < len(lines):
+                lines[at] = "".join(_colour(code) + sign for sign, code in places) + PLAIN
+        if self._lost or self._state["advice"]:
+            for at in range(at_news[0], min(at_news[1], len(lines))):
+                lines[at] = f"{WARNING}{lines[at]}{PLAIN}"
+
+    def _row_lines(self, room: int, wide: int) -> list[str]:
+        rows = self._state["rows"]
+        lines = [f"  row  {'request':{wide}}  this step         tokens  pages"]
+        lines += [
+            f"{row:5}  {_name(request, choice, wide):{wide}}  {f'prompt +{tokens}' if is_prompt else f'decode +{tokens}':13}"
+            f"{f'{length}/{max_len}':>11}  {pages:5}"
+            for row, request, choice, is_prompt, tokens, length, _, max_len, pages, _ in rows[:room]
+        ]
+        return lines + ([f"       … and {len(rows) - room} more"] if len(rows) > room else [])
+
+    def _lanes(self) -> str:
+        lanes = self._state.get("lanes", ())
+        return "".join(f"   {name} {count}" for name, count, _ in lanes) if len(lanes) > 1 else ""
+
+    def _queue_lines(self, room: int, wide: int) -> list[str]:
+        waiting, total = self._state["waiting"], self._state["num_waiting"]
+        lines = [
+            f"       {_name(request, 0, wide):{wide}}  waits for {reason:7} {seconds:7.1f} s{'  preempted' if is_preempted else ''}"
+            for request, reason, seconds, _, is_preempted, _ in waiting[:room]
+        ]
+        return lines + ([f"       … and {total - len(lines)} more"] if total > len(lines) else [])
+
+    def _ended_lines(self, room: int, wide: int) -> list[str]:
+        return [
+            f"       {_name(end['id'], 0, wide):{wide}}  {end['status']}  {end['seconds']:7.2f} s  "
+            f"{end['prompt_tokens']} → {end['output_tokens']}  "
+            + "  ".join(f"{name} {seconds:.2f}" for name, seconds in end["stages"].items() if seconds >= 0.005)
+            for end in [*self._ended][-room:][::-1]
+        ]
+
+
+def _flow(parts: Sequence[str], width: int) -> list[str]:
+    """One after another, in as many lines as it takes; no part is broken that fits."""
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + 2 + len(part) > width:
+            lines.append(part)
+        else:
+            lines[-1] += f"  {part}" if lines[-1] else part
+    return lines
+
+
+def _colour(code: int) -> str:
+    if code == 2:
+        return SHARED_COLOUR
+    return f"{PLAIN}{FAINT}" if code < 2 else f"{PLAIN}\x1b[38;5;{PALETTE[code % len(PALETTE)]}m"
+
+
+def _name(request: str, choice: int, wide: int) -> str:
+    text = f"{request}#{choice}" if choice else request
+    half = (wide - 1) // 2
+    return text if len(text) <= wide else text[: wide - 1 - half] + "…" + text[-half:]
+
+
+def _mean(total: float, count: float) -> str:
+    return f"{total / count * 1000:.0f} ms" if count else "–"

@@ -1,0 +1,64 @@
+"""A command in a pseudo-terminal of a given size, and what its screen shows."""
+
+import fcntl
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+
+HOME = "\x1b[H"
+
+
+class Terminal:
+    def __init__(self, *arguments: str, size: tuple[int, int], environment: dict[str, str] | None = None) -> None:
+        """`size`: columns and lines."""
+        self._ours, theirs = os.openpty()
+        self.resize(*size)
+        clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.cli", *arguments],
+            stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+            env={**clean, "TERM": "xterm-256color", **(environment or {})}, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.raw = ""
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def until(self, condition: Callable[[str], bool], seconds: float = 60) -> str:
+        """The screen, as soon as it is as wanted."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if select.select([self._ours], [], [], 0.1)[0]:
+                try:
+                    self.raw += os.read(self._ours, 65536).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    break
+                if condition(self.screen()):
+                    return self.screen()
+        raise AssertionError(f"the screen did not become as wanted:\n{self.screen()}")
+
+    def screen(self) -> str:
+        """The last picture that is whole."""
+        pictures = re.findall(r"\x1b\[H(.*?)\x1b\[J", self.raw, re.S)
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", pictures[-1]).replace("\r", "") if pictures else ""
+
+    def press(self, key: str) -> None:
+        os.write(self._ours, key.encode())
+
+    def close(self) -> tuple[int, str]:
+        """(exit code, what it said on standard error) of a command that is about to end."""
+        assert self.process.stderr is not None
+        try:
+            code = self.process.wait(30)
+            with self.process.stderr as stderr:
+                return code, stderr.read().decode()
+        finally:
+            self.process.kill()
+            os.close(self._ours)
