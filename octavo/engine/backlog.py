@@ -18,6 +18,7 @@ class Backlog:
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._admissions: deque[tuple[float, int]] = deque()  # (when, how many), the last minute's
         self._num_admitted = 0  # their sum
+        self.rejections = {"num_queued_reqs": 0, "num_queued_tokens": 0, "queue_time": 0}  # since the start, by reason
 
     def moved(self, now: float, num_admitted: int) -> None:
         """So many got a row."""
@@ -31,14 +32,17 @@ class Backlog:
         if waiting < 0 or not len(scheduler.waiting):
             return
         if self._max_requests and waiting >= self._max_requests:
+            reason = "num_queued_reqs"
             what = f"{waiting} requests wait already, as many as may (--max-waiting-requests)"
         elif self._max_tokens and tokens + len(request.prompt_ids) > self._max_tokens:
+            reason = "num_queued_tokens"
             what = (
                 f"{tokens} prompt tokens wait already; with the {len(request.prompt_ids)} of this request there would be more than "
                 f"{self._max_tokens} (--max-waiting-tokens)"
             )
         else:
             return
+        self.rejections[reason] += 1
         raise Overloaded(what, self.retry_after(waiting, now))
 
     def retry_after(self, num_waiting: int, now: float) -> int:

@@ -29,10 +29,11 @@ from octavo.messages import (
     StepPlan,
     TokenDelta,
 )
+from octavo.observe.gauges import EngineState
 from octavo.observe.history import History
 from octavo.observe.journal import EngineJournal
 from octavo.observe.journeys import MAX_RING_BYTES, JourneyRing, tell_journeys
-from octavo.observe.metrics import EngineMetrics, EngineState
+from octavo.observe.metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
 
@@ -108,6 +109,7 @@ class EngineLoop:
 
     def overdue(self) -> Overloaded:
         """What becomes of a request that waited for its max_queue_ms."""
+        self.backlog.rejections["queue_time"] += 1
         waiting = len(self.scheduler.waiting)
         message = f"no row was free within the request's max_queue_ms; {waiting} requests wait"
         return Overloaded(message, self.backlog.retry_after(waiting, self._clock()))
@@ -177,6 +179,7 @@ class EngineLoop:
             num_free_pages=len(pool.blank),
             num_filled_slots=scheduler.slot_use()[0],
             num_host_pages_used=scheduler.cache.num_host_used,
+            rejections=self.backlog.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
         )
 

@@ -4,12 +4,11 @@ Knows nothing of the scheduler, the cache or a clock: the step loop brings plain
 The loop calls at most three methods per step: `admitted` for what entered, `preempted` where pages ran out, `step` with
 the deltas it sends anyway. Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 from octavo.messages import Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
 from octavo.observe.exposition import Histogram, Scrape
+from octavo.observe.gauges import EngineState, rejections, write_gauges
 from octavo.observe.http_metrics import HttpMetrics
 from octavo.observe.live import LiveTotals
 from octavo.observe.pace import Pace
@@ -28,23 +27,6 @@ REQUEST_BOUNDS = (
 ITERATION_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES_BOUNDS = (1, 2, 5, 10, 20)
 PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100)
-
-PageState = Literal["used", "cached", "free"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """What is true at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
-    num_used_pages: int = 0
-    num_cached_pages: int = 0
-    num_free_pages: int = 0
-    num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
-    num_host_pages_used: int = 0
-    blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
 
 
 class _Choice:
@@ -225,11 +207,10 @@ class EngineMetrics:
 
     def text(self, state: EngineState) -> str:
         scrape = Scrape(self._labels)
-        self._write_gauges(scrape, state)
+        write_gauges(scrape, self.report, state)
         self._write_counters(scrape)
-        self._write_blocked(scrape, state)
         self._write_histograms(scrape)
-        return scrape.text() + self._http.text()
+        return scrape.text() + rejections(self._labels["model_name"], state) + self._http.text()
 
     # ── private ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -266,50 +247,6 @@ class EngineMetrics:
         if request.admitted:
             self._prompt_computed.observe(request.prompt_len - request.num_cached)
 
-    def _write_gauges(self, scrape: Scrape, state: EngineState) -> None:
-        report = self.report
-        pages = state.num_used_pages + state.num_cached_pages + state.num_free_pages
-        slots = state.num_used_pages * report.page_size
-        states: dict[PageState, int] = {
-            "used": state.num_used_pages,
-            "cached": state.num_cached_pages,
-            "free": state.num_free_pages,
-        }
-        config = {
-            "block_size": str(report.page_size),
-            "num_gpu_blocks": str(report.num_pages),
-            "num_cpu_blocks": str(report.num_host_pages),
-            "cache_dtype": report.kv_dtype or report.dtype,
-        }
-        for name, help, samples in (
-            ("vllm:num_requests_running", "Requests that hold a row.", [({}, state.num_running)]),
-            ("vllm:num_requests_waiting", "Requests in the queue.", [({}, state.num_waiting)]),
-            (
-                "vllm:num_requests_waiting_by_reason",
-                "Requests in the queue: for room (capacity), or for something that must be there first (deferred).",
-                [({"reason": "capacity"}, state.num_waiting), ({"reason": "deferred"}, 0)],
-            ),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of KV pages in use, 0 to 1.",
-                [({}, state.num_used_pages / pages if pages else 0.0)],
-            ),
-            ("vllm:cache_config_info", "The KV store's layout; always 1.", [(config, 1)]),
-            ("octavo:kv_pages", "KV pages by state.", [({"state": key}, value) for key, value in states.items()]),
-            (
-                "octavo:kv_slot_use_ratio",
-                "Share of the slots of used KV pages that hold a token; the rest is waste. 1 when no page is in use.",
-                [({}, state.num_filled_slots / slots if slots else 1.0)],
-            ),
-            ("octavo:host_pages_used", "Pages of the swap space in use.", [({}, state.num_host_pages_used)]),
-            (
-                "octavo:waiting_by_reason",
-                "Requests in the queue by what they wait for.",
-                [({"reason": key}, value) for key, value in state.waiting_by_reason.items()],
-            ),
-        ):
-            scrape.gauge(name, help, samples)
-
     def _write_counters(self, scrape: Scrape) -> None:
         for name, help, value in (
             ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", self._prompt_tokens),
@@ -331,22 +268,22 @@ class EngineMetrics:
             ],
         )
         scrape.counter(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens that were not computed, by where their keys and values came from.",
+            [({"source": "local_cache_hit"}, self._prefix_hits)],
+        )
+        scrape.counter(
             "vllm:request_success",
             "Choices that ended, by reason.",
             [({"finished_reason": reason}, count) for reason, count in self._finished.items()],
-        )
-
-    def _write_blocked(self, scrape: Scrape, state: EngineState) -> None:
-        scrape.counter(
-            "octavo:queue_blocked_seconds",
-            "Time in which the first request of the queue could not enter, by what it lacked.",
-            [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
         )
 
     def _write_histograms(self, scrape: Scrape) -> None:
         for name, help, histogram in (
             ("time_to_first_token_seconds", "From arrival to a choice's first token.", self._first_token),
             ("inter_token_latency_seconds", "Between two deliveries to one choice.", self._inter_token),
+            # The name that vLLM gave it before; boards still ask for it.
+            ("time_per_output_token_seconds", "Between two deliveries to one choice.", self._inter_token),
             (
                 "request_time_per_output_token_seconds",
                 "A finished choice's mean time per token after its first.",
