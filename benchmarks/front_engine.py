@@ -1,5 +1,6 @@
 """The engine process of `benchmarks.front`: the real one, sockets, driver and scheduler, over an executor without a model.
-Knows nothing of HTTP. Started by the supervisor in place of octavo.engine.process; a step takes OCTAVO_FRONT_STEP_MS."""
+Knows nothing of HTTP. Started by the supervisor in place of octavo.engine.process; a step takes OCTAVO_FRONT_STEP_MS,
+and there are OCTAVO_FRONT_PAGES pages, or enough for everybody."""
 
 import os
 import sys
@@ -12,7 +13,7 @@ from octavo.executor.base import Executor
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.source import ModelSource
 
-STEP_MS = "OCTAVO_FRONT_STEP_MS"
+STEP_MS, PAGES = "OCTAVO_FRONT_STEP_MS", "OCTAVO_FRONT_PAGES"
 VOCAB_SIZE, MAX_MODEL_LEN, PAGE_SIZE = 30_000, 4096, 16
 
 
@@ -35,7 +36,7 @@ class TimedSteps:
             max_num_seqs=self._num_rows,
             max_num_batched_tokens=8192,
             page_size=PAGE_SIZE,
-            num_pages=self._num_rows * (MAX_MODEL_LEN // PAGE_SIZE),
+            num_pages=int(os.environ.get(PAGES, self._num_rows * (MAX_MODEL_LEN // PAGE_SIZE))),
             num_host_pages=0,
             weights_bytes=0,
             page_bytes=1,
