@@ -144,7 +144,7 @@ def test_in_a_terminal_it_outlives_the_server_and_leaves_all_as_it_was() -> None
     server = _Server()
     address = ("--url", f"http://127.0.0.1:{server.server_port}")
     terminal = Terminal("top", *address, size=(100, 40), environment={"OCTAVO_API_KEY": "secret"})
-    wide = terminal.until(lambda screen: "my-request" in screen)
+    wide = terminal.until(lambda screen: "2.50 s" in screen)
     assert wide.splitlines()[0].startswith("octavo top  0/4 rows  0 waiting  50 tokens/s") and "·cS████·" in wide
     assert terminal.raw.startswith("\x1b[?1049h\x1b[?25l") and "\x1b[38;5;220mS" in terminal.raw
     terminal.resize(34, 20)
