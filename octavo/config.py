@@ -234,7 +234,7 @@ class ServerConfig:
         "", "URL to which every request is sent as OpenTelemetry spans (OTLP over HTTP); needs octavo[otel]"
     )
     journey_bytes: int | str = knob(
-        16 * 2**20, "memory, in each process, for what happened to the last requests (GET /v1/requests/ID)", kind="bytes"
+        16 * 2**20, "memory of each process for the last requests' journeys (GET /v1/requests/ID)", kind="bytes"
     )
     shutdown_timeout: float = knob(
         30.0, "seconds that running requests get to finish after SIGTERM", least=0, most=MAX_SECONDS
