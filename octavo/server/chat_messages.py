@@ -1,5 +1,5 @@
 """The messages of a chat request as templates know them: roles, names, tool calls with their arguments, results of tools.
-Knows nothing of templates or of HTTP; the text room checks what the content says."""
+Knows nothing of templates or of HTTP, nor of fields beside those it reads; the text room checks what the content says."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,13 @@ from octavo.errors import InvalidRequest, Unsupported
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """developer is OpenAI's newer name of system; the templates of open models know only the older one."""
 
-NOT_OFFERED = {"audio", "refusal", "annotations"}
-"""Keys of a message that clients send back as null or empty from an earlier answer."""
 REASONING = ("reasoning_content", "reasoning")
 """Two names of one thing: what a model thought before it answered. Templates read either."""
-_KNOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING}
+_OF_ROLE = {
+    "assistant": {"tool_calls", "refusal", *REASONING},
+    "tool": {"tool_call_id"},
+}
+"""Fields that only messages of one role have."""
 
 
 def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -39,7 +41,9 @@ def parse_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str | list) and not (content is None and role in ("assistant", "tool")):
         raise InvalidRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
-    _refuse_others(message, where)
+    _check_role(message, where)
+    if role == "assistant":
+        content = _with_refusals(message, content, where)
     parsed = {"role": ROLES[role], "content": content}
     if (name := _string(message, "name", where)) is not None:
         parsed["name"] = name
@@ -50,19 +54,25 @@ def parse_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return parsed
 
 
-def _refuse_others(message: Mapping[str, Any], where: str) -> None:
-    if message.get("function_call"):
-        param = f"{where}.function_call"
-        raise Unsupported(f"{param} is the older form of tool_calls: send those", param=param)
-    own = {"assistant": {"tool_calls", *REASONING}, "tool": {"tool_call_id"}}.get(message["role"], set())
-    for key, value in message.items():
-        is_empty = value in (None, [], "")
-        if key not in _KNOWN and not (key in NOT_OFFERED and is_empty):
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
-        if key in ("tool_calls", "tool_call_id", *REASONING) and key not in own and not is_empty:
-            raise InvalidRequest(
-                f"{where}.{key} does not belong to a message of role {message['role']!r}", param=f"{where}.{key}"
-            )
+def _check_role(message: Mapping[str, Any], where: str) -> None:
+    for role, names in _OF_ROLE.items():
+        for name in names if message["role"] != role else ():
+            if message.get(name) not in (None, [], ""):
+                raise InvalidRequest(
+                    f"{where}.{name} does not belong to a message of role {message['role']!r}", param=f"{where}.{name}"
+                )
+
+
+def _with_refusals(message: Mapping[str, Any], content: object, where: str) -> object:
+    """What an assistant said in refusing is what it said: templates know one kind of words."""
+    if isinstance(content, list):
+        return [
+            {"type": "text", "text": _string(part, "refusal", f"{where}.content[{at}]") or ""}
+            if isinstance(part, dict) and part.get("type") == "refusal"
+            else part
+            for at, part in enumerate(content)
+        ]
+    return content or _string(message, "refusal", where) or content
 
 
 def _of_assistant(message: Mapping[str, Any], where: str) -> dict[str, Any]:

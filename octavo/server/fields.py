@@ -1,9 +1,12 @@
-"""The request fields that completions and chat share, and what becomes of every field that is not offered: see Dialect.
+"""The request fields that completions and chat share, and how a body is read: see Dialect.
 Knows nothing of prompts, messages or the engine."""
 
+import asyncio
 import difflib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +18,10 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.observe.journeys import current
+from octavo.server.field_tables import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
+from octavo.server.field_tree import MAX_FOUND, Found, Inside, Stranger, grow, look
 from octavo.server.search_fields import RepetitionDetection, SearchFields, moot
-from octavo.server.shapes import Stops
+from octavo.server.shapes import ResponseFormat, Stops, StructuredOutputs
 
 log = logging.getLogger("octavo.server")
 
@@ -24,92 +29,9 @@ MAX_STOPS = 64
 MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
-MAX_NAMED_BACK = 64  # an answer does not grow with the rubbish in its request
-MAX_NAME_LEN = 100
+MAX_REFUSED = 8  # fields that an error tells one by one
 MAX_LOGGED = 1000  # names that are remembered as told
-
-# Known fields that are not offered. null always means absent; these other values ask for nothing beyond what happens
-# anyway, so clients that spell out their defaults work. Any other value is refused by name.
-NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    # OpenAI
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    # vLLM: sampling
-    "logprob_token_ids": ([],),
-    "thinking_token_budget": (),
-    "truncation_side": ("left",),
-    "watermarking": (False,),
-    # vLLM: engine
-    "cache_salt": (),
-    "kv_transfer_params": (),
-    "prompt_embeds": (),
-    "request_id": (),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "session_id": (),
-    "vllm_xargs": ({},),
-}
-
-
-LABELS: dict[str, str] = {
-    "cache_control": "equal prefixes are shared without it",
-    "user": "a label for the caller's own books",
-    "metadata": "a label for the caller's own books",
-    "prompt_cache_key": "equal prefixes are shared without it",
-    "safety_identifier": "a label for the caller's own books",
-}
-"""Fields of the schemas that ask for nothing: taken without a word, and why that is right."""
-
-WITHOUT_EFFECT: dict[str, str] = {
-    "kv_transfer_params": "KV pages stay in this server",
-    "mm_processor_kwargs": "there are no images or sounds to process",
-    "media_io_kwargs": "there are no images or sounds to read",
-    "prediction": "nothing is guessed ahead from it",
-    "reasoning_effort": "this model has no such dial",
-    "request_id": "the header X-Request-Id names a request",
-    "return_prompt_text": "the prompt's text is not sent back",
-    "return_token_offsets": "offsets are not sent back",
-    "service_tier": "there is one tier",
-    "session_id": "no request is bound to a session",
-    "store": "answers are not stored",
-    "thinking_token_budget": "max_tokens is the one limit",
-    "verbosity": "this model has no such dial",
-    "vllm_xargs": "there is no extension that would read it",
-    # of the Responses API
-    "include.reasoning.encrypted_content": "reasoning is given as plain text, and taken back as such",
-    "context_management": "nothing is edited out of a context",
-    "prompt_cache_options": "equal prefixes are shared without it",
-    "prompt_cache_retention": "cached prefixes stay until others need their room",
-    "reasoning.context": "the template says which reasoning a model sees again",
-    "reasoning.generate_summary": "reasoning is given in full",
-    "reasoning.mode": "there is one mode",
-    "reasoning.summary": "reasoning is given in full",
-    "stream_options.include_obfuscation": "events are not padded",
-    "text.verbosity": "this model has no such dial",
-    # of Anthropic's
-    "diagnostics": "there is nothing to compare a prompt with",
-    "inference_geo": "everything is computed here",
-    "speed": "there is one speed",
-    "thinking.budget_tokens": "max_tokens is the one limit",
-    "thinking.display": "reasoning is given in full",
-}
-"""Fields that are not offered and may be passed over, and why: named back, and refused in strict mode. What else is not
-offered is refused in every mode: it says what the answer must be (its shape, its tokens, what it is made from), and another
-answer would be a wrong one."""
-
-
-INSTEAD: dict[str, str] = {
-    "function_call": "tool_choice, its newer form",
-    "functions": "tools, its newer form",
-}
-"""Fields that are not offered, and what does the same."""
-
-
-BY_FLAG: dict[str, tuple[str, str]] = {
-    "chat_template": ("trust_request_chat_template", "--trust-request-chat-template"),
-}
-"""Fields that are honoured only where the server was started so: the config's name of the flag, and its own."""
+LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
 
 
 class StreamOptions(BaseModel):
@@ -129,16 +51,20 @@ class RequestFields(BaseModel):
 
     model: str | None = None
     _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _num_more: int = PrivateAttr(default=0)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields of the body that have no effect and that the answer names back."""
-        return self._ignored
+        """Fields of the body that have no effect and that the answer names back: an answer does not grow with the rubbish in
+        its request, so after so many only how many more there are."""
+        names = self._ignored[:MAX_FOUND]
+        num_more = len(self._ignored) - len(names) + self._num_more
+        return (*names, f"and {num_more} more") if num_more else names
 
     def pass_over(self, name: str, server: ServerConfig) -> None:
-        """A field of the schema turns out to have no effect on this model."""
+        """A field of the schema turns out to have no effect on this model, or beside the request's others."""
         if server.strict_fields:
-            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[name]}", param=name)
+            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[_row(name)]}", param=name)
         log.info("field without effect: %s", name)
         self._ignored = (*self._ignored, name)
 
@@ -166,7 +92,7 @@ class SamplingFields(RequestFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     # What the answer must look like: vLLM's field, and the names that it had before.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -210,7 +136,7 @@ class GenerationFields(SamplingFields, SearchFields):
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     deadline_ms: int | None = None  # ours: from its arrival, after which the request is ended
@@ -262,23 +188,32 @@ def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
     return fields
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Dialect(Generic[Body]):
-    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown."""
+    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown:
+    those within others too, which go by their paths."""
 
     name: str
     path: str
     schema: type[Body]
-    not_offered: Mapping[str, tuple[object, ...]]
+    not_offered: Mapping[str, Harmless]
+
+    @functools.cached_property
+    def tree(self) -> Inside:
+        return grow(self.schema.model_json_schema(mode="validation"), self.not_offered)
 
 
 async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
     """The body's fields. Those without effect are logged, once for each name, and in the answer it is for the endpoint to
     name them back (`fields.ignored`)."""
-    fields = parse_body(await request.body(), dialect, server)
+    body = await request.body()
+    is_large = len(body) > LARGE_BODY
+    fields = (
+        await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
+    )
     if fields.ignored:
-        level = logging.INFO if _is_old_news(dialect.path, fields.ignored) else logging.WARNING
-        names = ", ".join(map(_short, fields.ignored))
+        level = logging.INFO if _is_old_news(dialect.path, fields._ignored) else logging.WARNING
+        names = ", ".join(_short(name, 120) for name in fields.ignored)
         log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
     return fields
 
@@ -289,13 +224,11 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
         fields = dialect.schema.model_validate_json(body)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
-    ignored = [name for name, value in _extras(fields) if _is_ignored(name, value, dialect, server)]
-    for name, why in moot(fields):
-        if server.strict_fields:
-            raise Unsupported(f"{name} has no effect here, {why}: leave it out", param=name)
-        ignored.append(name)
-    if ignored:
-        fields._ignored = tuple(name[:MAX_NAME_LEN] for name in ignored[:MAX_NAMED_BACK])
+    found = look(dialect.tree, fields)
+    idle = [*moot(fields)]
+    _refuse(found, idle, server)
+    fields._ignored = (*(field.path for field in (*found.unknown, *found.idle)), *(name for name, _ in idle))
+    fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
         if getattr(fields, name, None) is not None and not getattr(server, knob):
             raise Unsupported(f"{name} is taken only by a server that was started with {flag}", param=name)
@@ -305,32 +238,37 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     return fields
 
 
-def _extras(fields: RequestFields) -> Iterator[tuple[str, object]]:
-    """What no schema has, in the body and in the objects within it."""
-    yield from (fields.model_extra or {}).items()
-    for outer, value in fields:
-        if isinstance(value, BaseModel):
-            yield from ((f"{outer}.{name}", inner) for name, inner in (value.model_extra or {}).items())
+def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> None:
+    """Raises Unsupported where a field cannot be passed over: with all such fields, or as many as a message holds."""
+    told = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
+    num_all = len(found.refused)
+    if server.strict_fields:
+        told += [(field.path, _unknown(field)) for field in found.unknown[:MAX_REFUSED]]
+        told += [(field.path, _not_offered(field)) for field in found.idle[:MAX_REFUSED]]
+        told += [(name, f"{name} has no effect here, {why}: leave it out") for name, why in idle]
+        num_all += len(found.unknown) + len(found.idle) + len(idle) + found.num_more
+    if told:
+        told = told[:MAX_REFUSED]
+        more = f"; and {num_all - len(told)} more fields" if num_all > len(told) else ""
+        raise Unsupported("; ".join(words for _, words in told) + more, param=told[0][0])
 
 
-def _is_ignored(name: str, value: object, dialect: Dialect[Body], server: ServerConfig) -> bool:
-    """False: it asks for nothing. Raises Unsupported where it cannot be passed over."""
-    harmless = dialect.not_offered.get(name)
-    if harmless is None:
-        if server.strict_fields:
-            close = difflib.get_close_matches(
-                name[:MAX_NAME_LEN], [*dialect.schema.model_fields, *dialect.not_offered], n=1
-            )
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise Unsupported(f"unknown field {_short(name)}{hint}", param=name[:MAX_NAME_LEN])
-        return True
-    # Compared with their types: 0 and false are different answers in JSON.
-    if value is None or any(type(value) is type(same) and value == same for same in harmless):
-        return False
-    if server.strict_fields or name not in WITHOUT_EFFECT:
-        instead = f"use {INSTEAD[name]}" if name in INSTEAD else f"leave {name} out"
-        raise Unsupported(f"{name} = {_short(value)} is not supported here: {instead}", param=name)
-    return True
+def _unknown(field: Stranger) -> str:
+    outer, dot, name = field.path.rpartition(".")
+    close = difflib.get_close_matches(name, [*(field.siblings or ())], n=1)
+    return f"unknown field {_short(field.path, 120)}" + (
+        f" (did you mean {outer + dot + close[0]!r}?)" if close else ""
+    )
+
+
+def _not_offered(field: Stranger) -> str:
+    instead = f"use {INSTEAD[field.row]}" if field.row in INSTEAD else f"leave {field.path} out"
+    return f"{field.path} = {_short(field.value)} is not supported here: {instead}"
+
+
+def _row(path: str) -> str:
+    """A field's name in the tables: without the numbers of entries."""
+    return re.sub(r"\[\d+\]", "[]", path)
 
 
 def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
@@ -377,7 +315,7 @@ _logged: set[tuple[str, str]] = set()
 
 def _is_old_news(path: str, names: tuple[str, ...]) -> bool:
     """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
-    new = {(path, name) for name in names} - _logged
+    new = {(path, _row(name)) for name in names} - _logged
     if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
         return True
     _logged.update(new)
@@ -399,7 +337,7 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
     return InvalidRequest(f"{param}: {words}, got {_short(error['input'])}", param=param)
 
 
-def _short(value: object) -> str:
+def _short(value: object, most: int = 60) -> str:
     """A value as JSON, cut to what fits in a message."""
     text = msgspec.json.encode(value, enc_hook=str).decode()
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,13 +1,10 @@
 """Anthropic's conversation (system, messages of content blocks, tools) → the messages and tools of a chat.
-Knows nothing of templates, tokens or answers."""
+Knows nothing of templates, tokens or answers, nor of fields beside those it reads."""
 
 import json
 from typing import Any
 
 from octavo.errors import InvalidRequest, Unsupported
-
-_LABELS = {"type", "cache_control", "citations", "toolset_name", "caller"}  # change nothing of what a block says
-_TOOL_LABELS = {"type", "cache_control", "eager_input_streaming", "defer_loading", "allowed_callers"}
 
 
 def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -29,9 +26,6 @@ def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[s
 
 
 def _message(message: dict[str, Any], where: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    for key in message.keys() - {"role", "content"}:
-        if message[key] is not None:
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
     content = message.get("content")
     match message.get("role"):
         case "user":
@@ -78,7 +72,6 @@ def _user(blocks: list[dict[str, Any]], where: str, names: dict[str, str]) -> li
 
 
 def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
-    _only(block, {"tool_use_id", "content", "is_error"}, where)
     call = _string(block, "tool_use_id", where)
     if call not in names:
         raise InvalidRequest(
@@ -106,7 +99,6 @@ def _assistant(blocks: list[dict[str, Any]], where: str, names: dict[str, str]) 
         place = f"{where}.content[{at}]"
         match block.get("type"):
             case "thinking":
-                _only(block, {"thinking", "signature"}, place)
                 thoughts.append(_string(block, "thinking", place))
             case "tool_use":
                 calls.append(_call(block, place, names))
@@ -121,7 +113,6 @@ def _assistant(blocks: list[dict[str, Any]], where: str, names: dict[str, str]) 
 
 
 def _call(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
-    _only(block, {"id", "name", "input"}, where)
     call, name = _string(block, "id", where), _string(block, "name", where)
     given = block.get("input")
     if not isinstance(given, dict):
@@ -137,7 +128,6 @@ def _text(block: dict[str, Any], where: str) -> str:
         raise InvalidRequest(f"{where}.type must be a string", param=f"{where}.type")
     if kind != "text":
         raise Unsupported(f"{where}.type {kind[:60]!r} is not supported here: text blocks are", param=f"{where}.type")
-    _only(block, {"text"}, where)
     return _string(block, "text", where)
 
 
@@ -146,12 +136,6 @@ def _string(block: dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"{where}.{key} must be a string", param=f"{where}.{key}")
     return value
-
-
-def _only(block: dict[str, Any], known: set[str], where: str) -> None:
-    for key in block.keys() - known - _LABELS:
-        if block[key] not in (None, "", [], {}):
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
 
 
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────
@@ -169,9 +153,6 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
             f"{where}.type {str(kind)[:60]!r} is run by Anthropic and not here: give a tool with an input_schema",
             param=f"{where}.type",
         )
-    for key in tool.keys() - {"name", "description", "input_schema", "strict", "input_examples"} - _TOOL_LABELS:
-        if tool[key] is not None:
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
     if "input_schema" not in tool:
         raise InvalidRequest(f"{where}.input_schema is missing", param=f"{where}.input_schema")
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
@@ -206,5 +187,5 @@ def chat_tool_choice(choice: dict[str, Any] | None) -> tuple[object, bool]:
             return {"type": "function", "function": {"name": choice["name"]}}, not is_single
         case _:
             raise InvalidRequest(
-                "tool_choice.type must be 'auto', 'any', 'none' or 'tool' with a name", param="tool_choice"
+                "tool_choice.type must be 'auto', 'any', 'none' or 'tool' with a name", param="tool_choice.type"
             )

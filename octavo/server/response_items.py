@@ -1,5 +1,5 @@
 """Input of the Responses API → items, and items → the messages of a chat.
-Knows nothing of templates, tokens or where items are kept."""
+Knows nothing of templates, tokens or where items are kept, nor of fields beside those it reads."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -22,9 +22,6 @@ from octavo.server.response_types import (
 
 ROLES = ("user", "assistant", "system", "developer")
 MAX_CALL_ID_LEN = 256
-
-# Keys that clients send back from an earlier answer and that change nothing, for each kind of item.
-_LABELS = {"id", "type", "status", "phase", "caller", "namespace", "annotations", "logprobs", "prompt_cache_breakpoint"}
 
 Find = Callable[[str], Item | None]
 """The item of an earlier response by its id."""
@@ -61,18 +58,17 @@ def _item(entry: object, where: str, find: Find) -> Item:
             return _message(entry, where)
         case "function_call":
             name, call_id = _text(entry, "name", where), _call_id(entry, where)
-            _only(entry, {"name", "call_id", "arguments"}, where)
             return CallItem(_id(entry, "fc"), call_id, name, _arguments(entry, where))
         case "function_call_output":
-            _only(entry, {"call_id", "output", "name"}, where)
             return CallOutputItem(_id(entry, "fco"), _call_id(entry, where), _output(entry.get("output"), where))
         case "reasoning":
             return _reasoning(entry, where)
         case "item_reference":
-            _only(entry, set(), where)
             item = find(_text(entry, "id", where))
             if item is None:
-                raise InvalidRequest(f"{where}.id: no stored response has this item: send the item itself", param=where)
+                raise InvalidRequest(
+                    f"{where}.id: no stored response has this item: send the item itself", param=f"{where}.id"
+                )
             return item
         case None:
             raise InvalidRequest(f"{where} must have a type or a role", param=where)
@@ -85,7 +81,6 @@ def _item(entry: object, where: str, find: Find) -> Item:
 
 
 def _message(entry: dict[str, Any], where: str) -> MessageItem:
-    _only(entry, {"role", "content"}, where)
     role = entry.get("role")
     if role not in ROLES:
         raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
@@ -101,7 +96,6 @@ def _message(entry: dict[str, Any], where: str) -> MessageItem:
 def _part(part: object, where: str) -> InputText | OutputText | Refusal:
     if not isinstance(part, dict):
         raise InvalidRequest(f"{where} must be an object", param=where)
-    _only(part, {"text", "refusal"}, where, of_media=True)
     match part.get("type"):
         case "input_text":
             return InputText(_text(part, "text", where))
@@ -110,13 +104,16 @@ def _part(part: object, where: str) -> InputText | OutputText | Refusal:
         case "refusal":
             return Refusal(_text(part, "refusal", where))
         case str(kind):
-            raise Unsupported(f"{where}.type {kind[:60]!r} is not supported: this model takes text only", param=where)
+            raise Unsupported(
+                f"{where}.type {kind[:60]!r} is not supported: this model takes text only", param=f"{where}.type"
+            )
         case _:
-            raise InvalidRequest(f"{where}.type must be 'input_text', 'output_text' or 'refusal'", param=where)
+            raise InvalidRequest(
+                f"{where}.type must be 'input_text', 'output_text' or 'refusal'", param=f"{where}.type"
+            )
 
 
 def _reasoning(entry: dict[str, Any], where: str) -> ReasoningItem:
-    _only(entry, {"content", "summary", "encrypted_content"}, where)
     if entry.get("encrypted_content"):
         raise Unsupported(
             f"{where}.encrypted_content cannot be read here: leave it out, reasoning travels in content",
@@ -139,9 +136,10 @@ def _texts(value: object, where: str) -> list[str]:
     texts = []
     for at, part in enumerate(value):
         if isinstance(part, dict) and part.get("type") in ("input_image", "input_file"):
-            raise Unsupported(f"{where}[{at}].type {part['type']!r} is not supported: text only", param=where)
+            kind = f"{where}[{at}].type"
+            raise Unsupported(f"{kind} {part['type']!r} is not supported: text only", param=kind)
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"{where}[{at}].text must be a string", param=where)
+            raise InvalidRequest(f"{where}[{at}].text must be a string", param=f"{where}[{at}].text")
         texts.append(part["text"])
     return texts
 
@@ -175,15 +173,6 @@ def _call_id(entry: dict[str, Any], where: str) -> str:
 def _id(entry: dict[str, Any], prefix: str) -> str:
     given = entry.get("id")
     return given if isinstance(given, str) and given else item_id(prefix)
-
-
-def _only(entry: dict[str, Any], known: set[str], where: str, of_media: bool = False) -> None:
-    """Refuses what would be passed over in silence. `of_media`: the type will be refused, which says more."""
-    if of_media and entry.get("type") not in ("input_text", "output_text", "refusal"):
-        return
-    for key in entry.keys() - known - _LABELS:
-        if entry[key] not in (None, "", [], {}):
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
 
 
 # ── items → messages ────────────────────────────────────────────────────────────────────────────────

@@ -1,15 +1,16 @@
 """What a request to the Responses API may say, and the same in a chat's fields.
 Knows nothing of items, of stored responses or of answers."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, ConfigDict
 
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.endpoints.chat import ChatRequest
 from octavo.server.fields import RequestFields, SamplingFields, make_fields
 from octavo.server.response_types import ResponseTool
+from octavo.server.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.tools import parse_tools
 
 # What the schema of a response allows: it tells these fields back.
@@ -55,7 +56,6 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "chat_template_kwargs": ({},),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
-    "priority": (0,),
     "request_id": (),
     "vllm_xargs": ({},),
 }
@@ -66,7 +66,7 @@ _OPTIONS = ConfigDict(strict=True, extra="allow", frozen=True)
 class TextOptions(BaseModel):
     model_config = _OPTIONS
 
-    format: dict[str, Any] | None = None
+    format: TextFormat = None
 
 
 class ReasoningOptions(BaseModel):
@@ -81,16 +81,6 @@ class ResponseStreamOptions(BaseModel):
     resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
-_ITEM = {
-    "type": "object",
-    "properties": {"type": {"type": "string"}, "role": {"enum": ["user", "assistant", "system", "developer"]}},
-}
-Input = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM, "minItems": 1}]})
-]  # fmt: skip
-"""A string, or a list of items: response_items.py reads it."""
-
-
 class ResponsesRequest(SamplingFields):
     input: Input = None
     instructions: str | None = None
@@ -99,8 +89,8 @@ class ResponsesRequest(SamplingFields):
     max_tool_calls: int | None = None  # of tools that the server runs: there are none, so every limit is kept
     top_logprobs: int | None = None
     include: list[str] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: ResponseTools = None
+    tool_choice: ResponseToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -108,6 +98,7 @@ class ResponsesRequest(SamplingFields):
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
+    priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     # Labels for the caller's own books: taken, and without effect here.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -180,7 +171,7 @@ def check(fields: ResponsesRequest, server: ServerConfig) -> None:
 
 def chat_request(fields: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     tools, choice = chat_tools(fields)
-    values: dict[str, Any] = {"messages": messages, "stream": fields.stream}
+    values: dict[str, Any] = {"messages": messages, "stream": fields.stream, "priority": fields.priority}
     if fields.wants_logprobs:
         values |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
     if tools:
@@ -198,7 +189,7 @@ def response_format(fields: ResponsesRequest) -> dict[str, Any] | None:
     """None: text."""
     format = fields.text.format if fields.text else None
     match (format or {}).get("type", "text"):
-        case "text" if not format or format.keys() <= {"type"}:
+        case "text":
             return None
         case "json_object":
             return {"type": "json_object"}
@@ -207,7 +198,7 @@ def response_format(fields: ResponsesRequest) -> dict[str, Any] | None:
             return {"type": "json_schema", "json_schema": inner}
         case _:
             raise InvalidRequest(
-                "text.format must be of type 'text', 'json_object' or 'json_schema'", param="text.format"
+                "text.format.type must be 'text', 'json_object' or 'json_schema'", param="text.format.type"
             )
 
 
@@ -233,7 +224,7 @@ def chat_tools(fields: ResponsesRequest) -> tuple[list[dict[str, Any]], object]:
             return [tool for name in dict.fromkeys(names) for tool in _named(tools, name)], mode
         case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
             raise Unsupported(
-                f"tool_choice.type {kind[:60]!r} is not supported here: only functions are", param="tool_choice"
+                f"tool_choice.type {kind[:60]!r} is not supported here: only functions are", param="tool_choice.type"
             )
         case _:
             raise InvalidRequest(
@@ -251,9 +242,6 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"{where}: name, description and parameters stand beside type here, not in 'function'", param=where
         )
-    for key in tool.keys() - {"type", "name", "description", "parameters", "strict"}:
-        if tool[key] not in (None, False, [], {}):
-            raise Unsupported(f"{where}.{key[:60]} is not supported here", param=f"{where}.{key[:60]}")
     kept = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {key: tool[key] for key in kept if tool.get(key) is not None}}
 

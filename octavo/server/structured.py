@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.messages import StructuredOutputsParams
 from octavo.observe.journeys import current
 from octavo.server.fields import SamplingFields
 from octavo.server.service import Service
@@ -62,7 +63,9 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, 
         part = {"json": ".json_schema.schema", "json_object": ".type"}.get(next(iter(wish)), "")
         found.append(("response_format", f"response_format{part}", wish))
     if fields.structured_outputs is not None:
-        found.append(("structured_outputs", "", fields.structured_outputs))
+        known = StructuredOutputsParams.__annotations__  # what else it has was named back, or refused
+        wish = {name: value for name, value in fields.structured_outputs.items() if name in known}
+        found.append(("structured_outputs", "", wish))
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(fields, f"guided_{kind}")
         if value is not None:

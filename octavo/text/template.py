@@ -188,7 +188,7 @@ class ChatTemplate:
 def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     """A message whose content is one string, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param="messages")
+        raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param=f"messages[{at}]")
     plain = {**message, "content": plain_content(message.get("content"), at)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
@@ -213,7 +213,8 @@ def plain_content(content: Any, at: int) -> str:
         case [*parts]:
             return "\n".join([_part(part, f"messages[{at}].content[{number}]") for number, part in enumerate(parts)])
         case _:
-            raise InvalidRequest(f"messages[{at}].content must be a string or a list of parts", param="messages")
+            where = f"messages[{at}].content"
+            raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
 
 
 def _part(part: Any, where: str) -> str:
@@ -223,8 +224,10 @@ def _part(part: Any, where: str) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": "text"}:
-            raise InvalidRequest(f"{where}.text must be a string", param="messages")
+            raise InvalidRequest(f"{where}.text must be a string", param=f"{where}.text")
         case {"type": str(kind)}:
-            raise Unsupported(f"{where} has type {kind!r}; this model takes text parts only", param="messages")
+            raise Unsupported(
+                f"{where} has type {kind[:60]!r}; this model takes text parts only", param=f"{where}.type"
+            )
         case _:
-            raise InvalidRequest(f"{where} must be an object with a 'type'", param="messages")
+            raise InvalidRequest(f"{where} must be an object with a 'type'", param=where)

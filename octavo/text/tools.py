@@ -45,29 +45,32 @@ def parse_tools(value: object) -> list[Tool]:
     names: set[str] = set()
     for at, tool in enumerate(tools):
         if tool.name in names:
-            raise InvalidRequest(f"tools[{at}].function.name {tool.name!r} is there twice", param="tools")
+            where = f"tools[{at}].function.name"
+            raise InvalidRequest(f"{where} {tool.name!r} is there twice", param=where)
         names.add(tool.name)
     return tools
 
 
 def _tool(entry: object, where: str) -> Tool:
     if not isinstance(entry, Mapping):
-        raise InvalidRequest(f"{where} must be an object", param="tools")
+        raise InvalidRequest(f"{where} must be an object", param=where)
     if (kind := entry.get("type")) != "function":
         shown = repr(kind)[:60]
-        raise Unsupported(f"{where}.type is {shown}; only 'function' is offered", param="tools")
+        raise Unsupported(f"{where}.type is {shown}; only 'function' is offered", param=f"{where}.type")
     function, where = entry.get("function"), f"{where}.function"
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{where} must be an object", param="tools")
+        raise InvalidRequest(f"{where} must be an object", param=where)
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_plain(name):
-        raise InvalidRequest(f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'", param="tools")
+        raise InvalidRequest(
+            f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'", param=f"{where}.name"
+        )
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise InvalidRequest(f"{where}.description must be a string", param="tools")
+        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest(f"{where}.strict must be true or false", param="tools")
+        raise InvalidRequest(f"{where}.strict must be true or false", param=f"{where}.strict")
     return Tool(name, description or "", _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
 
 
@@ -79,9 +82,9 @@ def _parameters(schema: object, where: str) -> dict[str, Any]:
     if schema is None:  # a tool without parameters
         return {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"{where} must be a JSON schema, an object", param="tools")
+        raise InvalidRequest(f"{where} must be a JSON schema, an object", param=where)
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{where}.type must be 'object': arguments are named", param="tools")
+        raise InvalidRequest(f"{where}.type must be 'object': arguments are named", param=f"{where}.type")
     return {"type": "object", **schema}
 
 

@@ -1,12 +1,16 @@
 """/v1/compat says what requests meet: each claim is tried on the endpoint it is about."""
 
+import json
+import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from tests.doubles import REPORT, ScriptedEngine
+from tests.doubles import REPORT, ScriptedEngine, byte_text
 from tests.server.conftest import Serve, error_of
+from tests.server.test_server_tools import HERMES
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
@@ -18,33 +22,120 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
 }
+NUMBERS = re.compile(r"\[\d+\]")
 STRANGE = [["value"]]  # no field that is honoured or only labels takes it
+
+TEXT = {"type": "text", "text": "a"}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "assistant", "content": [TEXT], "tool_calls": [CALL]}, {"role": "user", "content": [TEXT]}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+}
+SHAPE = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+WISH = {"structured_outputs": {"regex": "a+"}}
+INPUT: dict[str, Any] = {
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}]},
+    ],
+    "tools": [{"type": "function", "name": "f"}],
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+    "reasoning": {},
+    "stream_options": {},
+    "stream": True,
+}
+BLOCKS = [
+    {"role": "assistant", "content": [TEXT, {"type": "thinking", "thinking": "a"},
+                                      {"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [TEXT]}]},
+]  # fmt: skip
+TURNS = {
+    "messages": BLOCKS,
+    "system": [TEXT],
+    "tools": [{"name": "f", "input_schema": {}}],
+    "thinking": {"type": "disabled"},
+}
+RICH: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [{"prompt": "a", **SHAPE}, {"prompt": "a", **WISH}],
+    "/v1/chat/completions": [{**CHAT, **SHAPE}, {**CHAT, **WISH}],
+    "/tokenize": [CHAT],
+    "/v1/responses": [INPUT, {"input": "a", **WISH}],
+    "/v1/responses/input_tokens": [INPUT, {"input": "a", **WISH}],
+    "/v1/messages": [{"max_tokens": 9, **TURNS}],
+    "/v1/messages/count_tokens": [TURNS],
+}
+"""Bodies that have every object in which fields within others are."""
+
+
+def put(value: Any, row: str, strange: object) -> int:
+    """A value for a field within others, in every object that may have it, as `row` says (tools[].function.name). → how many."""
+    step, dot, rest = row.partition(".")
+    if not dot:
+        value[step] = strange
+        return 1
+    inner = value.get(step.removesuffix("[]"))
+    within = inner if step.endswith("[]") and isinstance(inner, list) else [inner]
+    return sum(put(entry, rest, strange) for entry in within if isinstance(entry, dict))
 
 
 @pytest.mark.parametrize("strict", [False, True])
 async def test_what_it_says_is_what_happens(serve: Serve, strict: bool) -> None:
-    client = serve(ScriptedEngine(report=REPORT), strict_fields=strict)
+    engine = ScriptedEngine(report=msgspec.structs.replace(REPORT, max_model_len=4096))
+    client = serve(engine, byte_text(HERMES), strict_fields=strict)
     compat = (await client.get("/v1/compat")).json()
     assert compat["strict"] is strict
     dialects = {dialect["path"]: dialect["fields"] for dialect in compat["dialects"]}
     assert dialects.keys() - BODIES.keys() == {"/v1/embeddings", "/v1/batches"}
     for path, body in BODIES.items():
+        names = [field["name"] for field in dialects[path]]
+        assert len(set(names)) == len(names)
         assert {field["name"] for field in dialects[path] if field["status"] == "honoured"} >= body.keys()
         for field in dialects[path]:
-            name = field["name"]
-            response = await client.post(path, json={**body, name: STRANGE})
-            match field["status"]:
-                case "refused":
-                    check_error(path, response, name, "unsupported_parameter")
-                    assert field["why"]
-                    for value in field.get("taken_values", []):
-                        assert (await client.post(path, json={**body, name: value})).status_code == 200, (name, value)
-                case "accepted_without_effect" if response.status_code == 200:
-                    assert response.json().get("ignored_fields", [name]) == [name] and field["why"], name
-                case "accepted_without_effect":  # a label, whose type is checked
-                    check_error(path, response, name, "invalid_value")
-                case "honoured" if "." not in name:
-                    check_error(path, response, name, "invalid_value")
+            if "." in field["name"]:
+                await check_within(client, path, field)
+            else:
+                await check_field(client, path, body, field)
+
+
+async def check_field(client: httpx.AsyncClient, path: str, body: dict[str, Any], field: dict[str, Any]) -> None:
+    name = field["name"]
+    response = await client.post(path, json={**body, name: STRANGE})
+    match field["status"]:
+        case "refused":
+            check_error(path, response, name, "unsupported_parameter")
+            assert field["why"]
+            for value in field.get("taken_values", []):
+                assert (await client.post(path, json={**body, name: value})).status_code == 200, (name, value)
+        case "accepted_without_effect" if response.status_code == 200:
+            assert response.json().get("ignored_fields", [name]) == [name] and field["why"], name
+        case "accepted_without_effect":  # a label, whose type is checked
+            check_error(path, response, name, "invalid_value")
+        case "honoured":
+            check_error(path, response, name, "invalid_value")
+
+
+async def check_within(client: httpx.AsyncClient, path: str, field: dict[str, Any]) -> None:
+    name = field["name"]
+    if field["status"] == "honoured":
+        return
+    bodies = json.loads(json.dumps(RICH[path]))  # nothing in them is shared
+    body = next(body for body in bodies if put(body, name, STRANGE))
+    response = await client.post(path, json=body)
+    if field["status"] == "refused":
+        assert response.status_code == 400 and name in NUMBERS.sub("[]", response.text), (name, response.text)
+        for value in field.get("taken_values", []):
+            put(body, name, value)
+            assert (await client.post(path, json=body)).status_code == 200, (name, value)
+        return
+    assert field["why"]
+    if response.status_code == 200:
+        told = response.text.partition("\n\n")[0] if body.get("stream") else response.text
+        back = json.loads(told.partition("data: ")[2] or told).get("ignored_fields", [])
+        assert {NUMBERS.sub("[]", at) for at in back} <= {name}, (name, back)
+    else:  # a label, whose type is checked
+        assert response.status_code == 400 and name.rpartition(".")[2] in response.text, (name, response.text)
 
 
 def check_error(path: str, response: httpx.Response, name: str, code: str) -> None:
@@ -81,4 +172,13 @@ async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
         assert fields["chat"][name] == fields["completions"][name] == "honoured"
     assert fields["chat"]["top_logprobs"] == fields["completions"]["echo"] == "honoured"
     assert fields["embeddings"]["dimensions"] == fields["tokenize"]["return_token_strs"] == "honoured"
+    for name in ("tools[].function.parameters", "messages[].tool_calls[].id", "response_format.json_schema.schema"):
+        assert fields["chat"][name] == "honoured"
+    assert fields["chat"]["messages[].audio"] == fields["chat"]["messages[].function_call"] == "refused"
+    assert (
+        fields["responses"]["input[].status"]
+        == fields["messages"]["tools[].cache_control"]
+        == "accepted_without_effect"
+    )
+    assert fields["responses"]["priority"] == fields["messages"]["messages[].content[].is_error"] == "honoured"
     assert compat["unknown_fields"] == "named back in ignored_fields"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from octavo.server.app import build_app
 from octavo.server.endpoints import chat, completions
 from octavo.server.endpoints.compat import all_dialects
-from octavo.server.fields import NOT_OFFERED, WITHOUT_EFFECT, GenerationFields
+from octavo.server.field_tables import NOT_OFFERED, WITHOUT_EFFECT
+from octavo.server.fields import GenerationFields
 from tests.doubles import ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of, events
 
@@ -73,15 +74,21 @@ async def test_examples(serve: Serve, path: str, fields: dict[str, Any]) -> None
 
 async def test_a_slip_of_the_pen_gets_a_hint(serve: Serve) -> None:
     client = serve(strict_fields=True)
-    error = error_of(await client.post("/v1/completions", json={"prompt": "a", "max_token": 5}), 400)
-    assert error["param"] == "max_token" and "'max_tokens'" in error["message"]
+    body = {"prompt": "a", "max_token": 5, "odd": 1, "service_tier": "flex", "length_penalty": 2.0}
+    error = error_of(await client.post("/v1/completions", json=body), 400)
+    assert error["param"] == "max_token" and "\"max_token\" (did you mean 'max_tokens'?)" in error["message"]
+    assert all(name in error["message"] for name in body if name != "prompt"), "every field is told at once"
+    error = error_of(
+        await client.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(map(str, range(99)))}), 400
+    )
+    assert error["message"].endswith('"7"; and 91 more fields'), error
 
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_what_has_no_effect_is_named_back(serve: Serve, path: str, caplog: pytest.LogCaptureFixture) -> None:
     client = serve()
     more: dict[str, Any] = {"bogus\nfield": None, "service_tier": "flex", "user": "ann", "x" * 300: 1}
-    names = ["bogus\nfield", "service_tier", "x" * 100]
+    names = ["bogus\nfield", "x" * 100, "service_tier"]
     with caplog.at_level(logging.INFO, "octavo.server"):
         whole = (await client.post(path, json={**BODIES[path], **more})).json()
         assert whole["ignored_fields"] == names and whole["choices"]
@@ -105,7 +112,7 @@ async def test_fields_within_fields_count_too(serve: Serve) -> None:
 async def test_an_answer_does_not_grow_with_rubbish(serve: Serve) -> None:
     rubbish = {f"field_{number}": 1 for number in range(5000)}
     answer = (await serve().post("/v1/completions", json={"prompt": "a", **rubbish})).json()
-    assert len(answer["ignored_fields"]) == 64
+    assert len(answer["ignored_fields"]) == 65 and answer["ignored_fields"][-1] == "and 4936 more"
 
 
 async def test_limits_are_the_servers(serve: Serve) -> None:

@@ -283,9 +283,9 @@ async def test_what_is_left_of_a_list_of_calls_that_was_cut_is_no_content(serve:
 
 
 CASES: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "function"}]}, "tools", "tools[0].function must be an object"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "only 'function'"),
-    ({"tools": [WEATHER, WEATHER]}, "tools", "twice"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function must be an object"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "only 'function'"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "twice"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'required'"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"),
     ({"tools": [BROKEN], "tool_choice": "required"}, "tools", "not"),

@@ -96,7 +96,7 @@ def test_a_required_call_makes_no_parameters_up() -> None:
 def test_bad_tools_are_refused_by_the_name_of_the_field(tools: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message) as raised:
         parse_tools(tools)
-    assert raised.value.param == "tools"
+    assert raised.value.param and raised.value.message.startswith(raised.value.param)
 
 
 @pytest.mark.parametrize(

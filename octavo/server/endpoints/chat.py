@@ -26,7 +26,7 @@ from octavo.server.chats import (
     read_ending,
     text_for,
 )
-from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import PromptProgress, Usage
 from octavo.server.giving import give
@@ -109,6 +109,9 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
     tools = parse_tools(fields.tools or [])
     choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
     check_choice(choice, service)
+    for at, tool in enumerate(tools if choice.mode == "auto" else ()):
+        if tool.strict:
+            fields.pass_over(f"tools[{at}].function.strict", service.config.server)
     variables = fields.chat_template_kwargs or {}
     check_variables(variables, "chat_template_kwargs")
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)

@@ -1,28 +1,28 @@
 """GET /v1/compat: what becomes of each field of each dialect: honoured, refused, or accepted without effect, and why.
-Knows no field: every row is read from the schema and the tables by which requests are parsed."""
+Knows no field: every row is read from the tree of schema and tables by which requests are parsed."""
 
 import importlib
 import pkgutil
-import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Response
-from pydantic import BaseModel
 
 from octavo.config import ServerConfig
-from octavo.server import endpoints
+from octavo.server import endpoints, field_tree
 from octavo.server.answers import json_answer
-from octavo.server.fields import BY_FLAG, LABELS, WITHOUT_EFFECT, Dialect
+from octavo.server.field_tables import BY_FLAG, INSTEAD, WITHOUT_EFFECT
+from octavo.server.fields import Dialect
 from octavo.server.service import Service
 from octavo.server.shapes import Shape
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
+_WRONG_WITHOUT = "not offered, and an answer without it would not be the one asked for"
 
 
 class Field(msgspec.Struct, frozen=True, omit_defaults=True):
-    name: str
+    name: str  # of one within others: its path, as tools[].function.name
     status: Status
     why: str = ""
     taken_values: list[Any] = []  # of a refused field: these ask for nothing, and null never does
@@ -67,26 +67,25 @@ def all_dialects() -> Iterator[Dialect[Any]]:
 
 
 def rows(dialect: Dialect[Any], server: ServerConfig) -> Iterator[Field]:
-    for name, field in dialect.schema.model_fields.items():
-        if name in LABELS:
-            yield Field(name, "accepted_without_effect", LABELS[name])
-            continue
+    """Each field once, those within others by their paths. Where objects of several kinds stand at one place, a field of any of
+    them is told as it fares in the one that has most use for it."""
+    order: list[Status] = ["honoured", "accepted_without_effect", "refused"]
+    found: dict[str, Field] = {}
+    for name, member in field_tree.rows(dialect.tree):
+        field = _field(name, member, server)
+        if name not in found or order.index(field.status) < order.index(found[name].status):
+            found[name] = field
+    yield from found.values()
+
+
+def _field(name: str, member: field_tree.Member, server: ServerConfig) -> Field:
+    if member.label:
+        return Field(name, "accepted_without_effect", member.label)
+    if member.harmless is None:
         if name in BY_FLAG and not getattr(server, BY_FLAG[name][0]):
-            yield Field(name, "refused", f"honoured only with {BY_FLAG[name][1]}")
-            continue
-        yield Field(name, "honoured")
-        for inner in _models_in(field.annotation):
-            yield from (Field(f"{name}.{part}", "honoured") for part in inner.model_fields)
-    for name, harmless in dialect.not_offered.items():
-        if name in WITHOUT_EFFECT and not server.strict_fields:
-            yield Field(name, "accepted_without_effect", WITHOUT_EFFECT[name])
-        else:
-            why = WITHOUT_EFFECT.get(name, "not offered, and an answer without it would not be the one asked for")
-            yield Field(name, "refused", why, list(harmless))
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in typing.get_args(annotation):
-        yield from _models_in(part)
+            return Field(name, "refused", f"honoured only with {BY_FLAG[name][1]}")
+        return Field(name, "honoured")
+    if name in WITHOUT_EFFECT and not server.strict_fields:
+        return Field(name, "accepted_without_effect", WITHOUT_EFFECT[name])
+    instead = f"use {INSTEAD[name]}" if name in INSTEAD else _WRONG_WITHOUT
+    return Field(name, "refused", WITHOUT_EFFECT.get(name, instead), list(member.harmless))

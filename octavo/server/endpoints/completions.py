@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
-from octavo.server.fields import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.giving import give

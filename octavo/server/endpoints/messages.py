@@ -19,7 +19,17 @@ from octavo.server.fields import Dialect, RequestFields, make_fields, read_field
 from octavo.server.message_blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.requests import new_id
 from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape, System, Turns, TurnTools
+from octavo.server.shapes import (
+    EVENTS,
+    CacheControl,
+    OutputFormat,
+    Shape,
+    System,
+    TurnMetadata,
+    Turns,
+    TurnToolChoice,
+    TurnTools,
+)
 from octavo.server.sse import EventStream, typed_event, until_gone
 from octavo.server.turn import Turn, ignored_fields, named
 
@@ -35,6 +45,8 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "thinking.budget_tokens": (),
     "thinking.display": ("summarized",),
 }
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates have a model think, or not."""
 NAMES = (
     ("response_format.json_schema", "output_config.format"),
     ("response_format", "output_config.format"),
@@ -57,17 +69,17 @@ class OutputConfig(BaseModel):
     model_config = _OPTIONS
 
     effort: str | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat = None
 
 
 class CountRequest(RequestFields):
     messages: Turns
     system: System = None
     tools: TurnTools = None
-    tool_choice: dict[str, Any] | None = None
+    tool_choice: TurnToolChoice = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None  # a label here: equal prefixes are shared without it
+    cache_control: CacheControl = None  # a label here: equal prefixes are shared without it
 
 
 class MessagesRequest(CountRequest):
@@ -77,7 +89,7 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: TurnMetadata = None
 
 
 DIALECTS: list[Dialect[Any]] = [
@@ -186,9 +198,11 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatReques
             values["response_format"] = _response_format(fields.output_config.format)
     if fields.thinking is not None:
         is_wanted = fields.thinking.type != "disabled"
-        # The switches that templates have; where there is none and the model thinks all the same, its thoughts are left out.
+        if is_wanted and service.text.formats.thinking is None and not any(map(service.text.template_reads, SWITCHES)):
+            fields.pass_over("thinking", service.config.server)
+        # Where a template has no switch and the model thinks all the same, its thoughts are left out.
         values |= {
-            "chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), is_wanted),
+            "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
             "include_reasoning": is_wanted,
         }
     if isinstance(fields, MessagesRequest):

@@ -15,7 +15,7 @@ from octavo.server.chats import Chat, check_variables, encode, read_ending, text
 from octavo.server.fields import Dialect, RequestFields, read_fields
 from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
-from octavo.server.shapes import Messages, Shape
+from octavo.server.shapes import Messages, Shape, Tools
 from octavo.text.tools import parse_tool_choice, parse_tools
 
 LONG_LIST = 20_000
@@ -34,7 +34,7 @@ class TokenizeRequest(RequestFields):
     add_generation_prompt: bool | None = None  # messages only; None: yes
     continue_final_message: bool | None = None  # messages only
     return_token_strs: bool | None = None
-    tools: list[Any] | None = None  # messages only, as the next one
+    tools: Tools = None  # messages only, as the next one
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: Any = None  # messages only: a string, where requests may bring templates
 
