@@ -132,12 +132,10 @@ class Grammars:
 
     def leave(self, row: int) -> None:
         own = self.rows.pop(row, None)
-        if own is None:
-            return
-        if own.ready is not None and not own.failure:
+        if own is not None and own.ready is not None and not own.failure:
             self._pool.submit(self._keep, own.grammar, own.ready)
         if self._latest is not None:
-            # What the step before sampled for it is not for its next occupant.
+            # What the step before sampled for it, with a grammar or without one, is not for its next occupant.
             self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
 
     def started(self, step: Sampled) -> None:

@@ -148,6 +148,11 @@ def test_who_comes_into_a_row_does_not_hear_of_who_left_it():
     found.started(Done(ord("a")))
     found.enter(0, params(), 3, [*b"abb"], [EOS])  # came back from elsewhere, with what it has said
     assert left(found.masks(rows(0), rows(6))) == {"b", "c", *ENDS}
+    found.masks(rows(0, 1), rows(6, 9))
+    found.started(Done(ord("b"), 99))
+    found.leave(1)  # it had no grammar
+    found.enter(1, params(), 3, [], [EOS])
+    assert left(found.masks(rows(0, 1), rows(7, 3)), 1) == {"a"}
 
 
 def test_ends_are_settled_by_the_row():
