@@ -49,7 +49,11 @@ def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, device: t
         tiles = Tiles(16, 64, 128, 4, 4)
     else:
         tiles = Tiles(64, 64, 64, 4, 3)
-    # Rows, gate and up of a step of K, as many of them in flight as there is room for.
+    return fitting(tiles, dtype, device)
+
+
+def fitting(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Rows, gate and up of a step of K, as many of them in flight as there is room for."""
     step_bytes = (tiles.block_m + 2 * tiles.block_n) * tiles.block_k * dtype.itemsize
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared_bytes(device) // step_bytes)))
 

@@ -51,13 +51,20 @@ _launch_rms_norm = Launcher(_rms_norm)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor | None = None, *, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    out: torch.Tensor | None = None,
+    *,
+    is_fixed: bool = False,
+    pdl: bool = False,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x²) + epsilon) * weight over the last of two dimensions, in float32, rounded once. [T, D] → [T, D]"""
+    """x / sqrt(mean(x²) + epsilon) * weight over the last of two dimensions, in float32, rounded once. [T, D] → [T, D]
+    is_fixed: squares are summed in one order, however many rows there are."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert out.is_contiguous() and out.shape == x.shape
-    _launch(x, None, weight, epsilon, out, pdl)
+    _launch(x, None, weight, epsilon, out, pdl, is_fixed)
     return out
 
 
@@ -78,6 +85,7 @@ def _launch(
     epsilon: float,
     out: torch.Tensor,
     pdl: bool,
+    is_fixed: bool = False,
 ) -> None:
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape == (size,) and size <= MAX_SIZE
@@ -85,8 +93,9 @@ def _launch(
         return
     padded = 1 << (size - 1).bit_length()
     # Few rows: all the threads there are on one row. Many: whole warps of 16-byte loads, about 4,096 numbers a program.
-    rows = 1 if num_rows <= 256 else max(1, 4096 // padded)
-    num_warps = min(32, max(1, rows * padded // (256 if num_rows <= 256 else 1024)))
+    has_few = is_fixed or num_rows <= 256
+    rows = 1 if has_few else max(1, 4096 // padded)
+    num_warps = min(32, max(1, rows * padded // (256 if has_few else 1024)))
     pdl = pdl and starts_early(x.device)
     _launch_rms_norm(
         (-(-num_rows // rows), 1, 1),

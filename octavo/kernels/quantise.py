@@ -48,25 +48,30 @@ def _quantise(  # type: ignore[no-untyped-def]
     tl.store(scales + row, largest / 448.0, mask=row < num_rows)
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, D] → float8 [T, D] and scales [T, 1] float32, whose product is about x; each row's largest becomes 448."""
-    return _launch(x, x.shape[1], None, 0.0, "")
+def quantise_rows(x: torch.Tensor, *, is_fixed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, D] → float8 [T, D] and scales [T, 1] float32, whose product is about x; each row's largest becomes 448.
+    is_fixed: a row's numbers are the same however many rows there are."""
+    return _launch(x, x.shape[1], None, 0.0, "", is_fixed)
 
 
-def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_fp8(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, is_fixed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """quantise_rows of x / sqrt(mean(x²) + epsilon) * weight, which is not rounded in between."""
     assert weight.is_contiguous() and weight.shape == x.shape[1:]
-    return _launch(x, x.shape[1], weight, epsilon, "")
+    return _launch(x, x.shape[1], weight, epsilon, "", is_fixed)
 
 
-def silu_mul_fp8(gate_up: torch.Tensor, name: str = "silu") -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8(
+    gate_up: torch.Tensor, name: str = "silu", *, is_fixed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[T, 2 D] → quantise_rows of silu, or another activation by name, of the first half times the second; as above."""
     assert name in ACTIVATIONS and gate_up.shape[1] % 2 == 0
-    return _launch(gate_up, gate_up.shape[1] // 2, None, 0.0, name)
+    return _launch(gate_up, gate_up.shape[1] // 2, None, 0.0, name, is_fixed)
 
 
 def _launch(
-    x: torch.Tensor, size: int, norm: torch.Tensor | None, epsilon: float, gate: str
+    x: torch.Tensor, size: int, norm: torch.Tensor | None, epsilon: float, gate: str, is_fixed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows = x.shape[0]
     assert x.stride(1) == 1 and size <= MAX_SIZE
@@ -76,8 +81,9 @@ def _launch(
         return out, scales
     padded = triton.next_power_of_2(size)
     # As kernels/norm.py: few rows, all the threads there are on one; many, about 4,096 numbers a program.
-    rows = 1 if num_rows <= 256 else max(1, 4096 // padded)
-    num_warps = min(16, max(1, rows * padded // (256 if num_rows <= 256 else 1024)))
+    has_few = is_fixed or num_rows <= 256
+    rows = 1 if has_few else max(1, 4096 // padded)
+    num_warps = min(16, max(1, rows * padded // (256 if has_few else 1024)))
     _quantise[(triton.cdiv(num_rows, rows),)](
         x, norm, out, scales, num_rows, x.stride(0), epsilon,
         D=size, D_PADDED=padded, ROWS=rows, GATE=gate, num_warps=num_warps,

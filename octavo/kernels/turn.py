@@ -102,11 +102,12 @@ def turn_and_store(
     slots: torch.Tensor,
     keep_keys: bool = False,
     *,
+    is_fixed: bool = False,
     pdl: bool = False,
 ) -> None:
     """heads [T, H + 2 Hkv, D]: q is normed and turned in place; k so too and v as it is go to kv at their slots, NaN and
     inf as 0. `rotation` [T, D/2, 2] float32 turns the pairs (2i, 2i + 1). `keep_keys`: k and v as stored (but for the
-    rounding to 8 bits) are also written back to heads."""
+    rounding to 8 bits) are also written back to heads. `is_fixed`: norms are summed in one order, however many tokens."""
     num_tokens, all_heads, size = heads.shape
     page_size = kv.shape[3]
     assert all_heads == num_heads + 2 * num_kv_heads and size <= MAX_HEAD_SIZE
@@ -120,7 +121,7 @@ def turn_and_store(
         return
     padded = max(2, 1 << (size - 1).bit_length())
     # One 16-byte load a thread where a step is short of programs, two where it is not.
-    heads_each = max(1, (1024 if num_tokens <= 64 else 2048) // padded)
+    heads_each = max(1, (1024 if is_fixed or num_tokens <= 64 else 2048) // padded)
     pdl = pdl and starts_early(heads.device)
     _launch_turn(
         (num_tokens, -(-all_heads // heads_each), 1),
