@@ -14,20 +14,30 @@ _TIMEOUT = timedelta(minutes=10)
 class Group:
     """`size` ranks; this process is number `rank`. Every rank makes the same calls in the same order."""
 
-    def __init__(self, rank: int, size: int, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, process_group: dist.ProcessGroup | None = None, in_order: bool = False
+    ) -> None:
         assert 0 <= rank < size, f"rank {rank} of {size}"
         assert size == 1 or process_group is not None, "several ranks need a process group"
         self.rank = rank
         self.size = size
         self._process_group = process_group
+        self._in_order = in_order and size > 2  # of two numbers the sum is the same both ways
 
     @classmethod
     def single(cls) -> "Group":
         return cls(0, 1)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
-        if self.size > 1:
+        """The sum over ranks, in place. In order: rank by rank, where a ring would begin with another rank in each of its
+        pieces, and cut those by the size of the whole."""
+        if self._in_order:
+            parts = self._gather(tensor)
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            tensor.copy_(total)
+        elif self.size > 1:
             dist.all_reduce(tensor, group=self._process_group)
         return tensor
 
@@ -35,9 +45,12 @@ class Group:
         """Every rank's tensor, joined along the last dimension in rank order."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        return torch.cat(self._gather(tensor), dim=-1)
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self._process_group)
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -50,8 +63,9 @@ class Group:
             self._process_group = None
 
 
-def init_group(rank: int, size: int, address: str, device: torch.device) -> Group:
-    """Join the ranks that meet at `address` ("tcp://127.0.0.1:29500" or "file:///…"): gloo on the CPU, NCCL on GPUs."""
+def init_group(rank: int, size: int, address: str, device: torch.device, is_deterministic: bool = False) -> Group:
+    """Join the ranks that meet at `address` ("tcp://127.0.0.1:29500" or "file:///…"): gloo on the CPU, NCCL on GPUs.
+    `is_deterministic`: what ranks add up does not depend on how much they add up at once; always so on the CPU."""
     if size == 1:
         return Group.single()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -65,4 +79,4 @@ def init_group(rank: int, size: int, address: str, device: torch.device) -> Grou
         timeout=_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    return Group(rank, size, dist.group.WORLD)
+    return Group(rank, size, dist.group.WORLD, in_order=is_deterministic or device.type == "cpu")

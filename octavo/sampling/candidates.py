@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo.messages import Candidates
+from octavo.sampling import ranking
 from octavo.sampling.logprobs import IMPOSSIBLE
 from octavo.sampling.state import Ints, SamplingState
 
@@ -56,8 +57,7 @@ def find(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Found | None
 def _best(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [p, V] → (token ids, logprobs) [p, count]."""
     logits = logits.float()
-    # In float64: the sum's last bit must not depend on how many rows are summed beside it.
-    total = logits.double().logsumexp(-1, keepdim=True)  # [p, 1]
-    best = logits.topk(min(count, logits.shape[1]), -1)
-    logprobs = (best.values.double() - total).float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
-    return best.indices, logprobs.clamp_(min=IMPOSSIBLE)
+    total = ranking.log_sum(logits)  # [p, 1]
+    values, ids = ranking.best(logits, min(count, logits.shape[1]))
+    logprobs = (values.double() - total).float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
+    return ids, logprobs.clamp_(min=IMPOSSIBLE)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.messages import MAX_LOGPROBS, Logprobs
+from octavo.sampling import ranking
 from octavo.sampling.state import Ints, SamplingState
 
 _CHUNK = 32  # positions that are held in float64 at once
@@ -73,14 +74,13 @@ def _score(
     """(token ids, logprobs, ranks), as Scores has them."""
     logits = logits.float()
     chosen = chosen.clamp(0, logits.shape[1] - 1)  # a rehearsal samples nothing, and what is there is no token
-    # In float64: the sum's last bit must not depend on how many rows are summed beside it.
-    total = logits.double().logsumexp(-1, keepdim=True)  # [P, 1]
+    total = ranking.log_sum(logits)  # [P, 1]
     own = logits.gather(1, chosen[:, None])  # [P, 1]
     ranks = (logits > own).sum(-1) + 1
     ids, values = chosen[:, None], own
     if num_best:
         # Always as many as there may be: which of two equals comes first must not depend on what others ask for.
-        best = logits.topk(num_best, -1)
-        ids, values = torch.cat((ids, best.indices), 1), torch.cat((values, best.values), 1)
+        best_values, best_ids = ranking.best(logits, num_best)
+        ids, values = torch.cat((ids, best_ids), 1), torch.cat((values, best_values), 1)
     logprobs = (values.double() - total).float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)
     return ids, logprobs.clamp_(min=IMPOSSIBLE), ranks

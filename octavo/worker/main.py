@@ -57,7 +57,9 @@ def _serve(connection: Connection) -> None:
     from octavo.worker.step import Step
 
     device = pick(start.config.model.device, start.rank).torch_device
-    group = init_group(start.rank, start.num_ranks, start.rendezvous, device)
+    group = init_group(
+        start.rank, start.num_ranks, start.rendezvous, device, is_deterministic=start.config.model.deterministic
+    )
     source = ModelSource(Path(start.model_path), start.model_name, start.model_kind)
     runner = Runner(start.config, source, start.rank, group)
     encoder = msgspec.msgpack.Encoder()
