@@ -66,6 +66,10 @@ class ModelConfig:
     attention_backend: str = knob(
         AUTO, "what computes attention", choices=(AUTO, "triton", "flashinfer", "native_cpu", "torch_cpu", "reference")
     )
+    deterministic: bool = knob(
+        False,
+        "the same request gives the same bytes whatever else runs, on a GPU too, at a cost that is printed; a CPU does so always",
+    )
     enforce_eager: bool = knob(False, "launch every kernel by itself: no CUDA graphs")
     chat_template: str = knob("", "file with a Jinja chat template that replaces the model's own")
     device: str = knob(AUTO, "where to compute", choices=(AUTO, "cpu", "cuda"))

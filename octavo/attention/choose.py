@@ -26,6 +26,8 @@ _BACKENDS = {
 
 
 _NATIVE = "native_cpu"
+# With --deterministic on a GPU, in place of triton: the one whose bits depend on a row's own cells alone.
+_INVARIANT = ("octavo.attention.triton_invariant:InvariantTritonAttention", "triton", "cuda")
 
 
 def choose(
@@ -36,9 +38,11 @@ def choose(
     name: str = "auto",
     native: Native | None = None,
     layout: PageLayout | None = None,
+    is_invariant: bool = False,
 ) -> tuple[AttentionBackend, str]:
     """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
-    `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group."""
+    `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group.
+    `is_invariant`: what a row gets must not depend on other rows, nor on how its tokens come in steps."""
     if spec.is_encoder:
         if name != "auto":
             raise ConfigError(
@@ -47,16 +51,27 @@ def choose(
         return WholeAttention(), "attention by whole (an encoder's tokens see each other)"
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
+    if is_invariant and name not in ("auto", "triton"):
+        raise ConfigError(
+            f"--deterministic on a GPU has attention by triton alone: leave --attention-backend {name} out"
+        )
     refusals: list[str] = []
-    for candidate in _BACKENDS if name == "auto" else (name,):
-        backend, reason = _try(candidate, spec, device, dtype, kv_dtype, native)
+    candidates: tuple[str, ...] = ("triton",) if is_invariant else tuple(_BACKENDS) if name == "auto" else (name,)
+    for candidate in candidates:
+        backend, reason = _try(candidate, spec, device, dtype, kv_dtype, native, is_invariant)
         if backend is not None:
             if layout is not None and len(layout.windows) > 1:
-                others = [_try(candidate, spec, device, dtype, kv_dtype, native)[0] for _ in layout.windows[1:]]
+                others = [
+                    _try(candidate, spec, device, dtype, kv_dtype, native, is_invariant)[0] for _ in layout.windows[1:]
+                ]
                 backend = GroupedAttention([backend, *filter(None, others)], layout.group_of)
+            if is_invariant:
+                return backend, "attention by triton (in one order of sums for every batch)"
             why = "as asked" if name != "auto" else "; ".join(refusals) or "the first choice here"
             return backend, f"attention by {candidate} ({why})"
         refusals.append(f"{candidate}: {reason}")
+    if is_invariant:
+        raise ConfigError(f"--deterministic cannot run this model on a GPU ({'; '.join(refusals)}): leave it out")
     raise ConfigError(f"no attention backend can run this model here ({'; '.join(refusals)})")
 
 
@@ -67,8 +82,9 @@ def _try(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     native: Native | None,
+    is_invariant: bool,
 ) -> tuple[AttentionBackend | None, str]:
-    place, package, kind = _BACKENDS[name]
+    place, package, kind = _INVARIANT if is_invariant else _BACKENDS[name]
     if kind not in ("", device.type):
         return None, f"it runs on {kind}, not on {device.type}"
     if importlib.util.find_spec(package) is None:

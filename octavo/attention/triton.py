@@ -21,6 +21,7 @@ class TritonAttention:
     name = "triton"
     page_dim = 0
     can_capture = True
+    is_fixed = False  # whether norms are summed in one order, however many tokens there are
 
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
@@ -74,6 +75,7 @@ class TritonAttention:
             kv,
             batch.slots,
             is_whole,
+            is_fixed=self.is_fixed,
             pdl=True,
         )
         out = heads.new_empty((heads.shape[0], layer.num_heads * layer.head_size))
@@ -133,7 +135,7 @@ class TritonAttention:
         tile = self._tile_of(layer, heads.dtype, kv)
         tiles = self._tiles.get(tile)
         if tiles is None:
-            tiles = self._tiles[tile] = _on_device(
+            tiles = self._tiles[tile] = on_device(
                 plan_tiles(batch.query_lens_host, batch.seq_lens_host, batch.num_decodes, tile.tokens(group)),
                 heads.device,
             )
@@ -152,7 +154,7 @@ class TritonAttention:
         )
 
 
-def _on_device(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
+def on_device(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
     """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

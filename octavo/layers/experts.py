@@ -96,6 +96,7 @@ class Experts(nn.Module):
         self._is_first = context.group.rank == 0  # adds the residual and down's bias, which ranks must count once
         self._native = context.native
         self._kernels = _kernels(context.device)
+        self._tiles = None if context.kernels is None else context.kernels.expert_tiles(context.dtype, context.device)
         held = 0 if context.native is not None else num_experts
         # A group of 32 weights cannot be cut: ranks that would have to hold decoded ones.
         is_cut = hidden_size % _GROUP != 0 or self.inner_size % _GROUP != 0
@@ -128,7 +129,7 @@ class Experts(nn.Module):
         elif self._kernels is not None:
             y = self._kernels.experts(
                 x,
-                self._kernels.plan(logits, num_chosen, is_normalised),
+                self._kernels.plan(logits, num_chosen, is_normalised, self._tiles),
                 self._kernels.Weights(self.gate_up, self.gate_up_scales, self.gate_up_bias),
                 self._kernels.Weights(self.down, self.down_scales, self.down_bias),
                 (self.gate.alpha, self.gate.limit, self.gate.offset),

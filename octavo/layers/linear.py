@@ -247,8 +247,9 @@ class RowLinear(Linear):
             if residual is None:
                 return packed_linear(x, self.weight, self.bias)
             return packed_linear_add(x, self.weight, self.bias, residual)
-        if self.is_first and self._kernels is not None and self._kernels.pays(x.shape[0], *self.weight.shape):
-            y: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=True)
+        kernels = self._kernels if self.is_first or (self._kernels and self._kernels.IS_INVARIANT) else None
+        if kernels is not None and kernels.pays(x.shape[0], *self.weight.shape):
+            y: torch.Tensor = kernels.few_rows_linear(x, self.weight, bias=self.bias, residual=residual, pdl=True)
             return y
         if residual is None:
             return F.linear(x, self.weight, self.bias)

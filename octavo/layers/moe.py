@@ -33,10 +33,14 @@ class Router(nn.Module):
             self.native = NativeWeight(context.native, 1, context.weight_dtype)
         self.weight = context.empty(num_experts if self.native is None else 0, hidden_size)
         self.bias = context.empty(num_experts) if bias else None
+        self._kernels = context.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.native is not None:
             return self.native.product(x, None, self.bias)
+        if self._kernels is not None and self._kernels.IS_INVARIANT:
+            logits: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias)
+            return logits
         return F.linear(x, self.weight, self.bias)
 
     def slots(self, name: str) -> Slots:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.native import Norm as NativeNorm
 from octavo.layers.context import BuildContext
@@ -94,11 +95,20 @@ class SplitRMSNorm(nn.Module):
         self.weight = context.empty(share_size(size, context.group))
         self._arranged = arranged
         self._native, self._norm = context.native, NativeNorm(self.weight, None, epsilon)
+        kernels = context.kernels
+        self._invariant = kernels if kernels is not None and kernels.IS_INVARIANT else None
+        if self._invariant is not None and self.group.size > 1:
+            raise ConfigError(
+                "--deterministic on GPUs is not offered with --tensor-parallel-size for models that norm all heads together"
+            )
 
     def forward(self, x: torch.Tensor) -> None:
         """x [T, size / ranks], which may be columns of a wider tensor, is changed."""
         if self._native is not None and self.group.size == 1:
             self._native.norm_in_place(x, self._norm)
+            return
+        if self._invariant is not None:
+            x.copy_(self._invariant.rms_norm(x, self.weight, self.epsilon))
             return
         squares = x.float().square().sum(dim=-1, keepdim=True)
         if self.group.size > 1:

@@ -31,6 +31,7 @@ from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
+from octavo.worker.determinism import about_determinism
 from octavo.worker.graphs import Graphs, is_plain_greedy
 from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
 from octavo.worker.native import WholeSteps, find_native, held, record
@@ -123,6 +124,8 @@ class Runner:
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
         place = self.device.torch_device
+        self._notes += about_determinism(config.model.deterministic, self.device.kind, self.limits.dtype, self.spec)
+        self._is_invariant = config.model.deterministic and self.device.is_cuda
         self._native, note = find_native(config, self.limits, self.device, self.group.rank)
         if note:
             self._notes.append(note)
@@ -132,15 +135,16 @@ class Runner:
         self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, self._page_type(checkpoint, dtype))
         self.layout = self.spec.page_layout(self.limits.max_model_len)
         self.attention, why = choose(
-            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout
-        )
+            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout,
+            is_invariant=self._is_invariant,
+        )  # fmt: skip
         zeros = self.device.zeros if self._native is None else self._native.zeros
         page_size, ranks = config.cache.page_size, self.group.size
         self.stores = Stores(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
-        self._kernels = _kernels(self.device, dtype)
+        self._kernels = _kernels(self.device, dtype, self._is_invariant)
         packing = "" if checkpoint.weights is None else checkpoint.weights.packing
         has_kernels = self._native is not None or (self._kernels is not None and packing == _GPU_PACKING)
         self._keeps_packed = self.limits.keeps_packed and has_kernels
@@ -379,8 +383,8 @@ class Runner:
         )
 
 
-def _kernels(device: Device, dtype: torch.dtype) -> ModuleType | None:
+def _kernels(device: Device, dtype: torch.dtype, is_invariant: bool) -> ModuleType | None:
     """The fused kernels where they can run: they need Triton, and tensor cores for 16-bit types."""
     if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("octavo.kernels.gpu")
+    return importlib.import_module("octavo.kernels.gpu_invariant" if is_invariant else "octavo.kernels.gpu")

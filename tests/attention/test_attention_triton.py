@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 from octavo.attention.base import AttentionBackend, LayerHeads
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton import TritonAttention
+from octavo.attention.triton_invariant import InvariantTritonAttention
 from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
@@ -105,8 +107,8 @@ def attend(backend: AttentionBackend, case: Case, seed: int = 3) -> torch.Tensor
     return step(batch).float()
 
 
-def agree(case: Case, tolerance: float = 1e-4) -> None:
-    found, expected = attend(TritonAttention(), case), attend(ReferenceAttention(), case)
+def agree(case: Case, tolerance: float = 1e-4, backend: type[TritonAttention] = TritonAttention) -> None:
+    found, expected = attend(backend(), case), attend(ReferenceAttention(), case)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -171,3 +173,12 @@ def test_8_bit_pages_are_refused_where_they_do_not_compile(
     refusal = TritonAttention().supports(spec, place, torch.bfloat16, torch.float8_e4m3fn)
     assert (refusal is None) == is_taken
     assert TritonAttention().supports(spec, place, torch.bfloat16, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize("options", [{"has_norms": True, "window": 9}, {"softcap": 3.0, "has_sinks": True}], ids=str)
+def test_the_one_of_deterministic_equals_the_reference(options: dict[str, Any]) -> None:
+    agree(Case((4, 2, 16), MIXES["everything"], **options), backend=InvariantTritonAttention)
+
+
+def test_the_one_of_deterministic_reads_shared_pages_for_each_row() -> None:
+    agree(Case((4, 2, 16), [(32, 1)] * 3, shared_pages=2), backend=InvariantTritonAttention)

@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.attention.triton import TritonAttention
-from octavo.kernels import gpu
+from octavo.attention.triton_invariant import InvariantTritonAttention
+from octavo.kernels import gpu, gpu_invariant
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
@@ -29,23 +30,26 @@ TYPES = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16,
 
 
 @pytest.mark.parametrize(
-    "reference",
+    ("reference", "is_invariant"),
     [
-        pytest.param(gemma2(**SMALL, **TYPES), id="gemma2"),
-        pytest.param(gemma3(**SMALL, **TYPES), id="gemma3"),
-        pytest.param(granite(**SMALL), id="granite"),
-        pytest.param(olmo2(**SMALL), id="olmo2"),
-        pytest.param(longrope(PARTIAL, WIDE, **SMALL), id="phi3"),
+        pytest.param(gemma2(**SMALL, **TYPES), False, id="gemma2"),
+        pytest.param(gemma3(**SMALL, **TYPES), False, id="gemma3"),
+        pytest.param(granite(**SMALL), False, id="granite"),
+        pytest.param(olmo2(**SMALL), False, id="olmo2"),
+        pytest.param(longrope(PARTIAL, WIDE, **SMALL), False, id="phi3"),
+        pytest.param(gemma2(**SMALL, **TYPES), True, id="gemma2, deterministic"),
+        pytest.param(olmo2(**SMALL), True, id="olmo2, deterministic"),
     ],
 )
-def test_logits_equal_the_reference(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_equal_the_reference(reference: Any, is_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mend(monkeypatch)
     monkeypatch.setattr("octavo.layers.linear.can_pack", lambda weight: False)  # as on a GPU
     config = reference.config.to_dict()
     family = load_family(config["model_type"])
-    spec, attention = family.spec(config), TritonAttention()
+    spec, attention = family.spec(config), InvariantTritonAttention() if is_invariant else TritonAttention()
+    kernels = gpu_invariant if is_invariant else gpu
     assert attention.supports(spec, CPU, torch.float32, torch.float32) is None
-    context = BuildContext(Group.single(), torch.float32, CPU, attention, 16, kernels=gpu, max_len=64)
+    context = BuildContext(Group.single(), torch.float32, CPU, attention, 16, kernels=kernels, max_len=64)
     ours = family.Model(config, spec, context)
     ours.load(tensors(reference))
     store = Store(spec, attention, num_pages=8, page_size=16)
