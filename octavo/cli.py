@@ -233,16 +233,27 @@ def _add_doctor(commands: Any) -> None:
         "that serves it. Exit code 2: it would not serve, and the reason.",
     )
     parser.add_argument("--deep", action="store_true", help="read every weight too, and look for NaN and infinity")
+    parser.add_argument(
+        "--determinism",
+        action="store_true",
+        help="run the model instead: does the same request give the same bytes in every batch, order, chunking, engine? Exit code 1: no",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    add_config_flags(parser, ("model", "cache", "scheduler"))
+    add_config_flags(parser, OFFLINE)
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, {})
-    from octavo import doctor
+    if arguments.determinism:
+        if arguments.deep:
+            raise ConfigError("--deep and --determinism are two examinations: give one of them")
+        from octavo.doctor import determinism
 
-    return doctor.run(config, deep=arguments.deep, as_json=arguments.json)
+        return determinism.run(config, as_json=arguments.json)
+    from octavo.doctor import model
+
+    return model.run(config, deep=arguments.deep, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,153 @@
+"""The ways in which the same requests come to an engine, for the self-test of determinism: requests, arrivals, engines.
+Knows nothing of what is compared or printed."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.messages import EngineReport, SamplingParams
+
+_SEED = 20
+# Around pages of 16 and tiles of 64, and one that begins with the next page.
+_PROMPT_LENS = (1, 2, 15, 16, 17, 33, 64, 65, 90, 120)
+_STEM_LEN = 48  # what some prompts begin with
+_NUM_TOKENS = 24  # of every answer
+_BATCHES = (2, 17, 64)
+_STRANGER = SamplingParams(temperature=1.0, max_tokens=6, seed=7, ignore_eos=True)
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=1.0),
+    "filtered": SamplingParams(temperature=1.2, top_k=40, top_p=0.9, min_p=0.01),
+    "penalised": SamplingParams(temperature=0.7, presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=1.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. `number`: which of those that are compared; −1: a stranger, who is there to be in the way."""
+
+    number: int
+    kind: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Before the engine's step number `step` of a group."""
+
+    step: int
+    ask: Ask
+
+
+Group = list[Arrival]
+"""What comes before the engine is empty again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    name: str
+    groups: list[Group]
+    keeps_prefixes: bool = False  # what the groups before it left in the prefix cache may be used
+    must: str = ""  # a number of the engine's that must grow, or nothing was shown: "preemptions", "hit_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One engine, and the ways that it is tried in."""
+
+    name: str
+    ways: list[Way]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def make_asks(report: EngineReport) -> list[Ask]:
+    """The requests that are compared: prompts of many lengths, some with a stem in common, sampled in every way."""
+    rng = random.Random(_SEED)
+    most = report.max_model_len - _NUM_TOKENS
+    stem = [rng.randrange(report.vocab_size) for _ in range(_STEM_LEN)]
+    asks = []
+    for number, length in enumerate(_PROMPT_LENS):
+        own = [rng.randrange(report.vocab_size) for _ in range(length)]
+        prompt = (stem + own if number % 3 == 0 else own)[-max(1, most) :]
+        kind = list(KINDS)[number % len(KINDS)]
+        params = {"seed": 100 + number, "max_tokens": _NUM_TOKENS, "ignore_eos": True, "logprobs": 3}
+        asks.append(Ask(number, kind, prompt, _changed(KINDS[kind], **params)))
+    return asks
+
+
+def _changed(params: SamplingParams, **values: Any) -> SamplingParams:
+    import msgspec
+
+    return msgspec.structs.replace(params, **values)
+
+
+def alone(asks: Sequence[Ask]) -> list[Group]:
+    return [[Arrival(0, ask)] for ask in asks]
+
+
+def together(asks: Sequence[Ask]) -> list[Group]:
+    return [[Arrival(0, ask) for ask in asks]]
+
+
+def in_batches(asks: Sequence[Ask], report: EngineReport) -> list[Group]:
+    """Among strangers, so that steps have two rows, a few and many; who is beside whom is drawn."""
+    rng = random.Random(_SEED + 1)
+    rest, groups = list(asks), list[Group]()
+    rng.shuffle(rest)
+    for size in itertools.cycle(_BATCHES):
+        if not rest:
+            return groups
+        mine = [rest.pop() for _ in range(min(len(rest), max(1, size // 4)))]
+        strangers = [_stranger(rng, report) for _ in range(min(size, report.max_num_seqs) - len(mine))]
+        everybody = [*mine, *strangers]
+        rng.shuffle(everybody)
+        groups.append([Arrival(0, ask) for ask in everybody])
+    raise AssertionError("batches never end")
+
+
+def one_by_one(asks: Sequence[Ask]) -> list[Group]:
+    """The last first, each a few steps after the one before: prefills meet decodes."""
+    return [[Arrival(3 * place, ask) for place, ask in enumerate(reversed(asks))]]
+
+
+def _stranger(rng: random.Random, report: EngineReport) -> Ask:
+    length = rng.randint(1, max(1, min(40, report.max_model_len - (_STRANGER.max_tokens or 0))))
+    return Ask(-1, "sampled", [rng.randrange(report.vocab_size) for _ in range(length)], _STRANGER)
+
+
+def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
+    """All but the first engine, which has the configuration that was asked for."""
+    every = together(asks)
+    longest = max(len(ask.prompt) for ask in asks) + _NUM_TOKENS
+    # Room for the longest and hardly more: as answers grow, others must leave again and again.
+    num_pages = -(-longest // report.page_size) + 1
+    little = {
+        "kv_cache_memory_bytes": num_pages * report.page_bytes,
+        "max_model_len": min(report.max_model_len, longest + report.page_size),
+        "enable_prefix_caching": False,
+    }
+    found = [
+        Setting("a restart", [Way("after a restart, one at a time", alone(asks))]),
+        Setting(
+            "small chunks",
+            [Way("prompts in chunks of 13 tokens", every)],
+            {"max_num_batched_tokens": 13, "max_num_seqs": 4},
+        ),
+        Setting("few pages", [Way("preempted, computed again", every, must="preemptions")], little),
+        Setting(
+            "few pages, swapped",
+            [Way("preempted, swapped out and in", every, must="preemptions")],
+            little | {"swap_space": 0.05},
+        ),
+        Setting("no prefixes", [Way("without prefix caching", every)], {"enable_prefix_caching": False}),
+        Setting("step by step", [Way("operation by operation", every)], {"enforce_eager": True}),
+    ]
+    if report.memory is not None:  # a GPU computes
+        return found
+    for count in (1, 3):
+        threads = f"with {count} compute thread{'s' if count > 1 else ''}"
+        found.append(Setting(threads, [Way(threads, every)], {"cpu_threads": count}))
+    return [*found, Setting("pinned", [Way("with threads bound to cores", every)], {"cpu_pinning": True})]
