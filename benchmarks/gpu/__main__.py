@@ -41,6 +41,7 @@ def build_parser() -> Parser:
     add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
     add("--cold-start", action="store_true", help="process start to first token, with no compiled kernels and with them")  # fmt: skip
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
+    add("--determinism", action="store_true", help="the workloads (default: all) with --deterministic and without, and the self-test of both")  # fmt: skip
     add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
     _add_settings(parser)
     add_config_flags(parser, OFFLINE, positional=False)
@@ -80,6 +81,12 @@ def _seeds(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> int:
     """How many measurements failed."""
+    if arguments.determinism:
+        from benchmarks.gpu import determinism
+
+        seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
+        results = Results(arguments.result)
+        return determinism.run(arguments, arguments.workload or workloads.NAMES, seeds, results)
     in_process = arguments.workload or arguments.growth or arguments.trace is not None
     if not (
         in_process
@@ -89,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         or arguments.serve
         or arguments.accuracy_fp8
     ):
-        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --serve or --accuracy-fp8")  # fmt: skip
+        raise ConfigError("nothing to measure: give --workload all, --limits, --ceilings, --growth, --trace, --cold-start, --serve, --determinism or --accuracy-fp8")  # fmt: skip
     results = Results(arguments.result)
     results.put("options", options_from(arguments))
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
