@@ -2,6 +2,7 @@
 Knows nothing of behaviour. Every rule is also shown a planted fault, so that a rule that sleeps is noticed."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -56,6 +57,7 @@ PRINTING = ("octavo.cli", "octavo.talk", "octavo.top", "octavo.bench", "octavo.d
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the real tree, by dotted name."""
     found = {}
