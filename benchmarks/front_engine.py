@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 
 from octavo.config import Config
 from octavo.engine import build, process
@@ -53,6 +54,9 @@ class TimedSteps:
         if (wait := ends_at - time.monotonic()) > 0:
             time.sleep(wait)
         return result
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        done()
 
     def close(self) -> None:
         pass

@@ -53,6 +53,9 @@ class NoModel:
     def collect(self) -> StepResult:
         return self._results.popleft()
 
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        done()
+
     def close(self) -> None:
         pass
 

@@ -20,6 +20,7 @@ from octavo.plans import Entering as Entering
 from octavo.plans import LoadReport as LoadReport
 from octavo.plans import Logprobs as Logprobs
 from octavo.plans import PageMove as PageMove
+from octavo.plans import PrepareGrammar as PrepareGrammar
 from octavo.plans import RankFailed as RankFailed
 from octavo.plans import RankStart as RankStart
 from octavo.plans import StepPlan as StepPlan

@@ -73,6 +73,14 @@ class Allocate(msgspec.Struct, frozen=True, gc=False):
     num_host_pages: int
 
 
+class PrepareGrammar(msgspec.Struct, frozen=True, gc=False):
+    """Goes to every rank beside the plans; each says the number again when the grammar is ready there."""
+
+    number: int
+    grammar: str
+    forgets: list[str]
+
+
 class RankFailed(msgspec.Struct, frozen=True, gc=False):
     """A rank's last words. `is_config`: a ConfigError's message, for a person; else a traceback."""
 

@@ -28,8 +28,8 @@ class Backlog:
 
     def check(self, request: GenerateRequest, scheduler: Scheduler, now: float) -> None:
         """Raises Overloaded. While there are rows for all who wait, anything is taken: what can be served has a way in."""
-        waiting, tokens = len(scheduler.waiting) - scheduler.num_free_rows, scheduler.waiting.num_prompt_tokens
-        if waiting < 0 or not len(scheduler.waiting):
+        waiting, tokens = scheduler.num_waiting - scheduler.num_free_rows, scheduler.num_waiting_tokens
+        if waiting < 0 or not scheduler.num_waiting:
             return
         if self._max_requests and waiting >= self._max_requests:
             reason = "num_queued_reqs"

@@ -4,7 +4,7 @@ Knows nothing of sockets: an outbox does."""
 import logging
 import queue
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -38,7 +38,12 @@ from octavo.observe.stages import EngineJourney
 
 log = logging.getLogger("octavo.engine")
 
-Inbox = queue.SimpleQueue[ToEngine | None]
+
+class Wake(NamedTuple):
+    """Says nothing: whoever sleeps over the inbox finds that there is work."""
+
+
+Inbox = queue.SimpleQueue[ToEngine | Wake | None]
 """None: stop."""
 _REST_SECONDS = 1.0  # an idle engine says so this often: silence means that it hangs
 
@@ -61,6 +66,7 @@ class Driver:
         self._origins: dict[str, int] = {}  # open request → API process
         self._reunion: Reunion | None = Reunion(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
+        self._loop.on_prepared = lambda: inbox.put(Wake())
         self._loop.journal.on_end = self._travelled
 
     def run(self) -> None:
@@ -89,8 +95,10 @@ class Driver:
             return True
         return False
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine | Wake) -> None:
         match message:
+            case Wake():
+                pass
             case GenerateRequest():
                 if self._reunion is None:
                     self._add(message)

@@ -10,6 +10,7 @@ from octavo.observe.advice import LATELY_SECONDS, Standing, advice
 from octavo.observe.history import History
 from octavo.observe.live import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics import EngineMetrics
+from octavo.observe.stages import WaitReason
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
 
@@ -59,7 +60,7 @@ def look(
 ) -> LiveState:
     """`plan`: the last one that was made. `is_first`: tell the past too."""
     cache, report = scheduler.cache, metrics.report
-    reason = scheduler.head_waits_for if len(scheduler.waiting) else None
+    reason = _reason(scheduler)
     codes = page_map(cache)
     totals = metrics.totals()
     num_cached, num_free = codes.count(CACHED), codes.count(FREE)
@@ -68,7 +69,7 @@ def look(
         time=now,
         step=scheduler.num_steps,
         totals=totals,
-        num_waiting=len(scheduler.waiting),
+        num_waiting=scheduler.num_waiting,
         rows=_rows(scheduler, metrics, plan),
         waiting=_waiting(scheduler, metrics, reason, now),
         lanes=_lanes(scheduler, metrics, now),
@@ -87,6 +88,10 @@ def look(
         past=history.all() if is_first else [],
         pages=codes.tobytes(),
     )
+
+
+def _reason(scheduler: Scheduler) -> WaitReason | None:
+    return scheduler.head_waits_for if len(scheduler.waiting) else "grammar" if scheduler.aside else None
 
 
 def page_owners(scheduler: Scheduler, metrics: EngineMetrics, page: int) -> list[str]:
@@ -117,12 +122,13 @@ def _rows(scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None) -
 
 def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, now: float) -> list[LiveWait]:
     head = scheduler.waiting.head()
-    waiting: list[Request] = scheduler.waiting.first(MAX_WAITING)
+    aside = list(islice(scheduler.aside.values(), MAX_WAITING))
+    waiting: list[Request] = [*scheduler.waiting.first(MAX_WAITING), *aside]
     hosts = scheduler.cache.host_tables
     return [
         LiveWait(
             metrics.name_of(request.id),
-            "order" if request is not head else reason or "step",
+            "grammar" if request.sequence in scheduler.aside else "order" if request is not head else reason or "step",
             now - metrics.arrival_of(request.id, now),
             request.prompt_len,
             request.num_preemptions > 0,
@@ -149,6 +155,9 @@ def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[Liv
         lanes = [*lanes[: MAX_LANES - 1], others]
     if len(scheduler.waiting) > MAX_COUNTED:
         lanes.append(LiveLane("further back", len(scheduler.waiting) - MAX_COUNTED, 0.0))
+    if scheduler.aside:
+        oldest = min(metrics.arrival_of(request.id, now) for request in islice(scheduler.aside.values(), MAX_COUNTED))
+        lanes.append(LiveLane("grammar", len(scheduler.aside), now - oldest))
     return lanes
 
 
@@ -157,8 +166,8 @@ def _standing(scheduler: Scheduler, metrics: EngineMetrics, num_open_pages: int,
     tokens = head.length if head is not None else 0
     groups = len(scheduler.cache.windows)
     return Standing(
-        num_waiting=len(scheduler.waiting),
-        reason=scheduler.head_waits_for,
+        num_waiting=scheduler.num_waiting,
+        reason=_reason(scheduler),
         num_rows=len(scheduler.running),
         max_rows=scheduler.max_rows,
         num_pages=report.num_pages,

@@ -1,6 +1,8 @@
 """The step loop: plan → submit → collect → commit. The thirty lines to read first.
 Knows nothing of sockets, processes or text; whoever drives it calls step() while there is work."""
 
+import functools
+import queue
 import time
 from collections import deque
 from collections.abc import Callable
@@ -56,15 +58,20 @@ class EngineLoop:
         self._ring = JourneyRing(max_ring_bytes)
         self._endings = Endings()
         self._history = History()
+        self.on_prepared: Callable[[], None] = lambda: None  # called by any thread: there is work again
+        self._prepared: queue.SimpleQueue[str] = queue.SimpleQueue()  # grammars that are ready, and not known to be
         self._in_flight: deque[StepPlan] = deque()
         self._last_plan: StepPlan | None = None
 
     @property
     def has_work(self) -> bool:
-        return bool(self._in_flight) or not self.scheduler.is_idle
+        return bool(self._in_flight) or self.scheduler.has_work or not self._prepared.empty()
 
     def step(self) -> list[TokenDelta]:
-        """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known."""
+        """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known. Where all that there
+        is are requests whose grammars are not ready, it waits for one."""
+        if self.scheduler.aside or not self._prepared.empty():
+            self._take_prepared()
         self.pulse.begin()
         clock, pace = self._clock, self.metrics.pace
         started = clock()
@@ -91,14 +98,16 @@ class EngineLoop:
             host_seconds += now - collected
             deltas += committed
         pace.turned(host_seconds)
-        self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), len(self.scheduler.waiting))
+        self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), self.scheduler.num_waiting)
         return deltas
 
     def add(self, request: GenerateRequest) -> None:
         self.scheduler.add(request)
         now = self._clock()
         self.metrics.arrived(request, now)
-        self.journal.queued(request, now)
+        is_aside = bool(request.params.grammar) and not self.scheduler.shelf.is_ready(request.id)
+        self.journal.queued(request, now, is_aside)
+        self._tend_shelf(now)
 
     def check(self, request: GenerateRequest) -> None:
         """Raises Overloaded where the queue takes no more, or the request wanted to wait no longer than until now."""
@@ -110,7 +119,7 @@ class EngineLoop:
     def overdue(self) -> Overloaded:
         """What becomes of a request that waited for its max_queue_ms."""
         self.backlog.rejections["queue_time"] += 1
-        waiting = len(self.scheduler.waiting)
+        waiting = self.scheduler.num_waiting
         message = f"no row was free within the request's max_queue_ms; {waiting} requests wait"
         return Overloaded(message, self.backlog.retry_after(waiting, self._clock()))
 
@@ -123,6 +132,7 @@ class EngineLoop:
             reasons = {(request.id, request.index): abort.reason for request in scheduler.ended}
             self.journal.ended(scheduler.ended, reasons, now)
             scheduler.returned, scheduler.ended = [], []
+            self._tend_shelf(now)
 
     def answered(self, answered: Answered) -> None:
         """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
@@ -167,12 +177,13 @@ class EngineLoop:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         waiting = len(scheduler.waiting)
         reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "step"), 0)
+        reasons["grammar"] = len(scheduler.aside)
         if waiting:
             reasons[scheduler.head_waits_for or "step"] += 1
             reasons["order"] += waiting - 1
         return EngineState(
             num_running=len(scheduler.running),
-            num_waiting=waiting,
+            num_waiting=scheduler.num_waiting,
             waiting_by_reason=reasons,
             num_used_pages=pool.num_used,
             num_cached_pages=len(pool.cached),
@@ -184,16 +195,38 @@ class EngineLoop:
         )
 
     def _place(self, request_id: str) -> str:
-        leader = next(
-            (choice for choice in self.scheduler.choices(request_id) if choice in self.scheduler.waiting), None
-        )
+        scheduler = self.scheduler
+        leader = next((choice for choice in scheduler.choices(request_id) if scheduler.waits(choice)), None)
         if leader is None:
             return ""
-        place = self.scheduler.waiting.place(leader)
+        place = scheduler.waiting.place(leader)
         return f"{place} {self.backlog.seconds_for(place, self._clock()):.1f}"
 
     def close(self) -> None:
         self.executor.close()
+
+    def _take_prepared(self) -> None:
+        num_taken = 0
+        while not self._prepared.empty() or not (self._in_flight or self.scheduler.has_work):
+            self.scheduler.prepared(self._prepared.get())
+            num_taken += 1
+        if num_taken:
+            self._tend_shelf(self._clock())
+
+    def _tend_shelf(self, now: float) -> None:
+        """Tell of those whose grammar is ready now, and have those made ready that somebody waits for."""
+        scheduler = self.scheduler
+        if scheduler.readied:
+            self.journal.readied(scheduler.readied, now)
+            scheduler.readied = []
+        orders, scheduler.shelf.orders = scheduler.shelf.orders, []
+        for order in orders:
+            self.executor.prepare(order.grammar, order.forgets, functools.partial(self._is_ready, order.grammar))
+
+    def _is_ready(self, grammar: str) -> None:
+        """In whichever thread made it so."""
+        self._prepared.put(grammar)
+        self.on_prepared()
 
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         scheduler, journal = self.scheduler, self.journal
@@ -226,3 +259,4 @@ class EngineLoop:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
             self.journal.ended(self.scheduler.ended, reasons, now)
             self.scheduler.ended = []
+            self._tend_shelf(now)

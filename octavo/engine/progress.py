@@ -42,7 +42,9 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
     for request in scheduler.requests():
         arrived, last = metrics.times(request.id, request.index)
         since = now - (last or arrived or now)
-        if request.row < 0 and request in scheduler.waiting:
+        if request.sequence in scheduler.aside:
+            entry = Quiet(request.id, round(since, 3), "its grammar is being compiled")
+        elif request.row < 0 and request in scheduler.waiting:
             entry = Quiet(request.id, round(since, 3), _why_waiting(scheduler, request.num_preemptions))
             waiting.append((request.sequence, entry))
         else:
@@ -57,7 +59,7 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
     return Progress(
         steps=scheduler.num_steps,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting),
+        waiting=scheduler.num_waiting,
         oldest_waiting=None
         if oldest is None
         else msgspec.structs.replace(oldest, why=scheduler.head_waits_for or "order"),

@@ -1,6 +1,7 @@
-"""Executor: where a step is carried out. Four verbs; submit and collect are called in pairs, in order.
+"""Executor: where a step is carried out. Five verbs; submit and collect are called in pairs, in order.
 Knows nothing of requests or of torch."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from octavo.messages import EngineReport, StepPlan, StepResult
@@ -18,6 +19,10 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """The oldest uncollected step's tokens. Raises EngineDead when a worker is lost."""
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        """Make a grammar ready beside the steps, so that none waits for it, and forget others. `done` is called when it is, or
+        never will be, by whichever thread."""
 
     def close(self) -> None:
         """Free everything; idempotent."""

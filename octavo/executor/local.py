@@ -2,6 +2,7 @@
 Knows nothing of requests or of how a step is computed."""
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from octavo.config import Config
@@ -42,6 +43,10 @@ class LocalExecutor:
 
     def collect(self) -> StepResult:
         return self._steps.popleft().result()
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        assert self._runner is not None, "closed"
+        self._runner.rows.sampling.grammars.prepare(grammar, forgets, done)
 
     def close(self) -> None:
         if self._thread is not None:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import msgspec
 import octavo
 from octavo.config import Config
 from octavo.errors import ConfigError, EngineDead
+from octavo.executor.preparations import Preparations
 from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
 from octavo.weights.source import ModelSource
 from octavo.worker.main import FAILED
@@ -40,6 +42,7 @@ class ProcessExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._is_closed = False
+        self._preparations: Preparations | None = None  # None: nobody asked for a grammar yet
 
     def start(self) -> EngineReport:
         try:
@@ -58,6 +61,11 @@ class ProcessExecutor:
 
     def collect(self) -> StepResult:
         return self._results.decode(self._next_answer()[1])
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        if self._preparations is None:
+            self._preparations = Preparations([rank.side for rank in self._ranks])
+        self._preparations.prepare(grammar, forgets, done)
 
     def close(self) -> None:
         if self._is_closed:
@@ -147,11 +155,13 @@ class _Rank:
     def __init__(self, number: int) -> None:
         self.number = number
         self.connection: Connection[Any, Any]
+        self.side: Connection[Any, Any]
         self.connection, theirs = Pipe()
+        self.side, their_side = Pipe()
         read_end, self._lifeline = os.pipe()
         # The kernel's signal follows the thread that started the child, not the process: only the main one lasts as long.
         from_main = threading.current_thread() is threading.main_thread()
-        fds = (theirs.fileno(), read_end)
+        fds = (theirs.fileno(), their_side.fileno(), read_end)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "octavo.worker.main", *map(str, fds), str(int(from_main))],
@@ -162,6 +172,7 @@ class _Rank:
             )
         finally:
             theirs.close()
+            their_side.close()
             os.close(read_end)
 
     def ending(self, timeout: float) -> int | None:
@@ -179,6 +190,7 @@ class _Rank:
         if self.ending(timeout) is None:
             self._process.kill()
             self._process.wait()
+        self.side.close()  # not before: who listens there hears that it ended
 
 
 def _environment() -> dict[str, str]:

@@ -87,4 +87,8 @@ def _preempted(standing: Standing) -> str:
     return f"{told} {_memory(standing)}, or run fewer rows at once (--max-num-seqs, now {standing.max_rows:,})."
 
 
-_TOLD: dict[str, Callable[[Standing], str]] = {"rows": _rows, "pages": _pages, "budget": _budget}
+def _grammar(standing: Standing) -> str:
+    return f"{_many(standing)} for grammars that were not seen before: they are compiled, beside the steps."
+
+
+_TOLD: dict[str, Callable[[Standing], str]] = {"rows": _rows, "pages": _pages, "budget": _budget, "grammar": _grammar}

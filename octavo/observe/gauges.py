@@ -36,6 +36,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         "cached": state.num_cached_pages,
         "free": state.num_free_pages,
     }
+    deferred = state.waiting_by_reason.get("grammar", 0)
     config = {
         "block_size": str(report.page_size),
         "num_gpu_blocks": str(report.num_pages),
@@ -48,7 +49,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         (
             "vllm:num_requests_waiting_by_reason",
             "Requests in the queue: for room (capacity), or for something that must be there first (deferred).",
-            [({"reason": "capacity"}, state.num_waiting), ({"reason": "deferred"}, 0)],
+            [({"reason": "capacity"}, state.num_waiting - deferred), ({"reason": "deferred"}, deferred)],
         ),
         ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", [({}, use)]),
         # The name that vLLM gave it before; boards and autoscalers still ask for it.

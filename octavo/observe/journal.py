@@ -63,7 +63,7 @@ class _Track:
     """One choice on its way."""
 
     __slots__ = (
-        "cached", "chunks", "computed", "dropped", "epoch", "first_look", "grammar_at", "has_grammar", "index", "is_ended", "is_pooled", "name", "num_output",
+        "aside_since", "cached", "chunks", "computed", "dropped", "epoch", "first_look", "grammar_at", "has_grammar", "index", "is_ended", "is_pooled", "name", "num_output",
         "output_at", "own_waits", "preemptions", "queue_look", "reason", "stages", "start", "step_at", "swapped",
     )  # fmt: skip
 
@@ -82,6 +82,7 @@ class _Track:
         self.reason: str | None = None
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
+        self.aside_since: float | None = None  # None: nothing must be made ready before it may enter
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
 
@@ -138,7 +139,8 @@ class EngineJournal:
 
     # ── called by the loop ──
 
-    def queued(self, request: GenerateRequest, now: float) -> None:
+    def queued(self, request: GenerateRequest, now: float, is_aside: bool = False) -> None:
+        """`is_aside`: its grammar must be made ready before it waits for anything else."""
         look = self._queue.look(now)
         tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
         journey = self._journeys[request.id] = _Journey(request, tracks)
@@ -148,6 +150,19 @@ class EngineJournal:
                 journey.num_open -= 1
             else:
                 track.num_output = track.output_at = len(begun)
+        for track in tracks if is_aside else ():
+            track.aside_since = now
+
+    def readied(self, requests: Iterable[Sequenced], now: float) -> None:
+        """Their grammars are ready: from now on they wait as all others do."""
+        look = self._queue.look(now)
+        for request_id in dict.fromkeys(request.id for request in requests):
+            journey = self._journeys.get(request_id)
+            for track in () if journey is None else journey.tracks:
+                if track.aside_since is not None:
+                    since, track.aside_since = track.aside_since, None
+                    track.queue_look, track.step_at = look, self._num_plans
+                    track.wait("grammar", now - since, 0)
 
     def returned(self, returned: Iterable[Returned], now: float) -> None:
         for leaver in returned:
@@ -329,6 +344,8 @@ class EngineJournal:
     def _waits(self, track: _Track, now: float) -> list[Wait]:
         """The time in the queue, divided by reason."""
         own = dict(track.own_waits)
+        if track.aside_since is not None:
+            return [Wait("grammar", now - track.aside_since)]
         queue = self._queue
         if queue.head is track and queue.reason is not None:
             before = own.get(queue.reason, (0.0, 0))

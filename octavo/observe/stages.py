@@ -5,9 +5,9 @@ from typing import Literal
 
 import msgspec
 
-WaitReason = Literal["rows", "pages", "budget", "order", "step"]
-"""What a request in the queue waits for: a free row, free pages, room in the step's token budget, those before it, or only
-the end of the step that runs."""
+WaitReason = Literal["grammar", "rows", "pages", "budget", "order", "step"]
+"""What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token budget,
+those before it, or only the end of the step that runs."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
     "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: it did not tell

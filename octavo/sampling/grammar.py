@@ -3,14 +3,14 @@ Knows nothing of requests, nor of how a grammar came about: text/grammar.py has 
 
 What a row may say next follows from its grammar and from the tokens that it has given so far, and from nothing else: a row
 that left and came back, or that another engine took over, stands where it stood. Every rank knows the tokens and computes
-the bits for itself. Compiling and filling go on without the interpreter's lock, in other threads."""
+the bits for itself. Compiling and filling go on without the interpreter's lock, in other threads; a grammar is compiled by
+prepare(), before a row that needs it enters, so that no step waits for it."""
 
 import functools
 import logging
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,7 +33,6 @@ log = logging.getLogger("octavo.grammar")
 Ints = NDArray[np.int64]
 Words = NDArray[np.int32]
 
-_MAX_COMPILED = 64  # grammars that are kept ready for the next row
 _MAX_USED = 32  # matchers of one grammar that are kept for the next rows
 _WORD = 32  # tokens that a word has bits for
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
@@ -63,7 +62,7 @@ class Masks:
 
 @dataclass(slots=True)
 class _Row:
-    matcher: "Future[LLMatcher]"
+    matcher: "Future[LLMatcher] | LLMatcher"
     tokens: list[int]  # of the output
     num_taken: int  # of them: those that the matcher has taken in
     grammar: str
@@ -106,8 +105,14 @@ class Grammars:
         self._sampling: list[int] | None = None  # rows of the step that is being started
         self._latest: _Latest | None = None
         self._begun: Future[Masks | None] | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, "octavo-grammar")
+        # Those that were prepared, or why that failed. Kept until somebody says that they may go.
+        self._compiled: dict[str, LLMatcher | ValueError] = {}
         self._used: dict[str, list[LLMatcher]] = {}
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        """Compile it beside the steps, and forget others. `done` is called in another thread, whatever came of it."""
+        self._pool.submit(self._prepare, grammar, forgets).add_done_callback(lambda future: done())
 
     def enter(
         self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
@@ -116,7 +121,7 @@ class Grammars:
         self.leave(row)
         inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
         self.rows[row] = _Row(
-            self._pool.submit(self._matcher, params.grammar),
+            self._matcher(params.grammar),
             list(output_ids),
             0,
             params.grammar,
@@ -220,7 +225,7 @@ class Grammars:
         _settle() has it."""
         row.failure, row.may_be_used, row.num_taken, row.closing = "", False, 0, Closing()
         row.num_past = len(row.tokens)
-        row.matcher, row.ready = self._pool.submit(self._matcher, row.grammar, False), None
+        row.matcher, row.ready = self._matcher(row.grammar, False), None
         for matcher, _ in self._advance([row]):
             self._fill([(matcher, 0)], bits[None])
             return self._settle(row, matcher, bits, row_len)
@@ -228,7 +233,7 @@ class Grammars:
 
     def _compiled_for(self, row: _Row) -> "LLMatcher | None":
         try:
-            row.ready = row.matcher.result()
+            row.ready = row.matcher.result() if isinstance(row.matcher, Future) else row.matcher
         except Exception as error:
             row.failure = f"the grammar could not be compiled: {error}"
         return row.ready
@@ -285,10 +290,6 @@ class Grammars:
             log.info("no grammars: %s", error)
 
     @functools.cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "octavo-grammar")
-
-    @functools.cached_property
     def _beside(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "octavo-masks")
 
@@ -326,23 +327,36 @@ class Grammars:
         if len(used) < _MAX_USED and matcher.reset():
             used.append(matcher)
 
-    def _matcher(self, grammar: str, may_be_used: bool = True) -> "LLMatcher":
+    def _matcher(self, grammar: str, may_be_used: bool = True) -> "Future[LLMatcher] | LLMatcher":
+        """At once, where it was prepared. Else compiled for this row alone, and the step that needs it waits."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            return self._pool.submit(self._compile, grammar)
+        if isinstance(compiled, ValueError):
+            failed: Future[LLMatcher] = Future()
+            failed.set_exception(compiled)
+            return failed
+        used = self._used.get(grammar) if may_be_used else None
+        return used.pop() if used else compiled.deep_copy()
+
+    def _prepare(self, grammar: str, forgets: list[str]) -> None:
+        for other in forgets:
+            self._compiled.pop(other, None)
+            self._used.pop(other, None)
+        try:
+            self._compiled[grammar] = self._compile(grammar)
+        except ValueError as error:
+            self._compiled[grammar] = error
+
+    def _compile(self, grammar: str) -> "LLMatcher":
         """Runs in the pool's one thread."""
         from llguidance import LLMatcher, LLParserLimits
 
         self._ends  # noqa: B018 (made here, once, and not in the middle of a step)
-
-        compiled = self._compiled.get(grammar)
-        if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-            if compiled.is_error():
-                raise ValueError(_said(compiled))
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _MAX_COMPILED:
-                self._used.pop(self._compiled.popitem(last=False)[0], None)
-        self._compiled.move_to_end(grammar)
-        used = self._used.get(grammar) if may_be_used else None
-        return used.pop() if used else compiled.deep_copy()
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if compiled.is_error():
+            raise ValueError(_said(compiled))
+        return compiled
 
 
 def _warm(grammars: "weakref.ref[Grammars]") -> None:

@@ -4,6 +4,7 @@ Knows nothing of tensors, text, clocks or processes; one plan may be in flight w
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
 When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes.
+A request whose grammar is not ready stands aside, and enters the queue at its own place once it is.
 "Oldest" is what the policy says it is: by default the order of arrival.
 A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step."""
@@ -72,9 +73,11 @@ class Scheduler(Seats):
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
         self._groups[source.id] = choices[:]
+        if params.grammar:
+            self.shelf.hold(source.id, params.grammar)
         if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
-                self.waiting.add(choice)
+                self._queue(choice)
             return
         leader = choices[0]
         if params.use_beam_search:
@@ -86,7 +89,7 @@ class Scheduler(Seats):
             leader.followers = choices[1:]
         if source.wants_progress:
             self._watched.add(leader.sequence)
-        self.waiting.add(leader)
+        self._queue(leader)
 
     def abort(self, request_id: str, index: int = -1) -> bool:
         """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more), or

@@ -2,7 +2,7 @@
 Knows nothing of steps, budgets or results."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from octavo.cache import Growth, KVCache
@@ -11,6 +11,7 @@ from octavo.schedule.beam_group import BeamGroup
 from octavo.schedule.order import WaitingQueue
 from octavo.schedule.outcome import sampling_of
 from octavo.schedule.request import Request
+from octavo.schedule.shelf import MAX_UNUSED, Shelf
 
 
 class Returned(NamedTuple):
@@ -26,11 +27,16 @@ class Seats:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
         self.cache, self.max_rows, self.swap_min_tokens = cache, max_rows, swap_min_tokens
         self.waiting = WaitingQueue()
+        # Who could not run yet, whatever is free: its grammar is being made ready. It stands in nobody's way, and nobody in its
+        # own: ready, it enters the queue at the place that it has by its arrival. By sequence.
+        self.aside: dict[int, Request] = {}
+        self.shelf = Shelf(max_rows + MAX_UNUSED)
         self.running: list[Request] = []  # in the policy's order: oldest first
         self.num_preemptions = 0
         # What happened since the last plan was begun, for those who keep the times.
         self.returned: list[Returned] = []
         self.ended: list[Request] = []
+        self.readied: list[Request] = []  # from aside to the queue
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._groups: dict[str, list[Request]] = {}  # request id → its choices that are not finished
         self._leaves: list[int] = []
@@ -39,6 +45,23 @@ class Seats:
     @property
     def is_idle(self) -> bool:
         return not self._groups
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is somebody to plan for: who is aside must be made ready first."""
+        return bool(self.running) or len(self.waiting) > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.aside)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of their prompts."""
+        return self.waiting.num_prompt_tokens + sum(request.prompt_len for request in self.aside.values())
+
+    def waits(self, request: Request) -> bool:
+        return request in self.waiting or request.sequence in self.aside
 
     def has(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -68,6 +91,24 @@ class Seats:
                     held = min(max(request.computed - i * page_size, 0), page_size)
                     filled[page] = max(filled.get(page, 0), held)
         return sum(filled.values()), len(filled) * page_size
+
+    def prepared(self, grammar: str) -> None:
+        """It is ready now, and so is whoever needs no more than that."""
+        self.shelf.prepared(grammar)
+        same = (request for request in self.aside.values() if request.params.grammar == grammar)
+        self._ready(request for request in same if self.shelf.is_ready(request.id))
+
+    def _ready(self, requests: Iterable[Request]) -> None:
+        for request in list(requests):
+            del self.aside[request.sequence]
+            self.waiting.add(request)
+            self.readied.append(request)
+
+    def _queue(self, request: Request) -> None:
+        if request.params.grammar and not self.shelf.is_ready(request.id):
+            self.aside[request.sequence] = request
+        else:
+            self.waiting.add(request)
 
     def _seat(self, request: Request) -> None:
         request.row = self._free_rows.pop()
@@ -139,7 +180,7 @@ class Seats:
                 self._leave(follower)
                 self.returned.append(Returned(follower, 0, False))
             follower.computed = 0
-            self.waiting.add(follower)
+            self._queue(follower)
         leader.followers = []
 
     def _failed(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
@@ -165,9 +206,14 @@ class Seats:
             self._leave(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            self.aside.pop(request.sequence, None)
         if request.is_swapped or request.sequence in self.cache.tables:
             self.cache.release(request.sequence)
         choices = self._groups[request.id]
         choices.remove(request)
         if not choices:
             del self._groups[request.id]
+            if request.params.grammar:
+                for readied in self.shelf.drop(request.id):
+                    self._ready(choice for choice in self._groups[readied] if choice.sequence in self.aside)

@@ -1,10 +1,12 @@
 """A rank's process: told who it is, it loads, allocates, then runs every plan that comes down the pipe.
 Knows nothing of what the plans are for, nor of the other ranks' pipes.
 
-Started as `python -m octavo.worker.main PIPE LIFELINE PARENT_SIGNAL`: two inherited file descriptors, and 1 where the
-kernel may tie this process to the thread that started it."""
+Started as `python -m octavo.worker.main PIPE SIDE LIFELINE PARENT_SIGNAL`: three inherited file descriptors, and 1 where the
+kernel may tie this process to the thread that started it. What must not wait for a step comes in at the side."""
 
+import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -13,12 +15,16 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from octavo.errors import ConfigError
-from octavo.messages import Allocate, RankFailed, RankStart, StepPlan
+from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankStart, StepPlan
 from octavo.weights.source import ModelSource
+
+if TYPE_CHECKING:
+    from octavo.sampling.grammar import Grammars
 
 OK = b"\x00"
 FAILED = b"\x01"
@@ -27,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    pipe, lifeline, parent_signal = map(int, arguments)
+    pipe, side, lifeline, parent_signal = map(int, arguments)
     # Ctrl-C and a service manager's SIGTERM reach every process of the group; what they mean is for the parent to say,
     # which may still have requests to finish. The order to stop is the lifeline's end.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -37,7 +43,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     connection = Connection(pipe)
     try:
-        _serve(connection)
+        _serve(connection, Connection(side))
     except EOFError:
         code = 0  # the parent closed the pipe
     except ConfigError as error:
@@ -48,7 +54,7 @@ def main(arguments: list[str]) -> None:
     os._exit(code)
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, side: Connection) -> None:
     start = msgspec.msgpack.decode(connection.recv_bytes(), type=RankStart)
     # Imported here, so that a failing import is reported to the parent like everything else.
     from octavo.device import pick
@@ -67,6 +73,7 @@ def _serve(connection: Connection) -> None:
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
     runner.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK)
+    threading.Thread(target=_prepare, args=(side, runner.rows.sampling.grammars), daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)
     steps: deque[Step] = deque()
     while True:
@@ -77,6 +84,15 @@ def _serve(connection: Connection) -> None:
             result = steps.popleft().result()
             if start.rank == 0:
                 connection.send_bytes(OK + encoder.encode(result))
+
+
+def _prepare(side: Connection, grammars: "Grammars") -> None:
+    orders = msgspec.msgpack.Decoder(PrepareGrammar)
+    with contextlib.suppress(EOFError, OSError):  # the parent's end is noticed elsewhere
+        while True:
+            order = orders.decode(side.recv_bytes())
+            said = str(order.number).encode()
+            grammars.prepare(order.grammar, order.forgets, functools.partial(side.send_bytes, said))
 
 
 def _last_words(connection: Connection, failed: RankFailed) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -44,6 +45,9 @@ class CountingExecutor:
             raise EngineDead("a worker is lost")
         columns = zip(plan.starts, plan.counts, plan.samples, strict=True)
         return StepResult(plan.step, [start + count for start, count, samples in columns if samples])
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        done()
 
     def close(self) -> None:
         pass

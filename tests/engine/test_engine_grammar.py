@@ -3,6 +3,8 @@ Every finished answer is judged by jsonschema, or by Python's own regexes."""
 
 import json
 import re
+import threading
+import time
 from typing import Any
 
 import jsonschema
@@ -135,6 +137,31 @@ def test_neighbours_do_not_notice(llm):
         mixed_prompts += [prompt, [at + 50]]
     together = llm.generate(mixed_prompts, mixed_params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in together[::2]] == alone
+
+
+def test_nobody_waits_while_a_grammar_is_compiled(llm):
+    """Its compiler is held up: who runs goes on, who comes later enters, and who needs it waits for nothing else."""
+    loop, is_compiled = llm._loop, threading.Event()
+    grammars = llm._loop.executor._runner.rows.sampling.grammars
+    requests = [llm._request([at + 1], asks(at, 60)) for at in range(2)]
+    needs = llm._request([9], asks(2, 60, regex="[ab]{7}(compiled|late)"))
+    held = grammars._pool.submit(is_compiled.wait, 10)
+    loop.add(requests[0])
+    loop.step()
+    loop.add(needs)
+    loop.add(requests[1])
+    deltas = [delta for _ in range(8) for delta in loop.step()]
+    assert not held.done(), "a step waited"
+    assert {delta.request_id for delta in deltas} == {request.id for request in requests}
+    assert loop.state().waiting_by_reason["grammar"] == 1 and loop.state().num_waiting == 1
+    (journey,) = loop.journal.live(loop.scheduler.requests(), time.monotonic(), needs.id)
+    assert [wait.reason for wait in journey.tracks[0].stages[0].waits] == ["grammar"]
+    is_compiled.set()
+    tokens: list[int] = []
+    while not deltas or deltas[-1].finish is None or loop.has_work:
+        deltas = loop.step()
+        tokens += [token for delta in deltas if delta.request_id == needs.id for token in delta.token_ids]
+    assert re.fullmatch("[ab]{7}(compiled|late)", llm.text.decode(tokens, skip_special_tokens=True))
 
 
 def test_an_answer_does_not_depend_on_who_runs_beside_it(llm):

@@ -3,6 +3,7 @@ stages without gaps, and numbers that add up, whatever happens."""
 
 import itertools
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -39,6 +40,11 @@ class Tokens:
             return StepResult(plan.step, [], [b"1234"] * num_samples)
         return StepResult(plan.step, [7] * num_samples)
 
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        self.prepared = done
+        if grammar != "slow":
+            done()
+
     def close(self) -> None:
         pass
 
@@ -68,9 +74,15 @@ class Engine:
         return self.now
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, n: int = 1, pooling: PoolingParams | None = None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        n: int = 1,
+        pooling: PoolingParams | None = None,
+        grammar: str = "",
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, seed=1, n=n, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, seed=1, n=n, ignore_eos=True, grammar=grammar)
         self.loop.add(GenerateRequest(name, prompt, params, [], http_id=f"http-{name}", pooling=pooling))
 
     def run(self) -> None:
@@ -101,6 +113,23 @@ def adds_up(track: Track, prompt_len: int) -> None:
 
 def names(track: Track) -> list[str]:
     return [stage.name for stage in track.stages]
+
+
+def test_a_grammar_that_is_not_ready_is_what_is_waited_for() -> None:
+    engine = Engine(num_pages=32, rows=2)
+    engine.add("busy", [1, 2], max_tokens=9)
+    engine.add("a", [1, 2, 3], max_tokens=2, n=2, grammar="slow")
+    engine.add("b", [4], max_tokens=3)
+    for _ in range(4):
+        engine.loop.step()
+    assert "b" in engine.told and engine.loop.state().waiting_by_reason["grammar"] == 1
+    engine.loop.executor.prepared()  # type: ignore[attr-defined]
+    engine.run()
+    for track in engine.told["a"].tracks:
+        adds_up(track, 3)
+        assert track.stages[0].waits[0].reason == "grammar" and track.stages[0].waits[0].seconds > 12
+    # Of two rows, one was busy's.
+    assert [wait.reason for wait in engine.told["a"].tracks[0].stages[0].waits] == ["grammar", "rows", "step"]
 
 
 def test_one_request_alone() -> None:

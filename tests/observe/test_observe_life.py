@@ -3,7 +3,7 @@ A metric that has no value here fails the first test; one whose value here tells
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -81,7 +81,7 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "vllm:num_requests_running": {"": 1},
     "vllm:num_requests_waiting": {"": 2},
     "vllm:num_requests_waiting_by_reason": {"capacity": 2, "deferred": 0},
-    "octavo:waiting_by_reason": {"rows": 0, "pages": 0, "budget": 0, "order": 1, "step": 1},
+    "octavo:waiting_by_reason": {"rows": 0, "pages": 0, "budget": 0, "order": 1, "step": 1, "grammar": 0},
     # C has a page. A's first, which B shared, stays cached; their second ones were not full.
     "vllm:kv_cache_usage_perc": {"": 1 / 12},
     "vllm:gpu_cache_usage_perc": {"": 1 / 12},
@@ -156,6 +156,9 @@ class ByTheClock:
         self.now += STEP_SECONDS
         plan = self._plans.pop(0)
         return StepResult(plan.step, [7] * sum(plan.samples))
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        done()
 
     def close(self) -> None:
         pass

@@ -1,5 +1,7 @@
 """Masks over logits: torch's, the CPU's native kernels' and the GPU's choose the same, and what rows hold is what decides."""
 
+from concurrent.futures import Future
+
 import numpy as np
 import pytest
 import torch
@@ -181,15 +183,21 @@ def test_what_goes_wrong_goes_wrong_for_its_row_alone():
     assert (masks.bits[:2] == -1).all() and masks.bits[2].any() and not (masks.bits[2] == -1).all()
 
 
-def test_a_grammar_that_nobody_keeps_is_forgotten_whole():
-    own = grammars()
-    many = [
-        HEAD + f'start: "a" "{letter * number}"' for letter in "bcd" for number in range(1, 31)
-    ]  # more than are kept
-    for row, grammar in enumerate(many):
-        own.enter(row, params(grammar), 0, [], [])
-    own.masks(rows(*range(len(many))), rows(*[0] * len(many)))
-    for row in range(len(many)):
-        own.leave(row)
+def test_what_was_prepared_is_at_hand_until_it_may_go():
+    own, told = grammars(), []
+    first, second = (HEAD + f'start: "a" "{word}"' for word in ("one", "two"))
+    own.prepare(first, [], lambda: told.append(1))
+    own.prepare("start: /[/", [], lambda: told.append(2))  # told all the same: whoever enters with it fails by itself
     own._pool.submit(lambda: None).result()
-    assert own._used and own._used.keys() <= own._compiled.keys()
+    assert told == [1, 2]
+    own.enter(0, params(first), 0, [], [])
+    own.enter(1, params("start: /[/"), 0, [], [])
+    assert not isinstance(own.rows[0].matcher, Future), "no thread is asked for it"
+    masks = own.masks(rows(0, 1), rows(0, 0))
+    assert masks is not None and masks.failures.keys() == {1}
+    own.leave(0)
+    own._pool.submit(lambda: None).result()
+    assert own._used.keys() == {first}
+    own.prepare(second, [first], lambda: told.append(3))
+    own._pool.submit(lambda: None).result()
+    assert not own._used and first not in own._compiled and told == [1, 2, 3]

@@ -54,6 +54,20 @@ def test_a_thousand_seeded_workloads_with_beam_searches_and_priorities(has_windo
     assert total["beams_again"] > 20, total
 
 
+def test_grammars_are_waited_for_by_those_who_need_them():
+    """Nobody enters before its grammar is ready, nobody is overtaken once it is, and nobody else is kept waiting."""
+    total: Counter[str] = Counter()
+    for seed in range(500):
+        try:
+            case = Workload(seed, has_beams=seed % 3 == 0, is_mortal=seed % 4 == 0, has_grammars=True)
+            total.update(asdict(case.run()))
+        except BaseException:
+            print(f"workload seed {seed}")
+            raise
+    for what in ("asides", "forgotten", "passed_by", "preemptions", "forks", "aborts", "deaths"):
+        assert total[what] > 100, (what, total)
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(min_value=2**32, max_value=2**64), st.booleans(), st.booleans())
 def test_any_workload(seed, has_windows, has_beams):

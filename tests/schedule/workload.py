@@ -11,6 +11,7 @@ from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.request import choice_seed
+from octavo.schedule.shelf import Shelf
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -31,6 +32,9 @@ class Tally:
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
     deaths: int = 0
     survivors: int = 0  # choices that went on, with tokens, in a new engine
+    asides: int = 0  # requests whose grammar had to be made ready first
+    forgotten: int = 0  # grammars that were ready once, and made room for others
+    passed_by: int = 0  # times that a younger one entered while an older one's grammar was not ready
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Workload:
     has_windows: bool = False
     is_mortal: bool = False  # the engine ends now and then: all that is left of it is what its clients have seen
     has_beams: bool = False
+    has_grammars: bool = False
     policy: str = "fcfs"
     tally: Tally = field(default_factory=Tally)
 
@@ -81,6 +86,8 @@ class Workload:
         self._want_vectors(random.Random(self.seed + 10**9))
         if self.has_beams:
             self._search_beams(random.Random(self.seed + 3 * 10**9))
+        if self.has_grammars:
+            self._keep_to_grammars(random.Random(self.seed + 4 * 10**9))
 
     def _start_engine(self) -> None:
         self.cache = self.cache_type(
@@ -89,6 +96,44 @@ class Workload:
         policy = POLICIES[self.policy]
         self.scheduler = self.scheduler_type(self.cache, self.rows, self.budget, self.swap_min_tokens, policy)
         self.device = OracleDevice(self.page_size, self.rows, self.windows)
+        self.ready: set[str] = set()  # grammars, where steps are computed
+        self.compiling: deque[str] = deque()  # one after the other
+        if self.has_grammars:
+            dice = random.Random(self.seed + 5 * 10**9)
+            self.scheduler.shelf = Shelf(dice.choice([1, 2, 4]), dice.choice([0, 1, 3]))
+
+    def _keep_to_grammars(self, r: random.Random) -> None:
+        for at, (step, source) in enumerate(self.arrivals):
+            if source.pooling is None and not source.params.use_beam_search and r.random() < 0.6:
+                params = msgspec.structs.replace(source.params, grammar=r.choice("abcdef"), min_tokens=0)
+                self.arrivals[at] = (step, msgspec.structs.replace(source, params=params))
+        self._start_engine()
+
+    def _compile(self, fate: random.Random) -> None:
+        """What the shelf orders is begun at once, and takes some steps."""
+        shelf = self.scheduler.shelf
+        for order in shelf.orders:
+            assert order.grammar not in self.ready and order.grammar not in self.compiling, "made ready twice"
+            users = {request.params.grammar for request in self.scheduler.running}
+            assert users.isdisjoint(order.forgets), "who runs may have to come back"
+            self.ready -= set(order.forgets)
+            self.tally.forgotten += len(order.forgets)
+            self.compiling.append(order.grammar)
+        shelf.orders = []
+        if self.compiling and fate.random() < 0.4:
+            self.ready.add(self.compiling[0])
+            self.scheduler.prepared(self.compiling.popleft())
+            self._compile(fate)
+
+    def _check_entries(self, plan) -> None:
+        scheduler = self.scheduler
+        assert all(not enter.params.grammar or enter.params.grammar in self.ready for enter in plan.enters), "too early"
+        admitted = [(request.rank, request.sequence) for request in scheduler.admitted]
+        waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
+        assert not admitted or not waiting or max(admitted) < min(waiting), "overtaking"
+        aside = scheduler.aside.values()
+        assert all(request.params.grammar not in self.ready or scheduler.shelf._later for request in aside), "kept out"
+        self.tally.passed_by += bool(admitted) and any(request.sequence < max(admitted)[1] for request in aside)
 
     def _want_vectors(self, r: random.Random) -> None:
         """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
@@ -149,6 +194,7 @@ class Workload:
         while self.arrivals or not scheduler.is_idle or flight:
             while self.arrivals and self.arrivals[0][0] <= step:
                 scheduler.add(self.arrivals.pop(0)[1])
+                self.tally.asides += len(scheduler.aside)
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
                 choices = range(sources[victim].params.n)
@@ -158,13 +204,15 @@ class Workload:
                     self.tally.aborts += 1
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
+            self._compile(fate)
             preemptions = scheduler.num_preemptions
             plan = scheduler.plan()
+            self._check_entries(plan)
             assert sum(plan.counts) <= self.budget, "over budget"
             self._count(plan)
             # A choice that must copy a page and is alone with too few of them leaves, to enter as a request of its own.
             has_left = scheduler.num_preemptions > preemptions
-            assert not plan.is_empty or flight or scheduler.is_idle or has_left, "work is there and nothing advances"
+            assert not plan.is_empty or flight or not scheduler.has_work or has_left, "work is there, nothing advances"
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             while len(flight) > self.depth or (flight and plan.is_empty):
@@ -260,9 +308,9 @@ class Workload:
         running = [(request.rank, request.sequence) for request in scheduler.running]
         assert running == sorted(running), "running is in the policy's order"
         waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
-        if self.policy == "fcfs":
+        if self.policy == "fcfs" and not self.has_grammars:  # else as _check_entries() has it
             assert not running or not waiting or max(running) < min(waiting), "overtaking"
-        for rank, sequence in waiting:
+        for rank, sequence in waiting if not self.has_grammars else ():
             assert all(other < sequence for its_rank, other in running if its_rank == rank), "overtaking within a rank"
         self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
         rows = [request.row for request in scheduler.running] + scheduler._free_rows
@@ -284,7 +332,9 @@ class Workload:
         assert len(self.cache.host_free) == self.num_host_pages, "host pages leaked"
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
         assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
-        assert not len(self.scheduler.waiting) and not self.scheduler.running
+        assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.aside
+        shelf = self.scheduler.shelf
+        assert not (shelf._held or shelf._later or shelf._users), "grammars leaked"
 
     def _count(self, plan) -> None:
         self.tally.swaps += sum(move.kind == "out" for move in plan.moves)

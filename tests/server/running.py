@@ -1,6 +1,7 @@
 """A server over the real engine loop, scheduler and cache, without a model: every token is the letter a."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -36,6 +37,9 @@ class SaysA:
         time.sleep(self._seconds)
         plan = self._plans.pop(0)
         return StepResult(plan.step, [ord("a")] * sum(plan.samples))
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        done()
 
     def close(self) -> None:
         pass

@@ -13,7 +13,7 @@ const STAGES = [
   ["receive", "① receive"], ["queue", "② queue, schedule"], ["tokenize", "③ tokenize"], ["embed", "④ embed"],
   ["transform", "⑤ transform"], ["pages", "⑥ KV pages"], ["decode", "⑦ decode"], ["stream", "⑧ stream"],
 ];
-const REASONS = { rows: "a free row", pages: "free pages", budget: "token budget", order: "those before", step: "the step's end" };
+const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "token budget", order: "those before", step: "the step's end" };
 
 const map = new PageMap(find("map"));
 const showKey = keyDialog(() => follow());

@@ -7,7 +7,7 @@ const KINDS = {
   queue: "wait", preempted: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
 };
 const WAITS = {
-  rows: "a free row", pages: "free pages", budget: "room in the step's tokens", order: "those before it", step: "the step that ran",
+  grammar: "its grammar to be compiled", rows: "a free row", pages: "free pages", budget: "room in the step's tokens", order: "those before it", step: "the step that ran",
 };
 
 export function waterfall(journey) {
