@@ -17,6 +17,7 @@ from octavo.observe.stages import EngineJourney, Stage, StageName, Track
 
 State = Literal["waiting", "running", "finished", "failed", "aborted"]
 STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
+Making = Literal["going on", "to its end", "given up"]
 MAX_RING_BYTES = 16 * 2**20
 ENTRY_BYTES = 500  # what keeping a journey takes beside its text: names and table entries
 
@@ -71,6 +72,7 @@ class OpenJourney:
         self.status = 0
         self.error = ""
         self.first_byte = self.delivered = self.ended = 0.0
+        self.making: Making | None = None  # of an answer that is made whether its client stays or not
         self.detokenise_seconds = self.grammar_seconds = 0.0
         self.requests: list[str] = []  # GenerateRequests handed to the engine
         self.params: SamplingParams | None = None  # of the first of them
@@ -109,6 +111,11 @@ class OpenJourney:
         if self._losses and not self._losses[-1][1]:
             self._losses[-1] = (self._losses[-1][0], time.monotonic())
 
+    def note(self, error: Exception) -> None:
+        """Which error it was, and of which field. Its message may quote the client's words."""
+        param = getattr(error, "param", None)
+        self.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__
+
     @property
     def is_told(self) -> bool:
         """Whether the engine has told all that it knows."""
@@ -123,14 +130,15 @@ class OpenJourney:
             (track.stages[-1].end for _, track in tracks), default=0.0
         )  # what is not over: until the engine looked
         # A stream that can be resumed goes on when its client has left.
-        has_outlived = 0 < self.ended < self.delivered
-        end = self.delivered if has_outlived else self.ended or seen or time.monotonic()
+        ended = 0.0 if self.making == "going on" else self.ended
+        has_outlived = 0 < ended < self.delivered
+        end = self.delivered if has_outlived else ended or seen or time.monotonic()
         stages = self._front()
         at = stages[-1].end if stages else self.received
         if tracks:
             _, last = max(tracks, key=lambda pair: pair[1].stages[-1].end)
             # A stop string ends an answer before the engine hears of it.
-            is_whole = self.ended and self.delivered and self.status < 400
+            is_whole = ended and self.delivered and self.told_status < 400
             untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
             stages += self._untold(at, last.stages[0].start, untold)
             at = stages[-1].end if stages else self.received
@@ -141,11 +149,11 @@ class OpenJourney:
             at = stages[-1].end if stages else self.received
             stages.append(Stage("engine", at, until))
         at = stages[-1].end if stages else self.received
-        if tracks and self.ended and self.delivered > at:
+        if tracks and ended and self.delivered > at:
             stages.append(Stage("detokenise", at, self.delivered))
             at = self.delivered
-        if self.ended and not has_outlived:
-            stages.append(Stage("flush" if self.requests and self.status < 400 else "answer", at, max(at, end)))
+        if ended and not has_outlived:
+            stages.append(Stage("flush" if self.requests and self.told_status < 400 else "answer", at, max(at, end)))
         return Journey(
             id=self.id,
             state=self._state(tracks),
@@ -155,7 +163,7 @@ class OpenJourney:
             seconds=_round(end - self.received),
             stages=_relative(stages, self.received),
             api_process=self.api_process,
-            status=self.status,
+            status=self.told_status,
             first_byte_seconds=_round(self.first_byte - self.received) if self.first_byte else None,
             detokenise_seconds=_round(self.detokenise_seconds),
             grammar_seconds=_round(self.grammar_seconds + sum(stage.grammar_seconds for stage in stages)),
@@ -163,6 +171,11 @@ class OpenJourney:
             note=self._note(len(journeys)),
             **_totals(journeys, self.received, self._answers),
         )
+
+    @property
+    def told_status(self) -> int:
+        """A client that left took nothing from an answer that was made to its end all the same: it may read on."""
+        return 200 if self.status == 499 and self.making == "to its end" else self.status
 
     def _front(self) -> list[Stage]:
         stages: list[Stage] = []
@@ -189,13 +202,12 @@ class OpenJourney:
         return "" if num_told == len(self.requests) else "the engine did not tell what it did"
 
     def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
-        if not self.ended:
+        if not self.ended or self.making == "going on":
             return _engine_state(track for _, track in tracks)
-        if self.status == 499 and not (tracks and len(self._answers) == len(tracks)):
+        status = self.told_status
+        if status == 499 and not (tracks and len(self._answers) == len(tracks)):
             return "aborted"
-        if self.status == 499:
-            return "finished"  # its client had left, and may read it later
-        return "failed" if self.status >= 400 or self.error else "finished"
+        return "failed" if (status >= 400 and status != 499) or self.error else "finished"
 
 
 def tell_live(journey: EngineJourney, now: float) -> Journey:

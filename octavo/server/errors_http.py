@@ -90,7 +90,5 @@ def error_event(error: Exception, request_id: str) -> bytes:
 
 
 def note(error: Exception) -> None:
-    """For the journey and the log: which error it was, and of which field. Its message may quote the client's words."""
     if (journey := current.get()) is not None:
-        param = getattr(error, "param", None)
-        journey.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__
+        journey.note(error)

@@ -56,6 +56,7 @@ class Journeys:
         self._decoder = msgspec.msgpack.Decoder(EngineJourney)
         self._waiting: dict[OpenJourney, asyncio.Event] = {}  # whose engine's part is awaited
         self._over: dict[OpenJourney, asyncio.TimerHandle] = {}  # to be told once the engine has told, or then
+        self._left: set[OpenJourney] = set()  # their connection is over, their making is not
         self.on_told: list[Callable[[Journey, OpenJourney], None]] = []
         engine.on_submit = self._submitted
         engine.on_travelled = self._travelled
@@ -68,11 +69,23 @@ class Journeys:
         return journey
 
     def end(self, journey: OpenJourney) -> None:
-        """Its last byte is out, or its client is gone. It is told as soon as the engine has told its part."""
-        if journey.is_told:
+        """Its last byte is out, or its client is gone. It is told as soon as the engine has told its part; an answer that is
+        made whether its client stays or not, not before it is."""
+        if journey.making == "going on":
+            self._left.add(journey)
+        elif journey.is_told:
             self._tell(journey)
         else:
-            self._wait(journey)
+            self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._tell, journey)
+
+    def made(self, journey: OpenJourney, failure: Exception | None, *, is_given_up: bool) -> None:
+        """An answer that was made whether its client stayed or not."""
+        journey.making = "given up" if is_given_up else "to its end"
+        if failure is not None and not is_given_up:
+            journey.note(failure)
+        if journey in self._left:
+            self._left.discard(journey)
+            self.end(journey)
 
     async def engine_part(self, journey: OpenJourney, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until the engine has told all of its part, or for so long."""
@@ -95,16 +108,6 @@ class Journeys:
         """Those whose prompts are not yet with the engine, which knows of the others."""
         return [journey for journey in self._open.values() if not journey.requests and journey.method == "POST"]
 
-    def _wait(self, journey: OpenJourney) -> None:
-        self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._lose_patience, journey)
-
-    def _lose_patience(self, journey: OpenJourney) -> None:
-        """A stream that can be resumed goes on without its client: as long as text comes, so does the rest."""
-        if time.monotonic() - journey.delivered < PATIENCE_SECONDS:
-            self._wait(journey)
-        else:
-            self._tell(journey)
-
     def _tell(self, journey: OpenJourney) -> None:
         if (timer := self._over.pop(journey, None)) is not None:
             timer.cancel()
@@ -117,7 +120,7 @@ class Journeys:
             [journey.id, *journey.requests],
             journey.method,
             journey.handler,
-            journey.status,
+            told.status,
             told.seconds,
             _encode(told) if journey.method == "POST" else b"",
             stage_seconds(told) if journey.requests else {},

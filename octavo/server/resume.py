@@ -32,7 +32,7 @@ class StreamLog:
         self._events: deque[bytes] = deque()
         self._first = 0  # number of the oldest event that is kept
         self._num_sent = 0  # events below this were handed to a reader
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None  # what ended its making
         self._reader: object | None = None
         self._news = asyncio.Event()  # for the reader: there is more, or the end, or another reader
         self._room = asyncio.Event()  # for who fills
@@ -56,12 +56,12 @@ class StreamLog:
                         self._room.clear()
                         await self._room.wait()
         except asyncio.CancelledError:
-            self._failure = EngineUnavailable("this stream was ended before it was complete")
+            self.failure = EngineUnavailable("this stream was ended before it was complete")
             raise
         except Exception as error:
             if not isinstance(error, OctavoError):  # maybe nobody reads so far
                 logger.exception("stream %s failed", self.id)
-            self._failure = error
+            self.failure = error
         finally:
             self.is_ended = True
             self._news.set()
@@ -75,9 +75,7 @@ class StreamLog:
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
         """Events from `start` on, as they come. Leaving early leaves the rest to whoever reads next."""
-        self.check(
-            start
-        )  # again: whoever read until now may have gone on since, and what was sent is not kept for ever
+        self.check(start)  # again: whoever read until now may have gone on, and what was sent is not kept for ever
         self._reader = me = object()
         self._num_sent = at = start
         self._news.set()  # whoever read before is to leave
@@ -92,8 +90,8 @@ class StreamLog:
                 elif not self.is_ended:
                     self._news.clear()
                     await self._news.wait()
-                elif self._failure is not None:
-                    raise self._failure
+                elif self.failure is not None:
+                    raise self.failure
                 else:
                     break
         finally:

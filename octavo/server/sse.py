@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
+from octavo.observe.journeys import current
 from octavo.server.answers import name_back
 from octavo.server.errors_http import ClientGone, error_event, note
 from octavo.server.inside import OWNER
@@ -99,6 +100,11 @@ def stream_answer(
     service.enter()  # a server that drains waits for it, as for any answer
     log.filling.add_done_callback(lambda _: service.leave())
     service.track(log.filling)
+    if (journey := current.get()) is not None:
+        journey.making = "going on"
+        log.filling.add_done_callback(
+            lambda filling: service.journeys.made(journey, log.failure, is_given_up=filling.cancelled())
+        )
     return EventStream(service, log.read(0), tell=tell, headers={"x-stream-id": stream_id}, queued=queued)
 
 

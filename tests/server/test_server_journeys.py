@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.server import journeys as journeys_module
 from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 from tests.server.running import Served, ask, engine
@@ -196,19 +197,57 @@ async def test_an_engine_that_says_nothing_is_no_reason_to_wait(serve: Serve) ->
     assert [stage.name for stage in journey.stages][3:] == ["engine", "flush"] and journey.note
 
 
-async def test_a_stream_that_goes_on_without_its_client_is_told_when_it_is_over(served: Any) -> None:
-    server = served(engine(seconds=0.005))
-    body = ask(max_tokens=60, stream=True, stream_options={"resumable": True})
+async def left_alone(server: Served, num_tokens: int, num_chunks: int) -> None:
+    """A stream that can be resumed, whose client leaves; as the request "left"."""
+    body = ask(max_tokens=num_tokens, stream=True, stream_options={"resumable": True})
     call = AsgiCall(server.app, "POST", COMPLETIONS, json.dumps(body).encode(), {"x-request-id": "left"})
-    await call.until(lambda call: len(call.sent) >= 3)
+    async with asyncio.timeout(10):
+        while "left" not in await server.listed() or len(call.sent) < num_chunks:
+            pass  # each look waits for a step
     call.leave()
     await call.done()
+
+
+@pytest.mark.parametrize(("step_seconds", "num_chunks"), [(0.005, 3), (0.1, 0)])
+async def test_a_stream_that_goes_on_without_its_client_is_told_when_it_is_over(
+    served: Any, monkeypatch: pytest.MonkeyPatch, step_seconds: float, num_chunks: int
+) -> None:
+    """However long it takes until there is text. It was sent whole, or will be to whoever reads on: that is no 499."""
+    monkeypatch.setattr(journeys_module, "PATIENCE_SECONDS", 0.03)
+    server = served(engine(seconds=step_seconds))
+    await left_alone(server, 60 if num_chunks else 4, num_chunks)
     async with asyncio.timeout(10):
         while (journey := await server.journey("left"))["state"] != "finished":
+            assert journey["state"] in ("waiting", "running")
+        while "left" not in await server.listed(state="finished"):  # told, for every API process to see
             pass
-    stages = check(journey)
-    assert journey["output_tokens"] == 60 and journey["finish_reasons"] == ["length"]
-    assert stages["decode"]["output_tokens"] == 59
+    stages = check(await server.journey("left"))
+    assert journey["status"] == 200 and journey["finish_reasons"] == ["length"]
+    assert journey["output_tokens"] == stages["decode"]["output_tokens"] + 1 == (60 if num_chunks else 4)
+    counts = (await server.http.get("/metrics")).text
+    assert 'http_requests_total{handler="/v1/completions",method="POST",status="2xx"} 1' in counts
+    assert 'status="4xx"' not in counts
+
+
+async def test_a_stream_whose_client_stays_is_told_once(served: Any) -> None:
+    server = served()
+    told: list[Any] = []
+    server.app.state.service.journeys.on_told.append(lambda journey, _: told.append(journey))
+    body = ask(max_tokens=9, stream=True, stream_options={"resumable": True})
+    await server.http.post(COMPLETIONS, json=body, headers={"x-request-id": "stayed"})
+    async with asyncio.timeout(10):
+        while "stayed" not in await server.listed(state="finished"):
+            pass
+    assert [(journey.id, journey.status) for journey in told if journey.response_ids] == [("stayed", 200)]
+
+
+async def test_a_stream_that_nobody_reads_on_is_aborted(served: Any) -> None:
+    server = served(engine(seconds=0.02), resume_seconds=1)
+    await left_alone(server, 200, 3)
+    async with asyncio.timeout(10):
+        while "left" not in await server.listed(state="aborted"):
+            pass  # each look waits for a step
+    assert (await server.journey("left"))["status"] == 499
 
 
 class TestLog:

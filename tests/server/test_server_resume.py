@@ -3,12 +3,13 @@
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 
+from octavo.errors import InvalidRequest
 from octavo.server import resume
 from octavo.server.app import build_app
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
@@ -242,6 +243,31 @@ class TestBounds:
         late = get(app, stream_id, "?from=0")
         await late.done()
         assert late.status == 400 and b"are not kept any more" in late.sent[0]
+
+    async def test_what_could_be_read_when_it_was_asked_for_and_is_gone_when_it_is_read(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever reads goes on until another does: between a question and its first event, events are forgotten."""
+        monkeypatch.setattr(resume, "MAX_STREAM_BYTES", 100)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            for number in range(500):
+                yield b"data: %d\n\n" % number
+
+        log = resume.StreamLog("s", b"", lambda log, num_bytes: None)
+        filling = asyncio.create_task(log.fill(events(), ()))
+        first = log.read(0)
+        assert await anext(first)
+        log.check(0)
+        second = log.read(0)  # nothing runs before its first event is asked for
+        for _ in range(20):
+            await anext(first)
+        with pytest.raises(InvalidRequest, match="are not kept any more"):
+            await anext(second)
+        assert await anext(first), "whoever read reads on"
+        filling.cancel()
+        await asyncio.wait({filling})
+        await first.aclose()
 
     async def test_the_longest_abandoned_are_dropped_first_and_complete_ones_before_others(self) -> None:
         engine = ScriptedEngine(
