@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequest, RequestError, Unsupported
+from octavo.text.complaints import in_words
 from octavo.text.json_schema import prepare
 from octavo.text.patterns import plain_classes, slashed, without_anchors
 from octavo.text.structural_tag import tags_rules
@@ -46,7 +47,8 @@ def grammar_of(
     given = {key: value for key, value in wish.items() if value is not None and value is not False}
     kinds = [key for key in given if key in _KINDS]
     if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
-        raise Unsupported(f"{param}.{unknown[0][:60]} is not offered", param=param)
+        place = f"{param}.{unknown[0][:60]}"
+        raise Unsupported(f"{place} is not offered", param=place)
     if len(kinds) != 1:
         named = " and ".join(kinds) if kinds else "none of them"
         raise InvalidRequest(f"{param} takes exactly one of {', '.join(_KINDS)}; {named} is given", param=param)
@@ -75,7 +77,7 @@ def grammar_of(
             rules = _choice(value, where)
         case _:
             rules = _lark(value, where)
-    return _checked(rules, vocabulary, where)
+    return _checked(rules, vocabulary, where, is_own_text=rules == value)
 
 
 def schema_grammar(
@@ -208,10 +210,12 @@ def _heads(lark: str) -> list[str]:
     return re.findall(r"(?m)^\s*[?!]?[\w-]+\s*\[([^\]]*)\]", lark)
 
 
-def _checked(rules: str, vocabulary: Vocabulary, param: str) -> str:
+def _checked(rules: str, vocabulary: Vocabulary, param: str, is_own_text: bool = False) -> str:
+    """`is_own_text`: the rules are the request's own, so that it can count their lines."""
     grammar = _HEAD + rules
     if problem := _problem(grammar, vocabulary):
-        raise InvalidRequest(f"{param} cannot be kept to: {problem}", param=param)
+        words = in_words(problem, _HEAD.count("\n") if is_own_text else None)
+        raise InvalidRequest(f"{param} cannot be kept to: {words}", param=param)
     return grammar
 
 
@@ -227,12 +231,12 @@ def _problem(grammar: str, vocabulary: Vocabulary) -> str:
             if matcher.is_stopped() and not matcher.is_accepting():
                 return "no answer begins as it asks"
         if matcher.is_error():
-            return _one_line(matcher.get_error())
-        return "; ".join(_one_line(warning) for warning in matcher.get_grammar_warnings())
+            return str(matcher.get_error())
+        return "; ".join(map(str, matcher.get_grammar_warnings()))
     except RequestError:
         raise
     except Exception as error:  # whatever it cannot take, it is this request's
-        return _one_line(error)
+        return str(error) or "it cannot be compiled"
 
 
 def _one_line(error: object) -> str:

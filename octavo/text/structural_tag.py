@@ -9,6 +9,21 @@ from octavo.errors import InvalidRequest, Unsupported
 SchemaRule = Callable[[object, str], str]
 """(schema, the field it came in) → what stands for it in a rule."""
 
+_TAG = {"type", "begin", "content", "end"}
+_OPTIONS = {"at_least_one", "stop_after_first"}
+_WORDS = {
+    "const_string": {"type", "value"},
+    "json_schema": {"type", "json_schema"},
+    "regex": {"type", "pattern"},
+    "any_text": {"type"},
+    "sequence": {"type", "elements"},
+    "or": {"type", "elements"},
+    "tag": _TAG,
+    "triggered_tags": {"type", "triggers", "tags", *_OPTIONS},
+    "tags_with_separator": {"type", "tags", "separator", *_OPTIONS},
+}
+"""All that a form of each type can say. Another word would say something of the answer that is not kept to."""
+
 MAX_TAGS = 256
 _MAX_DEPTH = 16
 _TEXT = "TAG_TEXT"
@@ -22,12 +37,14 @@ def tags_rules(
     literal: Callable[[str], str],
 ) -> str:
     """`literal`: a text as a rule writes it, control tokens among it as themselves."""
-    maker = _Rules(param, schema_rule, regex, literal)
+    maker = _Rules(schema_rule, regex, literal)
     match value:
         case {"structures": structures, "triggers": triggers}:
+            maker.only(value, {"type", "structures", "triggers"}, param)
             tags = maker.entries(structures, f"{param}.structures")
             body = maker.triggered(tags, triggers, "schema", f"{param}", {})
         case {"format": form}:
+            maker.only(value, {"type", "format"}, param)
             body = maker.form(form, f"{param}.format", 0)
         case _:
             raise InvalidRequest(f"{param} must have structures and triggers, or a format", param=param)
@@ -36,9 +53,9 @@ def tags_rules(
 
 class _Rules:
     def __init__(
-        self, param: str, schema_rule: SchemaRule, regex: Callable[[object, str], str], literal: Callable[[str], str]
+        self, schema_rule: SchemaRule, regex: Callable[[object, str], str], literal: Callable[[str], str]
     ) -> None:
-        self._param, self._schema_rule, self._regex, self._literal = param, schema_rule, regex, literal
+        self._schema_rule, self._regex, self._literal = schema_rule, regex, literal
         self.rules: list[str] = [f"{_TEXT}: /(.|\\n)*/\n", f"tag_end: {_TEXT}\n"]
         self._num_tags = 0
 
@@ -48,6 +65,8 @@ class _Rules:
             raise self._invalid(f"{where} is nested too deeply")
         if not isinstance(value, Mapping):
             raise self._invalid(f"{where} must be an object with a type")
+        if isinstance(kind := value.get("type"), str) and kind in _WORDS:
+            self.only(value, _WORDS[kind], where)
         match value:
             case {"type": "const_string", "value": str(text)} if text:
                 return self._literal(text)
@@ -74,10 +93,18 @@ class _Rules:
             case {"type": "tags_with_separator", "tags": tags, "separator": str(separator)}:
                 return self._separated(self.entries(tags, f"{where}.tags"), separator, value, where, depth)
             case {"type": kind}:
-                raise Unsupported(
-                    f"{where}: the type {str(kind)[:60]!r} is not offered, or lacks a field", param=self._param
-                )
+                raise Unsupported(f"{where}: the type {str(kind)[:60]!r} is not offered, or lacks a field", param=where)
         raise self._invalid(f"{where} must be an object with a type")
+
+    def only(self, value: object, words: set[str], where: str) -> None:
+        """Refuses an object that says more."""
+        assert isinstance(value, Mapping)
+        for name in value:
+            if name not in words and value[name] is not None:
+                place = f"{where}.{name[:60]}"
+                raise Unsupported(
+                    f"{place} is not offered; what can stand there: {', '.join(sorted(words))}", param=place
+                )
 
     def _inner(self, value: object, where: str, depth: int) -> str:
         return self.form(value, where, depth + 1)
@@ -104,6 +131,7 @@ class _Rules:
         names = []
         for number, tag in enumerate(tags):
             at = f"{where}.{'structures' if content == 'schema' else 'tags'}[{number}]"
+            self.only(tag, {"begin", "schema", "end"} if content == "schema" else _TAG, at)
             begin = self._text(tag, "begin", at)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
@@ -131,6 +159,7 @@ class _Rules:
         return name
 
     def _tag(self, tag: Mapping[str, Any], where: str, depth: int) -> str:
+        self.only(tag, _TAG, where)
         return f"({self._literal(self._text(tag, 'begin', where))} {self._content(tag, 'content', where, depth)})"
 
     def _content(self, tag: Mapping[str, Any], key: str, where: str, depth: int) -> str:
@@ -164,4 +193,5 @@ class _Rules:
         return text
 
     def _invalid(self, words: str) -> InvalidRequest:
-        return InvalidRequest(words, param=self._param)
+        """`words` begin with the place that they are about."""
+        return InvalidRequest(words, param=words.partition(" ")[0].removesuffix(":"))

@@ -1,0 +1,50 @@
+"""What a grammar's compiler has against it, in words for whoever wrote it: which construct, and what is wrong with it.
+Knows nothing of grammars: it reads what the compiler says, and leaves out how the compiler was asked."""
+
+import re
+
+MAX_LEN = 300  # characters
+_MAX_SHOWN = 30  # of a construct
+
+_PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
+_LISTING = re.compile(r"(?m)^ *\d+ \| .*$(?:\n +\^+$)?")
+_ABOUT = re.compile(r'^(?:invalid regex "(?:[^"\\]|\\.)*" \(in regex\)|failed to compile JSON schema): ', re.S)
+_MARKED = re.compile(r"regex parse error:\n {4}(.*)\n {4}([ ^]+)\nerror: (.*)", re.S)
+_ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex .*", re.S)
+
+_EDGES = {"Start": "^", "StartLF": "^", "StartCRLF": "^", "End": "$", "EndLF": "$", "EndCRLF": "$"}
+_WORDS = {
+    "look-around, including look-ahead and look-behind, is not supported": "look-ahead and look-behind are not offered",
+    "backreferences are not supported": "references back to a group are not offered",
+    "decimal literal invalid": "a number that is too large",
+    "invalid character class range, the start must be <= the end": "a range must not run backwards",
+    "invalid repetition count range, the start must be <= the end": "the first count must not be above the second",
+    "repetition operator missing expression": "there is nothing to repeat",
+    "repetition quantifier expects a valid decimal": "a count must be a number",
+    "unrecognized escape sequence": "unknown escape",
+    "unrecognized flag": "unknown flag",
+    "lexer error": "a text or an expression is not closed, or a sign is unknown",
+}
+
+
+def in_words(problem: str, num_lines_before: int | None = None) -> str:
+    """One line. `num_lines_before`: of ours, above a text whose lines whoever wrote it can count; None: they cannot."""
+    place = _PLACE.match(problem)
+    words = _LISTING.sub("", problem[place.end() :] if place else problem).strip()
+    words = _ABOUT.sub("", words)
+    words = words.replace("Unsatisfiable schema: ", "no answer meets it: ")
+    if found := _MARKED.fullmatch(words):
+        pattern, marks, fault = found.groups()
+        start = marks.index("^")
+        words = f"{_WORDS.get(fault, fault)}: {pattern[start : start + _MAX_SHOWN]!r}"
+    elif found := _ASSERTION.fullmatch(words):
+        edge = _EDGES.get(found[1])
+        words = (
+            f"{edge!r} is offered at the ends of an expression only"
+            if edge
+            else "the edges of words (\\b, \\B) are not offered"
+        )
+    words = re.sub(r"\s+", " ", _WORDS.get(words, words)).strip()[:MAX_LEN] or "it cannot be compiled"
+    if place and num_lines_before is not None and int(place[1]) > num_lines_before:
+        words = f"line {int(place[1]) - num_lines_before}: {words}"
+    return words
