@@ -28,15 +28,17 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=Fa
     min_count: int = 0
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
-            ("min_pattern_size", 0, self.max_pattern_size),
-            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN_COUNT),
+        is_on = bool(self.max_pattern_size)
+        for name, least, most, why in (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE, ""),
+            ("min_pattern_size", 0, self.max_pattern_size if is_on else MAX_PATTERN_SIZE, ", at most max_pattern_size"),
+            ("min_count", 2 if is_on else 0, MAX_PATTERN_COUNT, ": how often a pattern has to come" if is_on else ""),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
+                got = "it is not given" if name == "min_count" and is_on and value == 0 else f"got {value!r}"
                 raise InvalidRequest(
-                    f"repetition_detection.{name} must be a whole number from {least} to {most}, got {value!r}",
+                    f"repetition_detection.{name} must be a whole number from {least} to {most}{why}; {got}",
                     param=f"repetition_detection.{name}",
                 )
 
@@ -166,7 +168,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are taken", "logit_bias")
         for token, value in bias.items():
             if not -100 <= value <= 100:
-                raise InvalidRequest(f"logit_bias[{token}] must be between -100 and 100, got {value!r}", "logit_bias")
+                raise InvalidRequest(
+                    f"logit_bias of the token id {token} must be between -100 and 100, got {value!r}",
+                    f"logit_bias.{token}",
+                )
         if allowed is not None and not allowed:
             raise InvalidRequest("allowed_token_ids is empty: nothing could be sampled", "allowed_token_ids")
         if len(words) > MAX_BAD_WORDS:
@@ -174,7 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         for at, word in enumerate(words):
             if not word.strip() or len(word) > MAX_BAD_WORD_LEN:
                 raise InvalidRequest(
-                    f"bad_words[{at}] must be a word of at most {MAX_BAD_WORD_LEN} characters", "bad_words"
+                    f"bad_words[{at}] must be a word of at most {MAX_BAD_WORD_LEN} characters", f"bad_words[{at}]"
                 )
 
     def _check_types(self) -> None:

@@ -42,7 +42,12 @@ def admit(
         raise InvalidRequest(f"min_tokens must be at most {room} here, got {params.min_tokens}", param="min_tokens")
     check_ids(params.stop_token_ids, report, "stop_token_ids")
     check_ids(params.allowed_token_ids or (), report, "allowed_token_ids")
-    check_ids([*(params.logit_bias or ())], report, "logit_bias")
+    for token in params.logit_bias or ():
+        if not 0 <= token < report.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias has the token id {token}; token ids go from 0 to {report.vocab_size - 1}",
+                param=f"logit_bias.{token}",
+            )
     assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
     assert params.grammar or not params.structured_outputs, "made a grammar by whoever has a tokenizer"
     # Where a grammar comes to its end so does the answer, whatever it is told to ignore.
@@ -169,4 +174,6 @@ def check_prompt(prompt_ids: list[int], report: EngineReport, param: str) -> Non
 def check_ids(ids: Sequence[int], report: EngineReport, param: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < report.vocab_size):
         at = next(i for i, token in enumerate(ids) if not 0 <= token < report.vocab_size)
-        raise InvalidRequest(f"{param}[{at}] is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}", param=param)
+        raise InvalidRequest(
+            f"{param}[{at}] is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}", param=f"{param}[{at}]"
+        )

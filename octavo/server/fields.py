@@ -120,8 +120,9 @@ class SamplingFields(RequestFields):
     def _bias_by_id(cls, value: dict[str, float] | None) -> dict[int, float] | None:
         if value is None:
             return None
-        if not all(key.isascii() and key.isdecimal() and len(key) < 19 for key in value):
-            raise PydanticCustomError("logit_bias", "Keys should be token ids")
+        for key in value:
+            if not (key.isascii() and key.isdecimal() and len(key) < 19):
+                raise PydanticCustomError("logit_bias", "Names should be token ids, not {key}", {"key": _short(key)})
         return {int(key): bias for key, bias in value.items()}
 
 

@@ -76,6 +76,9 @@ _OF_BEAMS: dict[str, Callable[[Any], bool]] = {
 
 def moot(fields: object) -> Iterator[tuple[str, str]]:
     """Fields that the request gives and that have no effect beside its others, and why."""
+    loops = getattr(fields, "repetition_detection", None)
+    if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
+        yield "repetition_detection", "for max_pattern_size is 0 and nothing is looked for"
     is_search = bool(getattr(fields, "use_beam_search", None))
     why = "a beam search weighs tokens by the model's own logprobs" if is_search else "it is for use_beam_search"
     for name, says_nothing in (_DRAWS if is_search else _OF_BEAMS).items():

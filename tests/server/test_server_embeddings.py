@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an empty list of ids": ({"input": [[1], []]}, "input[1]", "is empty"),
     "a number among texts": ({"input": ["a", 3]}, "input[1]", "a string or a list of token ids"),
     "a fraction": ({"input": [1.5]}, "input[0]", "a string or a list of token ids"),
-    "an id beyond the vocabulary": ({"input": [1, 258]}, "input", "from 0 to 257"),
+    "an id beyond the vocabulary": ({"input": [1, 258]}, "input[1]", "from 0 to 257"),
     "too many": ({"input": ["a"] * 2049}, "input", "at most 2048"),
     "too long": ({"input": "a" * 65}, "input", "65 tokens; at most 64"),
     "hopelessly long": ({"input": "a" * 100_000}, "input", "cannot fit"),

@@ -65,6 +65,8 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
         "length_penalty",
         "early_stopping",
     ]
+    idle = {"prompt": "a", "repetition_detection": {"min_count": 3}}
+    assert (await serve().post("/v1/completions", json=idle)).json()["ignored_fields"] == ["repetition_detection"]
     error = error_of(await serve(strict_fields=True).post("/v1/completions", json=alone), 400)
     assert error["param"] == "length_penalty" and "use_beam_search" in error["message"]
 
@@ -105,12 +107,17 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
         (
             {"repetition_detection": {"max_pattern_size": 4, "min_pattern_size": 5, "min_count": 2}},
             "repetition_detection.min_pattern_size",
-            "from 0 to 4",
+            "from 0 to 4, at most max_pattern_size; got 5",
         ),
         (
             {"repetition_detection": {"max_pattern_size": 4, "min_count": 1}},
             "repetition_detection.min_count",
-            "from 2 to 1024",
+            "from 2 to 1024: how often a pattern has to come; got 1",
+        ),
+        (
+            {"repetition_detection": {"max_pattern_size": 4}},
+            "repetition_detection.min_count",
+            "from 2 to 1024: how often a pattern has to come; it is not given",
         ),
         ({"repetition_detection": {"min_count": "x"}}, "repetition_detection.min_count", "integer"),
     ],

@@ -71,9 +71,9 @@ async def test_there_and_back(serve: Serve) -> None:
         ("/detokenize", {}, "tokens", "missing"),
         ("/detokenize", {"tokens": "a"}, "tokens", "array"),
         ("/detokenize", {"tokens": [1, 2.5]}, "tokens[1]", "integer"),
-        ("/detokenize", {"tokens": [1, 258]}, "tokens", "tokens[1] is 258; token ids go from 0 to 257"),
-        ("/detokenize", {"tokens": [-1]}, "tokens", "tokens[0] is -1"),
-        ("/detokenize", {"tokens": [2**70]}, "tokens", "token ids go from"),
+        ("/detokenize", {"tokens": [1, 258]}, "tokens[1]", "tokens[1] is 258; token ids go from 0 to 257"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]", "tokens[0] is -1"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens[0]", "token ids go from"),
     ],
 )
 async def test_bad_input_is_named(serve: Serve, path: str, body: dict[str, Any], param: str, words: str) -> None:
