@@ -3,6 +3,7 @@ Knows nothing of requests but what their journeys tell. Needs the extra `otel`; 
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 from octavo.errors import ConfigError
 from octavo.observe.journeys import Journey, OpenJourney
@@ -33,7 +34,7 @@ class Traces:
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "octavo"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
         self._tracer = self._provider.get_tracer("octavo", version)
         self._propagator = TraceContextTextMapPropagator()
         self._model_name = model_name
@@ -67,6 +68,12 @@ class Traces:
     def close(self) -> None:
         """Sends what is waiting; takes a moment at most."""
         self._provider.force_flush(int(FLUSH_SECONDS * 1000))
+
+
+def traces_url(endpoint: str) -> str:
+    """A collector's address means its usual path; a path of one's own is left as it is."""
+    parts = urlsplit(endpoint)
+    return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path="/v1/traces"))
 
 
 def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from octavo.errors import ConfigError
-from octavo.server.traces import Traces
+from octavo.server.traces import Traces, traces_url
 from tests.server.running import ask, engine
 
 COMPLETIONS = "/v1/completions"
@@ -24,7 +24,7 @@ class Receiver(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/v1/traces"
+        return f"http://127.0.0.1:{self.server_port}"
 
     def spans(self) -> list[Any]:
         return [span for request in self.requests for scope in self._scopes(request) for span in scope.spans]
@@ -42,6 +42,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             import gzip
 
             body = gzip.decompress(body)
+        assert self.path == "/v1/traces", "the path that collectors take spans at"
         request = ExportTraceServiceRequest()
         request.ParseFromString(body)
         self.server.requests.append(request)
@@ -128,6 +129,11 @@ async def test_a_client_that_is_not_sampled_is_not_traced(served: Any, receiver:
     assert [attributes(span)["gen_ai.usage.output_tokens"] for span in roots] == [2, 5]
     assert roots[0].trace_state == "vendor=1"
     assert roots[1].trace_id.hex() != TRACE and roots[1].parent_span_id == b""
+
+
+def test_a_path_of_ones_own_is_kept() -> None:
+    assert traces_url("http://gateway/collect?to=x") == "http://gateway/collect?to=x"
+    assert traces_url("http://collector:4318/?a=b") == "http://collector:4318/v1/traces?a=b"
 
 
 async def test_an_endpoint_where_nobody_listens_harms_nobody(served: Any) -> None:
