@@ -132,7 +132,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
     status: int
     seconds: float
     journey: bytes = b""  # JSON (observe/journeys.py); empty: there is nothing to tell
-    stages: dict[str, float] = {}  # seconds
+    stages: dict[str, float] = {}  # seconds; empty: it is none of those that are shown as ended
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0

@@ -190,15 +190,17 @@ class OpenJourney:
         stages: list[Stage] = []
         for number, (lost, back) in enumerate(self._losses, 1):
             lost, back = min(max(at, lost), until), min(back or until, until)
-            stages.append(Stage("engine", at, lost, num_tokens if number == len(self._losses) else 0))
-            stages.append(Stage("restart", lost, max(lost, back)))
-            at = stages[-1].end
+            if lost > at:
+                stages.append(Stage("engine", at, lost, num_tokens if number == len(self._losses) else 0))
+            if back > lost:
+                stages.append(Stage("restart", lost, back))
+            at = max(lost, back)
         return stages
 
     def _note(self, num_told: int) -> str:
         if self._losses:
             many = "an engine" if len(self._losses) == 1 else f"{len(self._losses)} engines"
-            return f"{many} ended on its way: what was done for it there can not be told"
+            return f"{many} ended on its way: what was done for it there cannot be told"
         return "" if num_told == len(self.requests) else "the engine did not tell what it did"
 
     def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:

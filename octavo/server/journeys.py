@@ -123,7 +123,7 @@ class Journeys:
             told.status,
             told.seconds,
             _encode(told) if journey.method == "POST" else b"",
-            stage_seconds(told) if journey.requests else {},
+            stage_seconds(told) if journey.requests or (journey.method == "POST" and journey.status >= 400) else {},
             told.prompt_tokens,
             told.output_tokens,
             told.preemptions,

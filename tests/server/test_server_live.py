@@ -99,9 +99,11 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
     for call in (first, second, third):
         await call.done()
     state = await watch.until(lambda state: not state["rows"])
+    await server.http.post(COMPLETIONS, json={"prompt": "x", "temperature": -1}, headers={"x-request-id": "refused"})
+    await watch.until(lambda state: [(end["id"], end["status"]) for end in state["ended"]] == [("refused", 400)])
     late = Watch(server)  # sees what ended before it came, and the minutes before
     whole = await late.next()
-    assert {"first", "second", "third"} >= {end["id"] for end in whole["ended"]} >= {"third"}
+    assert {"first", "second", "third", "refused"} >= {end["id"] for end in whole["ended"]} >= {"third", "refused"}
     assert all(0 < end["at"] <= whole["time"] for end in whole["ended"]) and len(whole["past"]) >= 1
     assert (await late.next())["past"] == []
     await late.leave()

@@ -30,6 +30,8 @@ def router(service: Service) -> APIRouter:
     @router.get("/v1/live")
     async def live() -> Response:
         service.accept()
+        if service.engine.is_recovering:
+            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
         if service.live.is_full:
             raise Overloaded(f"{MAX_WATCHERS} watch already", retry_after=10)
         return EventStream(service, service.live.watch())
