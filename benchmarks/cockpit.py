@@ -124,17 +124,20 @@ async def ask_for_ever(host: str, port: int, number: int) -> None:
     rng = random.Random(number)
     with suppress(ConnectionError, asyncio.IncompleteReadError):
         reader, writer = await asyncio.open_connection(host, port)
-        while True:
-            shared = rng.random() < 0.5
-            prompt = [1000 + (at if shared and at < 64 else rng.randrange(20_000)) for at in range(PROMPT_LEN)]
-            body = {"prompt": prompt, "max_tokens": rng.randint(OUTPUT_LEN // 4, OUTPUT_LEN), "ignore_eos": True}
-            data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-            writer.write(head.encode() + data)
-            answer = await reader.readuntil(b"\r\n\r\n")
-            assert b" 200 " in answer.split(b"\r\n", 1)[0], answer
-            length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            await reader.readexactly(int(length.split(b":")[1]))
+        try:
+            while True:
+                shared = rng.random() < 0.5
+                prompt = [1000 + (at if shared and at < 64 else rng.randrange(20_000)) for at in range(PROMPT_LEN)]
+                body = {"prompt": prompt, "max_tokens": rng.randint(OUTPUT_LEN // 4, OUTPUT_LEN), "ignore_eos": True}
+                data = json.dumps(body).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+                writer.write(head.encode() + data)
+                answer = await reader.readuntil(b"\r\n\r\n")
+                assert b" 200 " in answer.split(b"\r\n", 1)[0], answer
+                length = next(line for line in answer.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+                await reader.readexactly(int(length.split(b":")[1]))
+        finally:
+            writer.close()
 
 
 if __name__ == "__main__":

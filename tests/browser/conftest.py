@@ -41,7 +41,7 @@ def open_page(browser: Any, server: Server) -> Iterator[Any]:
     pages: list[Any] = []
 
     def start(path: str, scheme: str = "light") -> Any:
-        page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme=scheme)
+        page = browser.new_page(viewport={"width": 1366, "height": 768}, color_scheme=scheme)  # a laptop
         page.on("pageerror", lambda error: errors.append(str(error)))
         pages.append(page)
         page.goto(server.base + path)
@@ -59,6 +59,15 @@ def keep(page: Any, name: str) -> None:
     """A screenshot, as an artefact of the test."""
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(ARTEFACTS / f"{name}.png"), full_page=True)
+
+
+def unnamed(page: Any) -> list[str]:
+    """What a screen reader could not name."""
+    found: list[str] = page.eval_on_selector_all(
+        "button, input, canvas, select, textarea, dialog, [tabindex]",
+        "all => all.filter(one => !(one.textContent.trim() || one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby'))).map(one => one.outerHTML)",
+    )
+    return found
 
 
 def until(page: Any, expression: str, seconds: float = 60) -> None:

@@ -2,13 +2,16 @@
 Knows nothing of the feed's format."""
 
 import json
+import os
+import signal
 import threading
 import urllib.request
 from typing import Any
 
 import pytest
 
-from tests.browser.conftest import KEY, keep, until
+from tests.browser.conftest import KEY, keep, unnamed, until
+from tests.cli.pseudo_terminal import Terminal
 from tests.e2e.servers import Server
 
 pytestmark = pytest.mark.model
@@ -58,9 +61,13 @@ def test_a_load_is_shown_as_the_metrics_tell_it(open_page: Any, server: Server) 
     until(page, "/[1-9]/.test(document.getElementById('count-shared').textContent)")
     until(page, "document.getElementById('advice').textContent.includes('KV pages')")
     assert "--kv-cache-memory-bytes" in page.inner_text("#advice")
+    until(page, "document.getElementById('advice').textContent.includes('a row had to leave')")
     page.hover("#map", position={"x": 5, "y": 5})
     until(page, "document.getElementById('tip').textContent.includes('shared by')")
     assert "shown-" in page.inner_text("#tip")
+    agree(page, server)
+    lanes = page.eval_on_selector_all("#lanes .number", "all => all.map(one => Number(one.textContent))")
+    assert lanes and 0 < sum(lanes) <= 20
     keep(page, "cockpit-light")
     for thread in threads:
         thread.join()
@@ -70,9 +77,26 @@ def test_a_load_is_shown_as_the_metrics_tell_it(open_page: Any, server: Server) 
     assert number_of(page, "#batch-told") == metric(server, "vllm:num_requests_running") == 0
     total = number_of(page, "#count-free") + number_of(page, "#count-cached")
     used = number_of(page, "[data-stage=pages] .more")
-    assert used == 0 and f"of {total:,} in use" in page.inner_text("[data-stage=pages] .more")
+    assert used == 0 and page.inner_text("[data-stage=pages] .more") == f"0 of {total:,}"
     assert metric(server, "vllm:num_preemptions_total") > 0, "the load was meant to run out of pages"
     show_preempted(page, server)
+
+
+def agree(page: Any, server: Server) -> None:
+    """The page's numbers and the metrics' are the same while requests run and wait; the page is a quarter of a second behind."""
+    for _ in range(40):
+        shown = (
+            number_of(page, "#batch-told"),
+            number_of(page, "[data-stage=queue] .value"),
+            number_of(page, "#count-shared"),
+        )
+        told = metric(server, "vllm:num_requests_running"), metric(server, "vllm:num_requests_waiting{")
+        used = number_of(page, "[data-stage=pages] .more")
+        pages = metric(server, 'octavo:kv_pages{model_name="SmolLM2-135M-Instruct",engine="0",state="used"}')
+        if shown[:2] == told and shown[0] > 0 and used == pages:
+            return
+        page.wait_for_timeout(100)
+    raise AssertionError(f"the page shows {shown} and {used} pages, the metrics tell {told} and {pages}")
 
 
 def show_preempted(page: Any, server: Server) -> None:
@@ -88,23 +112,79 @@ def show_preempted(page: Any, server: Server) -> None:
     page.click("#journey-close")
 
 
+def test_who_comes_late_sees_what_was(open_page: Any, server: Server) -> None:
+    page = open_page("/")
+    page.wait_for_selector("#ended tr")
+    assert page.locator("#ended tr").count() == 20
+    drawn = "[...document.querySelectorAll('.sparks canvas')].map(canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height - 3).data.buffer)).size)"
+    until(page, f"{drawn}.every(colours => colours > 2)", 20)
+
+
 def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server) -> None:
     page = open_page("/", "dark")
     page.wait_for_selector("#connection[data-state=live]")
-    threads = load(server, 4, 60, "dark")
+    threads = load(server, 30, 120, "dark")
     until(page, "/[1-9]/.test(document.getElementById('count-shared').textContent)")
+    until(page, "document.getElementById('queue').childElementCount > 0")
     keep(page, "cockpit-dark")
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.click("#theme")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    # A focus stays where it is while a table is brought up to date, and in the table when its row leaves that.
+    page.focus("#ended button >> nth=0")
+    name = page.evaluate("document.activeElement.title")
+    until(page, "document.querySelector('#ended button').title.startsWith('dark-')")
+    assert page.evaluate("document.activeElement.title") == name and name.startswith("shown-")
+    more = load(server, 30, 120, "darker")
+    until(page, "document.getElementById('queue').childElementCount > 0")
+    page.focus("#queue button >> nth=0")
+    leaver = page.evaluate("document.activeElement.title")
+    until(page, f"document.activeElement.title !== '{leaver}'")
+    assert page.evaluate("document.activeElement.closest('.card').querySelector('#queue') !== null")
+    threads += more
+    page.focus("#batch")
+    page.keyboard.press("ArrowDown")
+    assert "row " in page.inner_text("#row-told") and "dark" in page.inner_text("#row-told")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#journey[open] [data-stage]")
+    assert page.inner_text("#journey-id").startswith("dark")
+    page.keyboard.press("Escape")
     page.focus("#map")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    assert page.inner_text("#page-told").startswith("page 1")
+    assert page.inner_text("#page-told").startswith("page 2")
+    until(page, "document.getElementById('page-told').textContent.includes('shared by')")
+    page.click("#batch-details summary")
+    until(page, "document.querySelectorAll('#batch-rows tr').length > 2")
+    page.hover("#batch", position={"x": 40, "y": 6})
+    assert page.inner_text("#tip").startswith("row ")
     for thread in threads:
         thread.join()
-    unnamed = page.eval_on_selector_all(
-        "button, input, canvas, select, textarea, dialog",
-        "all => all.filter(one => !(one.textContent.trim() || one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby'))).map(one => one.outerHTML)",
-    )
-    assert unnamed == [], "a screen reader could not name them"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    assert unnamed(page) == [], "a screen reader could not name them"
+
+
+def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Server) -> None:
+    page = open_page("/")
+    page.wait_for_selector("#ended button[title=shown-1]")
+    threads = load(server, 3, 200, "orphan")
+    until(page, "document.getElementById('batch-told').textContent.startsWith('3 of')")
+    terminal = Terminal("top", "--url", server.base, size=(60, 30), environment={"OCTAVO_API_KEY": KEY})
+    assert "3/64 rows" in terminal.until(lambda screen: "orphan-0" in screen and "decode +1" in screen)
+    os.kill(server.engine(), signal.SIGKILL)
+    terminal.until(lambda screen: "No connection since" in screen)
+    page.wait_for_selector("body[data-stale=yes]")
+    until(page, "document.getElementById('advice').textContent.includes('What you see is how it was at')")
+    keep(page, "cockpit-without-an-engine")
+    page.wait_for_selector("body[data-stale=no]")
+    assert "engine restarted" in page.inner_text("#connection")
+    terminal.until(lambda screen: "orphan-0" in screen and "No connection" not in screen)
+    terminal.press("q")
+    assert terminal.close() == (0, "")
+    for thread in threads:
+        thread.join()
+    page.wait_for_selector("#ended button[title=orphan-0]")
+    assert page.locator("#ended button[title=shown-1]").count() == 1, "kept over the engine's death, and not twice"
+    page.click("#ended button[title=orphan-0]")
+    page.wait_for_selector("#journey [data-stage=restart]")
+    assert "an engine ended on its way" in page.inner_text("#journey-body")
+    keep(page, "journey-over-a-dead-engine")

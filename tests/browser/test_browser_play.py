@@ -1,11 +1,16 @@
-"""The playground in a browser: an answer streams, is stopped and resumed, its tokens tell their odds, and its journey is drawn.
+"""The playground in a browser: an answer streams, is stopped and resumed, its tokens tell their odds, its journey is drawn, and what
+it copies runs elsewhere.
 Knows nothing of how answers are made."""
 
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.browser.conftest import keep, until
+from tests.browser.conftest import KEY, keep, unnamed, until
 
 pytestmark = pytest.mark.model
 
@@ -37,6 +42,55 @@ def test_an_answer_streams_and_tells_of_itself(open_page: Any) -> None:
     assert "client.chat.completions.create(" in page.inner_text("#code")
     assert "browser-key" not in page.inner_text("#code")
     keep(page, "playground")
+    page.focus(".message.assistant .text")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.text_content("#token-told").count("%") >= 5
+    assert unnamed(page) == [], "a screen reader could not name them"
+
+
+def copied(page: Any, language: str) -> str:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.select_option("#language", language)
+    page.click("#copy")
+    until(page, "document.getElementById('copy').textContent === 'Copied'")
+    return str(page.evaluate("navigator.clipboard.readText()"))
+
+
+def run(*command: str) -> str:
+    environment = {**os.environ, "OCTAVO_API_KEY": KEY}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_what_is_copied_runs_and_answers_alike(open_page: Any) -> None:
+    page = open_page("/play")
+    page.fill("#system", 'You answer in one word: it\'s "short", and ends with a $HOME `sign`.')
+    ask(page, "What's the capital of Italy?", temperature="0", max_tokens="12", top_k="5", stop="\n\n")
+    ended(page)
+    text = page.inner_text(".message.assistant .text")
+    events = [line[6:] for line in run("bash", "-c", copied(page, "curl")).splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for event in events for choice in json.loads(event)["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == text
+    assert run(sys.executable, "-c", copied(page, "python")) == text + "\n"
+
+
+def test_a_tool_is_called_and_its_result_is_used(open_page: Any) -> None:
+    page = open_page("/play")
+    page.click("#controls summary")
+    page.click("#tools-example")
+    page.select_option("#tool_choice", "required")
+    ask(page, "What is the weather in Rome?", temperature="0", max_tokens="60")
+    page.wait_for_selector(".call textarea")
+    assert page.inner_text(".call b") == "weather"
+    assert set(json.loads(page.inner_text(".call pre"))) == {"city"}
+    printed = run(sys.executable, "-c", copied(page, "python"))
+    assert "weather" in printed and '"city"' in printed
+    page.select_option("#tool_choice", "none")
+    page.fill(".call textarea", "Sunny, 24 degrees.")
+    page.click("text=Send results")
+    until(page, "document.querySelectorAll('.message.assistant').length === 2")
+    ended(page)
+    assert page.inner_text(".message.tool .text") == "Sunny, 24 degrees."
 
 
 def test_an_answer_is_stopped_and_goes_on(open_page: Any) -> None:
@@ -52,6 +106,11 @@ def test_an_answer_is_stopped_and_goes_on(open_page: Any) -> None:
     ended(page)
     after = page.inner_text(".message.assistant .text")
     assert after.startswith(before) and len(after) > len(before)
+    # It was cut off by its length now: it can go on again, and is one answer still.
+    page.click("#resume")
+    until(page, f"document.querySelector('.message.assistant .text').textContent.length > {len(after)}")
+    ended(page)
+    assert page.locator(".message.assistant").count() == 1
 
 
 def test_an_answer_by_a_schema_and_a_mistake_in_one(open_page: Any) -> None:
@@ -67,6 +126,7 @@ def test_an_answer_by_a_schema_and_a_mistake_in_one(open_page: Any) -> None:
         '{"city":"Paris"}',
         '{"city":"Rome"}',
     )
+    assert page.is_disabled("#resume")
     page.fill("#schema", "{")
     ask(page, "And now?")
     assert "the schema is not JSON" in page.inner_text("#status")

@@ -4,19 +4,25 @@
 import { element } from "./common.js";
 
 export class Answer {
-  constructor(tip) {
+  // `tip`: what floats beside a token; `told`: where a screen reader hears of it.
+  constructor(tip, told) {
     this.text = "";
     this.thought = "";
     this.calls = []; // as the API tells them
-    this.started = false;
+    this.started = 0; // when the first piece came
     this.isStopped = false;
+    this.isSaid = false; // it is among the messages
     this.usage = null;
     this.reason = "";
-    this.tip = tip;
+    this.at = -1; // the token that the keyboard is at
+    Object.assign(this, { tip, told });
     this.thoughtBox = element("div", { class: "thought hidden" });
-    this.textBox = element("div", { class: "text" });
+    this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; arrow keys tell how likely each token was" });
     this.callBox = element("div", {});
-    this.card = element("article", { class: "message assistant" }, element("div", { class: "who", text: "assistant" }), this.thoughtBox, this.textBox, this.callBox);
+    this.who = element("div", { class: "who" }, element("span", { text: "assistant" }));
+    this.card = element("article", { class: "message assistant", "aria-busy": "true" }, this.who, this.thoughtBox, this.textBox, this.callBox);
+    this.textBox.addEventListener("keydown", (event) => this.walk(event));
+    this.textBox.addEventListener("blur", () => this.hide());
   }
 
   take(chunk) {
@@ -24,6 +30,7 @@ export class Answer {
     for (const choice of chunk.choices || []) {
       const delta = choice.delta || {};
       const thought = delta.reasoning_content || delta.reasoning;
+      if (thought || delta.content || delta.tool_calls) this.started ||= performance.now();
       if (thought) this.think(thought);
       if (delta.content) this.write(delta.content, choice.logprobs?.content);
       for (const call of delta.tool_calls || []) this.call(call);
@@ -32,14 +39,12 @@ export class Answer {
   }
 
   think(piece) {
-    this.started = true;
     this.thought += piece;
     this.thoughtBox.classList.remove("hidden");
     this.thoughtBox.textContent = this.thought;
   }
 
   write(piece, tokens) {
-    this.started = true;
     this.text += piece;
     // Tokens' texts and the piece agree but where a character lies across tokens: then the piece is right.
     const isWhole = tokens?.length && tokens.map((token) => token.token).join("") === piece;
@@ -49,24 +54,44 @@ export class Answer {
 
   span(text, token) {
     const span = element("span", { class: "token", text });
-    span.style.opacity = (0.55 + 0.45 * Math.exp(token.logprob)).toFixed(2); // doubtful tokens are paler
-    const told = [token, ...token.top_logprobs.filter((other) => other.token !== token.token)]
+    const doubt = 1 - Math.exp(token.logprob);
+    span.style.borderBottomColor = `color-mix(in srgb, var(--warn) ${(100 * doubt).toFixed(0)}%, transparent)`; // doubtful tokens are underlined
+    span.odds = [token, ...token.top_logprobs.filter((other) => other.token !== token.token)]
       .map((other) => `${JSON.stringify(other.token)} ${(Math.exp(other.logprob) * 100).toFixed(1)} %`);
-    span.addEventListener("pointerenter", (event) => this.hover(event, told));
-    span.addEventListener("pointerleave", () => this.tip.classList.add("hidden"));
-    span.title = told[0];
+    span.addEventListener("pointerenter", () => this.show(span));
+    span.addEventListener("pointerleave", () => this.hide());
     return span;
   }
 
-  hover(event, told) {
-    this.tip.replaceChildren(...told.map((line) => element("div", { text: line })));
-    this.tip.style.left = `${Math.min(event.clientX + 12, innerWidth - 240)}px`;
-    this.tip.style.top = `${event.clientY + 14}px`;
+  show(span) {
+    this.tip.replaceChildren(...span.odds.map((line) => element("div", { class: "number", text: line })));
     this.tip.classList.remove("hidden");
+    const box = span.getBoundingClientRect();
+    this.tip.style.left = `${Math.max(4, Math.min(box.left, innerWidth - this.tip.offsetWidth - 8))}px`;
+    const below = box.bottom + 6, isLow = below + this.tip.offsetHeight > innerHeight;
+    this.tip.style.top = `${isLow ? box.top - this.tip.offsetHeight - 6 : below}px`;
+  }
+
+  hide() {
+    this.tip.classList.add("hidden");
+    this.textBox.querySelector(".at")?.classList.remove("at");
+  }
+
+  walk(event) {
+    const tokens = this.textBox.querySelectorAll(".token");
+    const to = { ArrowRight: this.at + 1, ArrowLeft: this.at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+    if (to === undefined || !tokens.length) return;
+    event.preventDefault();
+    this.hide();
+    this.at = Math.max(0, Math.min(tokens.length - 1, to));
+    const span = tokens[this.at];
+    span.classList.add("at");
+    span.scrollIntoView({ block: "nearest" });
+    this.show(span);
+    this.told.textContent = span.odds.join(", ");
   }
 
   call(piece) {
-    this.started = true;
     const call = (this.calls[piece.index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
     if (piece.id) call.id = piece.id;
     if (piece.function?.name) call.function.name = piece.function.name;
@@ -100,12 +125,21 @@ export class Answer {
     return message;
   }
 
+  // It is over, for now. `show` opens its journey.
+  done(show) {
+    this.card.setAttribute("aria-busy", "false");
+    if (this.who.childElementCount === 1) this.who.append(element("button", { type: "button", class: "plain", text: "journey", onclick: () => this.showJourney() }));
+    this.showJourney = show;
+  }
+
   fail(text) {
     this.card.append(element("div", { class: "error", role: "alert", text }));
   }
 
   summary() {
     const tokens = this.usage ? `${this.usage.prompt_tokens} → ${this.usage.completion_tokens} tokens` : "";
-    return [`ended by ${this.reason}`, tokens].filter(Boolean).join(", ");
+    const spent = (performance.now() - this.started) / 1000;
+    const rate = this.usage?.completion_tokens > 1 && spent > 0 ? `${((this.usage.completion_tokens - 1) / spent).toFixed(0)} tokens/s` : "";
+    return [`ended by ${this.reason}`, tokens, rate].filter(Boolean).join(", ");
   }
 }

@@ -76,6 +76,7 @@ export function theme(button, onChange = () => {}) {
     const chosen = localStorage.getItem("octavo-theme") || (dark.matches ? "dark" : "light");
     document.documentElement.dataset.theme = chosen;
     button.textContent = chosen === "dark" ? "Light" : "Dark";
+    button.setAttribute("aria-label", chosen === "dark" ? "Light colours" : "Dark colours");
     onChange();
   };
   button.addEventListener("click", () => {

@@ -4,6 +4,7 @@
 import { colour } from "./common.js";
 
 const FREE = 0, CACHED = 1, SHARED = 2;
+const SMALLEST = 2.5; // pixels of a page's cell; below that one cell stands for several pages
 
 // A canvas's drawing context in CSS pixels, sharp on dense screens.
 function prepare(canvas) {
@@ -21,61 +22,115 @@ function prepare(canvas) {
   return { context, width, height };
 }
 
+// Neighbours differ; none is near the yellow of shared pages.
 export function ownerColour(code) {
   const isDark = document.documentElement.dataset.theme === "dark";
-  return `hsl(${((code * 137.508) % 360).toFixed(0)} 60% ${isDark ? 62 : 46}%)`;
+  return `hsl(${(75 + ((code * 137.508) % 300)).toFixed(0)} 60% ${isDark ? 62 : 46}%)`;
 }
 
-export class PageMap {
+// What both maps share: places in a grid that a pointer and the arrow keys can be at.
+class Grid {
   constructor(canvas) {
     this.canvas = canvas;
+    this.cursor = -1; // the place that the keyboard is at
+  }
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return [event.clientX - box.left, event.clientY - box.top];
+  }
+
+  // `step` by key; false: the key is none of ours.
+  go(key, steps, count) {
+    if (!(key in steps) || !count) return false;
+    this.cursor = Math.max(0, Math.min(count - 1, this.cursor < 0 ? 0 : this.cursor + steps[key]));
+    return true;
+  }
+}
+
+export class PageMap extends Grid {
+  constructor(canvas) {
+    super(canvas);
     this.codes = new Uint16Array(0);
-    this.cursor = -1;
-    this.columns = 1;
-    this.cell = 1;
+    this.highlight = 0; // an owner whose pages stand out
+    this.columns = this.cell = this.per = 1;
+  }
+
+  lay(width, height) {
+    const count = this.codes.length;
+    const room = Math.floor(width / SMALLEST) * Math.floor(height / SMALLEST);
+    this.per = Math.max(1, Math.ceil(count / Math.max(1, room)));
+    const places = Math.ceil(count / this.per);
+    let cell = Math.min(22, Math.sqrt((width * height) / places));
+    while (cell > SMALLEST && Math.ceil(places / Math.floor(width / cell)) * cell > height) cell -= 0.05;
+    this.cell = Math.max(SMALLEST, cell);
+    this.columns = Math.max(1, Math.floor(width / this.cell));
+    return places;
+  }
+
+  // Of several pages in one place the busiest is shown.
+  code(place) {
+    if (this.per === 1) return this.codes[place];
+    let found = FREE;
+    for (let page = place * this.per; page < Math.min(this.codes.length, (place + 1) * this.per); page++) {
+      const code = this.codes[page];
+      if (code === SHARED) return SHARED;
+      if (code > SHARED || (code === CACHED && found === FREE)) found = code;
+    }
+    return found;
   }
 
   draw() {
     const { context, width, height } = prepare(this.canvas);
-    const count = this.codes.length;
-    if (!count) return;
-    let cell = Math.min(24, Math.sqrt((width * height) / count));
-    while (cell > 1 && Math.ceil(count / Math.floor(width / cell)) * cell > height) cell -= 0.05;
-    this.cell = cell;
-    this.columns = Math.max(1, Math.floor(width / cell));
+    if (!this.codes.length) return;
+    const places = this.lay(width, height), { cell, columns } = this;
     const gap = cell >= 5 ? 1 : cell >= 3 ? 0.5 : 0;
     const fixed = { [FREE]: colour("free"), [CACHED]: colour("cached"), [SHARED]: colour("shared") };
-    const known = new Map();
-    for (let page = 0; page < count; page++) {
-      const code = this.codes[page];
+    const known = new Map(), dots = [];
+    for (let place = 0; place < places; place++) {
+      const code = this.code(place);
       let fill = fixed[code];
       if (fill === undefined) {
         fill = known.get(code);
         if (fill === undefined) known.set(code, (fill = ownerColour(code)));
       }
       context.fillStyle = fill;
-      context.fillRect((page % this.columns) * cell, Math.floor(page / this.columns) * cell, cell - gap, cell - gap);
+      context.globalAlpha = this.highlight && this.highlight !== code ? 0.22 : 1;
+      const x = (place % columns) * cell, y = Math.floor(place / columns) * cell;
+      context.fillRect(x, y, cell - gap, cell - gap);
+      if (code === SHARED && cell >= 7) dots.push([x + (cell - gap) / 2, y + (cell - gap) / 2]);
     }
-    if (this.cursor >= 0 && this.cursor < count) {
+    context.fillStyle = colour("text");
+    context.globalAlpha = this.highlight ? 0.3 : 0.75;
+    for (const [x, y] of dots) {
+      // Not by colour alone: a shared page has a mark.
+      context.beginPath();
+      context.arc(x, y, Math.max(1.2, cell / 9), 0, 2 * Math.PI);
+      context.fill();
+    }
+    context.globalAlpha = 1;
+    if (this.cursor >= 0 && this.cursor < places && document.activeElement === this.canvas) {
       context.strokeStyle = colour("text");
       context.lineWidth = 2;
-      context.strokeRect((this.cursor % this.columns) * cell - 1, Math.floor(this.cursor / this.columns) * cell - 1, cell + 1, cell + 1);
+      context.strokeRect((this.cursor % columns) * cell - 1, Math.floor(this.cursor / columns) * cell - 1, cell + 1, cell + 1);
     }
   }
 
-  // The page under a pointer; -1: none.
+  // The first page of a place, and the last.
+  pages(place) {
+    return [place * this.per, Math.min(this.codes.length, (place + 1) * this.per) - 1];
+  }
+
+  // The place under a pointer; -1: none.
   at(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.cell);
-    const page = Math.floor((event.clientY - box.top) / this.cell) * this.columns + column;
-    return column < this.columns && page >= 0 && page < this.codes.length ? page : -1;
+    const [x, y] = this.point(event);
+    const column = Math.floor(x / this.cell), place = Math.floor(y / this.cell) * this.columns + column;
+    return column >= 0 && column < this.columns && place >= 0 && place * this.per < this.codes.length ? place : -1;
   }
 
   move(key) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[key];
-    if (step === undefined) return false;
-    this.cursor = Math.max(0, Math.min(this.codes.length - 1, this.cursor < 0 ? 0 : this.cursor + step));
-    return true;
+    const places = Math.ceil(this.codes.length / this.per);
+    return this.go(key, { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns, Home: -places, End: places }, places);
   }
 }
 
@@ -95,62 +150,121 @@ export function drawHost(canvas, total, taken) {
   }
 }
 
-// One bar for each row: how far it is on the way to the longest it may become. Prompts are striped.
-export function drawBatch(canvas, rows, maxRows) {
-  const { context, width, height } = prepare(canvas);
-  const places = Math.max(8, Math.min(maxRows, rows.length));
-  const pitch = Math.min(22, height / places), thick = Math.max(1, pitch - (pitch > 4 ? 2 : 0));
-  const shown = pitch >= 11;
-  const left = shown ? 168 : 0, room = width - left - (shown ? 96 : 0);
-  context.font = "11px ui-monospace, monospace";
-  context.textBaseline = "middle";
-  rows.forEach((row, place) => {
-    const top = place * pitch;
-    context.fillStyle = colour("grid");
-    context.fillRect(left, top, room, thick);
-    context.fillStyle = ownerColour(row.owner);
-    const length = Math.min(1, row.length / Math.max(1, row.maxLen)) * room;
-    context.fillRect(left, top, Math.max(2, length), thick);
-    if (row.isPrompt) {
-      context.fillStyle = colour("prompt");
-      context.fillRect(left, top, Math.min(1, row.promptLen / Math.max(1, row.maxLen)) * room, Math.max(1, thick / 3));
+// One bar for each row: how far it is on the way to the longest it may become; in violet what it computes of its prompt.
+// With names while there is room for them; then in as many columns as it takes.
+export class Batch extends Grid {
+  constructor(canvas) {
+    super(canvas);
+    this.rows = [];
+    this.highlight = 0;
+    this.pitch = this.deep = this.columns = this.wide = 1;
+  }
+
+  lay(width, height) {
+    const count = Math.max(1, this.rows.length);
+    for (const [columns, pitches] of [[1, [20, 16, 13, 11]], [2, [16, 13, 11]]]) {
+      const pitch = pitches.find((pitch) => count <= columns * Math.floor(height / pitch));
+      if (pitch && (columns === 1 || width >= 560)) return this.settle(pitch, columns, width, height, true);
     }
-    if (!shown) return;
-    context.fillStyle = colour("text");
-    context.fillText(shorten(row.request + (row.choice ? `#${row.choice}` : ""), 22), 0, top + thick / 2);
-    context.fillStyle = row.isPrompt ? colour("prompt") : colour("faint");
-    context.fillText(row.isPrompt ? `prompt +${row.stepTokens}` : `decode +${row.stepTokens}`, left + room + 8, top + thick / 2);
-  });
-  return pitch;
+    for (const pitch of [12, 9, 7, 5, 4, 3, 2, 1]) {
+      const columns = Math.ceil(count / Math.floor(height / pitch));
+      if (width / columns >= (pitch > 4 ? 40 : 14) || pitch === 1) return this.settle(pitch, columns, width, height, false);
+    }
+  }
+
+  settle(pitch, columns, width, height, hasNames) {
+    Object.assign(this, { pitch, columns, deep: Math.floor(height / pitch), wide: width / columns, hasNames });
+  }
+
+  draw() {
+    const { context, width, height } = prepare(this.canvas);
+    this.lay(width, height);
+    const { pitch, deep, wide, hasNames } = this;
+    const thick = Math.max(1, pitch - (pitch > 4 ? 2 : pitch > 2 ? 1 : 0)), name = hasNames ? Math.min(150, wide * 0.4) : 0, tail = hasNames ? 84 : 0;
+    const room = wide - name - tail - (this.columns > 1 ? (hasNames ? 14 : 3) : 0);
+    const paint = { grid: colour("grid"), prompt: colour("prompt"), text: colour("text"), faint: colour("faint") };
+    context.font = "11px ui-monospace, monospace";
+    context.textBaseline = "middle";
+    this.rows.forEach((row, place) => {
+      const left = Math.floor(place / deep) * wide, top = (place % deep) * pitch, bar = left + name;
+      context.globalAlpha = this.highlight && this.highlight !== row.owner ? 0.25 : 1;
+      context.fillStyle = paint.grid;
+      context.fillRect(bar, top, room, thick);
+      context.fillStyle = row.isPrompt ? paint.prompt : ownerColour(row.owner);
+      context.fillRect(bar, top, Math.max(2, Math.min(1, row.length / Math.max(1, row.maxLen)) * room), thick);
+      if (row.isPrompt) {
+        context.fillStyle = ownerColour(row.owner);
+        context.fillRect(bar, top, Math.max(2, Math.min(5, room / 4)), thick);
+      }
+      if (hasNames) {
+        context.fillStyle = paint.text;
+        context.fillText(shorten(row.name, Math.floor(name / 6.8)), left, top + thick / 2);
+        context.fillStyle = row.isPrompt ? paint.prompt : paint.faint;
+        context.fillText(`${row.isPrompt ? "prompt" : "decode"} +${row.stepTokens}`, bar + room + 6, top + thick / 2);
+      }
+      if (place === this.cursor && document.activeElement === this.canvas) {
+        context.strokeStyle = paint.text;
+        context.lineWidth = 2;
+        context.strokeRect(left + 1, top, wide - 4, Math.max(3, thick));
+      }
+    });
+    context.globalAlpha = 1;
+  }
+
+  at(event) {
+    const [x, y] = this.point(event);
+    const place = Math.floor(x / this.wide) * this.deep + Math.min(this.deep - 1, Math.floor(y / this.pitch));
+    return x >= 0 && y >= 0 && place < this.rows.length ? place : -1;
+  }
+
+  move(key) {
+    const count = this.rows.length;
+    return this.go(key, { ArrowUp: -1, ArrowDown: 1, ArrowLeft: -this.deep, ArrowRight: this.deep, Home: -count, End: count }, count);
+  }
 }
 
-export const shorten = (text, length) => (text.length <= length ? text : `${text.slice(0, length - 9)}…${text.slice(-8)}`);
+export const shorten = (text, length) => {
+  if (text.length <= length) return text;
+  const tail = Math.floor((length - 1) / 3);
+  return `${text.slice(0, length - 1 - tail)}…${text.slice(text.length - tail)}`;
+};
 
 // Points are [time, value]; a value of null is a gap.
-export function drawSpark(canvas, points, span, now) {
+export function drawSpark(canvas, points, span, now, most = 0) {
   const { context, width, height } = prepare(canvas);
-  const values = points.map((point) => point[1]).filter((value) => value !== null);
-  context.strokeStyle = colour("grid");
+  context.strokeStyle = colour("line");
   context.lineWidth = 1;
   context.beginPath();
   context.moveTo(0, height - 0.5);
   context.lineTo(width, height - 0.5);
   context.stroke();
+  const values = points.map((point) => point[1]).filter((value) => value !== null);
   if (!values.length) return;
-  const top = Math.max(...values) * 1.1 || 1;
+  const top = most || values.reduce((a, b) => Math.max(a, b), 0) * 1.08 || 1;
+  const x = (time) => width * (1 - (now - time) / span), y = (value) => height - 1.5 - (value / top) * (height - 4);
   context.strokeStyle = colour("accent");
+  context.fillStyle = colour("accent");
   context.lineWidth = 1.5;
-  context.beginPath();
-  let isDown = false;
-  for (const [time, value] of points) {
-    if (value === null) {
-      isDown = false;
+  let run = [];
+  for (const point of [...points, [now, null]]) {
+    if (point[1] !== null) {
+      run.push(point);
       continue;
     }
-    const x = width * (1 - (now - time) / span), y = height - 1 - (value / top) * (height - 4);
-    if (isDown) context.lineTo(x, y);
-    else context.moveTo(x, y);
-    isDown = true;
+    if (run.length) stroke(context, run, x, y, height);
+    run = [];
   }
+}
+
+function stroke(context, run, x, y, height) {
+  context.beginPath();
+  context.moveTo(x(run[0][0]), y(run[0][1]));
+  for (const [time, value] of run) context.lineTo(x(time), y(value));
+  if (run.length === 1) context.lineTo(x(run[0][0]) + 2, y(run[0][1]));
   context.stroke();
+  context.lineTo(x(run[run.length - 1][0]), height - 1);
+  context.lineTo(x(run[0][0]), height - 1);
+  context.globalAlpha = 0.12;
+  context.fill();
+  context.globalAlpha = 1;
 }

@@ -3,13 +3,19 @@
 
 import { ask, element, events, find, key, keyDialog, theme, url } from "./common.js";
 import { Answer } from "./answer.js";
+import { asCurl, asPython, copy } from "./code.js";
 import { facts, waterfall } from "./waterfall.js";
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty"];
+const SCHEMA = JSON.stringify(
+  { type: "object", properties: { city: { type: "string" }, country: { type: "string" } }, required: ["city", "country"], additionalProperties: false }, null, 2);
+const TOOLS = JSON.stringify(
+  [{ type: "function", function: { name: "weather", description: "The weather in a city", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }], null, 2);
 const messages = []; // what was said, as the API takes it
 let model = "";
 let running = null; // the request that is under way
 let answer = null; // the one on the screen that is written, or was stopped
+let sent = null; // the last request, as it was sent
 const showKey = keyDialog(load);
 
 async function load() {
@@ -65,6 +71,10 @@ function body(said, isResumed = false) {
 // ── sending and streaming ──
 async function send(isResumed = false) {
   let request;
+  if (isResumed && answer.isSaid) {
+    messages.pop();
+    answer.isSaid = false;
+  }
   try {
     request = body(isResumed ? [...messages, { role: "assistant", content: answer.text }] : messages, isResumed);
   } catch (error) {
@@ -72,7 +82,10 @@ async function send(isResumed = false) {
     status(error.message);
     return;
   }
-  if (!isResumed) find("talk").append((answer = new Answer(find("tip"))).card);
+  sent = request;
+  if (!isResumed) find("talk").append((answer = new Answer(find("tip"), find("token-told"))).card);
+  answer.started = 0;
+  follow(true);
   running = new AbortController();
   buttons();
   status("asking");
@@ -92,6 +105,7 @@ async function send(isResumed = false) {
       if (chunk.error) throw new Error(chunk.error.message);
       mine.take(chunk);
       if (mine.started) status("streaming");
+      follow();
     }
     status(mine.summary());
     end(mine);
@@ -105,12 +119,15 @@ async function send(isResumed = false) {
     running = null;
     buttons();
     showCode();
+    follow();
+    mine.done(() => showJourney(id));
     if (id) showJourney(id);
   }
 }
 
 function end(mine) {
   mine.isStopped = false;
+  mine.isSaid = true;
   messages.push(mine.message());
   if (mine.calls.length) mine.askResults((results) => {
     messages.push(...results);
@@ -128,15 +145,27 @@ function say(role, text) {
 function buttons() {
   find("send").disabled = running !== null;
   find("stop-button").disabled = running === null;
-  find("resume").disabled = running !== null || !answer?.isStopped || !answer.text || answer.calls.length > 0;
+  const isCut = answer && (answer.isStopped || answer.reason === "length");
+  const isText = find("format").value === "text";
+  find("resume").disabled = running !== null || !isCut || !answer.text || answer.calls.length > 0 || !isText;
+  find("resume").title = isText ? "Go on with an answer that was stopped, or cut off by its length" : "An answer in JSON cannot go on: its grammar would begin anew";
 }
 
+// The end of the talk stays in sight, unless somebody has scrolled away from it.
+function follow(isSure = false) {
+  const talk = find("talk");
+  if (isSure || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80) talk.scrollTop = talk.scrollHeight;
+}
+
+let shown = "";
 async function showJourney(id) {
   // A journey is told when the last byte is out and the engine has said its part.
-  for (let turn = 0; turn < 80; turn++) {
+  shown = id;
+  for (let turn = 0; turn < 80 && shown === id; turn++) {
     try {
       const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
-      find("journey").replaceChildren(facts(journey), waterfall(journey));
+      if (shown !== id) return;
+      find("journey").replaceChildren(facts(journey), waterfall(journey), ...(journey.note ? [element("p", { class: "faint", text: journey.note })] : []));
       if (!["waiting", "running"].includes(journey.state)) return;
     } catch (error) {
       find("journey").replaceChildren(element("span", { class: "faint", text: error.message }));
@@ -150,51 +179,15 @@ function showCode() {
   let request;
   try {
     const draft = find("prompt").value.trim();
-    request = body(draft ? [...messages, { role: "user", content: draft }] : messages);
+    request = !draft && sent ? sent : body(draft ? [...messages, { role: "user", content: draft }] : messages);
   } catch (error) {
     if (!(error instanceof Mistake)) throw error;
     find("code").textContent = error.message;
     return;
   }
   const base = new URL(url("/v1"), location.href).href;
-  find("code").textContent = find("language").value === "curl" ? asCurl(base, request) : asPython(base, request);
-}
-
-function asCurl(base, request) {
-  const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
-  const secret = key() ? ` \\\n  -H "Authorization: Bearer $OCTAVO_API_KEY"` : "";
-  return `curl -N ${base}/chat/completions \\\n  -H "Content-Type: application/json"${secret} \\\n  -d '${quoted}'`;
-}
-
-function asPython(base, request) {
-  const own = ["top_k", "min_p"]; // fields that OpenAI's client does not know
-  const extra = Object.fromEntries(own.filter((name) => name in request).map((name) => [name, request[name]]));
-  const plain = Object.fromEntries(Object.entries(request).filter(([name]) => !own.includes(name)));
-  const lines = Object.entries(plain).map(([name, value]) => `    ${name}=${pythonValue(value, 1)},`);
-  if (Object.keys(extra).length) lines.push(`    extra_body=${pythonValue(extra, 1)},`);
-  const secret = key() ? 'os.environ["OCTAVO_API_KEY"]' : '"none"';
-  return [
-    key() ? "import os\n\nfrom openai import OpenAI" : "from openai import OpenAI",
-    "",
-    `client = OpenAI(base_url="${base}", api_key=${secret})`,
-    "for chunk in client.chat.completions.create(",
-    ...lines,
-    "):",
-    "    for choice in chunk.choices:",
-    '        print(choice.delta.content or "", end="", flush=True)',
-  ].join("\n");
-}
-
-function pythonValue(value, depth) {
-  if (value === null) return "None";
-  if (typeof value === "boolean") return value ? "True" : "False";
-  if (typeof value !== "object") return JSON.stringify(value);
-  const isList = Array.isArray(value);
-  const items = isList ? value.map((item) => pythonValue(item, depth + 1)) : Object.entries(value).map(([name, item]) => `${JSON.stringify(name)}: ${pythonValue(item, depth + 1)}`);
-  const [open, close] = isList ? "[]" : "{}";
-  if (items.join(", ").length < 70) return `${open}${items.join(", ")}${close}`;
-  const pad = "    ".repeat(depth + 1);
-  return `${open}\n${items.map((item) => `${pad}${item},`).join("\n")}\n${"    ".repeat(depth)}${close}`;
+  const write = find("language").value === "curl" ? asCurl : asPython;
+  find("code").textContent = write(base, request, key() !== "");
 }
 
 // ── what people do ──
@@ -202,7 +195,10 @@ find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = find("prompt").value.trim();
   if (!text || running) return;
-  if (answer?.isStopped && answer.text) messages.push(answer.message()); // what was said until it was stopped, stays said
+  if (answer?.isStopped && answer.text && !answer.isSaid) {
+    messages.push(answer.message()); // what was said until it was stopped, stays said
+    answer.isSaid = true;
+  }
   messages.push({ role: "user", content: text });
   say("user", text);
   find("prompt").value = "";
@@ -219,19 +215,33 @@ find("resume").addEventListener("click", () => send(true));
 find("new").addEventListener("click", () => {
   running?.abort();
   messages.length = 0;
-  answer = null;
+  answer = sent = null;
   find("talk").replaceChildren();
   find("journey").replaceChildren(element("span", { class: "faint", text: "Where the time of the last answer went." }));
   buttons();
   showCode();
 });
-find("format").addEventListener("change", () => find("schema-label").classList.toggle("hidden", find("format").value !== "json_schema"));
+find("format").addEventListener("change", () => {
+  const wantsSchema = find("format").value === "json_schema";
+  find("schema-label").classList.toggle("hidden", !wantsSchema);
+  if (wantsSchema && !find("schema").value.trim()) find("schema").value = SCHEMA;
+  buttons();
+});
+find("tools-example").addEventListener("click", () => {
+  find("tools").value = TOOLS;
+  showCode();
+});
 find("copy").addEventListener("click", async () => {
-  await navigator.clipboard.writeText(find("code").textContent);
+  await copy(find("code").textContent, find("code"));
   find("copy").textContent = "Copied";
   setTimeout(() => (find("copy").textContent = "Copy"), 1200);
 });
-for (const id of ["controls", "ask", "language"]) find(id).addEventListener("input", showCode);
+for (const id of ["controls", "ask", "language"]) {
+  find(id).addEventListener("input", () => {
+    if (id === "controls") sent = null; // what would be sent now
+    showCode();
+  });
+}
 find("controls").addEventListener("submit", (event) => event.preventDefault());
 theme(find("theme"));
 load();

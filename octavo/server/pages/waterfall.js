@@ -4,10 +4,16 @@
 import { count, element, seconds } from "./common.js";
 
 const KINDS = {
-  queue: "wait", preempted: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
+  queue: "wait", preempted: "wait", restart: "wait", prefill: "prompt", recompute: "prompt", decode: "decode", several: "decode", engine: "decode",
 };
 const WAITS = {
   grammar: "its grammar to be compiled", rows: "a free row", pages: "free pages", budget: "room in the step's tokens", order: "those before it", step: "the step that ran",
+};
+
+const TOLD = {
+  engine: "an engine had it, and did not tell what it did",
+  restart: "that engine had ended, and another one was started",
+  hand_over: "on its way from the API process to the engine",
 };
 
 export function waterfall(journey) {
@@ -35,7 +41,7 @@ export function waterfall(journey) {
 }
 
 function tell(stage) {
-  const parts = [];
+  const parts = TOLD[stage.name] && stage.end - stage.start > 0.02 ? [TOLD[stage.name]] : [];
   for (const wait of stage.waits || []) {
     const behind = Object.entries(wait.behind || {}).map(([reason, spent]) => `${WAITS[reason] || reason} ${seconds(spent)}`);
     parts.push(`waited ${seconds(wait.seconds)} for ${WAITS[wait.reason] || wait.reason}` + (behind.length ? ` (which lacked ${behind.join(", ")})` : ""));
@@ -45,9 +51,16 @@ function tell(stage) {
   if (stage.cached_tokens) parts.push(`${count(stage.cached_tokens)} tokens found computed`);
   if (stage.computed_tokens) parts.push(`${count(stage.computed_tokens)} tokens computed in ${chunks(stage)}`);
   if (stage.steps) parts.push(`${count(stage.steps)} steps, ${stage.mean_rows.toFixed(1)} rows in the mean` + (stage.mixed_steps ? `, ${count(stage.mixed_steps)} with others' prompts` : ""));
+  if (stage.grammar_seconds) parts.push(`${seconds(stage.grammar_seconds)} of it for grammars`);
+  if (stage.ms) parts.push(`most steps up to ${most(stage.ms)} ms`);
   if (stage.output_tokens) parts.push(stage.output_tokens === 1 ? "1 token out" : `${count(stage.output_tokens)} tokens out`);
   if (stage.num_stages) parts.push(`${stage.num_stages} stages in one: ` + Object.entries(stage.stages).map(([name, spent]) => `${name} ${seconds(spent)}`).join(", "));
   return parts.join(" · ");
+}
+
+// The bucket that holds more than any other.
+function most(histogram) {
+  return Object.entries(histogram).reduce((best, bucket) => (bucket[1] > best[1] ? bucket : best))[0];
 }
 
 function chunks(stage) {
@@ -65,7 +78,7 @@ export function facts(journey) {
     fact("first byte", seconds(journey.first_byte_seconds)),
     fact("prompt", `${count(journey.prompt_tokens)} tokens, ${count(journey.cached_tokens)} cached`),
     fact("out", `${count(journey.output_tokens)} tokens`),
-    fact("preempted", `${journey.preemptions} ×`),
+    ...(journey.preemptions ? [fact("left its row", `${journey.preemptions} ×`)] : []),
     fact("ended by", journey.finish_reasons.filter(Boolean).join(", ") || "–"),
   );
 }

@@ -1,0 +1,138 @@
+// What a page or a row is, when it is pointed at or walked to, and the journey of a request in a dialog.
+// Knows nothing of the feed: it is handed the maps and asks the server by name.
+
+import { ask, count, element, find } from "./common.js";
+import { shorten } from "./drawing.js";
+import { facts, waterfall } from "./waterfall.js";
+import { write } from "./rows.js";
+
+const KINDS = ["free", "cached: nobody's now, kept for a prompt that begins alike", "shared"];
+const FIRST_OWNER = 3;
+const MAX_NAMED = 12;
+
+// ── journeys ──
+export const journeyButton = (id, text = id) =>
+  element("button", { type: "button", class: "plain", text: shorten(text, 22), title: id, "aria-label": `journey of ${text}`, onclick: () => openJourney(id) });
+
+let shown = 0;
+export async function openJourney(id) {
+  const turn = ++shown, dialog = find("journey");
+  write(find("journey-id"), id);
+  find("journey-body").replaceChildren(element("p", { class: "faint", text: "…" }));
+  if (!dialog.open) dialog.showModal();
+  // One that is under way goes on while it is looked at.
+  while (turn === shown && dialog.open) {
+    try {
+      const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
+      if (turn !== shown) return;
+      find("journey-body").replaceChildren(facts(journey), waterfall(journey));
+      for (const text of [journey.error, journey.note]) if (text) find("journey-body").append(element("p", { class: "faint", text }));
+      if (!["waiting", "running"].includes(journey.state)) return;
+    } catch (error) {
+      find("journey-body").replaceChildren(element("p", { text: error.message }));
+      return;
+    }
+    await new Promise((resume) => setTimeout(resume, 500));
+  }
+}
+
+// ── the maps ──
+export function touch({ map, batch, rows, redraw }) {
+  const ownerOf = (place) => rows().find((row) => row.owner === map.code(place));
+
+  function tellPlace(place) {
+    const [first, last] = map.pages(place), code = map.code(place);
+    const name = first === last ? `page ${first}` : `pages ${first} to ${last}`;
+    if (code < FIRST_OWNER) return `${name}: ${KINDS[code]}`;
+    const owner = ownerOf(place);
+    return `${name}: ` + (owner ? `of ${owner.name}` : "of one request");
+  }
+
+  const tellRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
+    `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} (${count(promptLen)} of the prompt), ${count(pages)} pages`;
+
+  let asked = 0;
+  async function namePlace(place, show) {
+    show(tellPlace(place));
+    if (map.per > 1 || map.code(place) < FIRST_OWNER - 1) return;
+    const turn = ++asked, page = map.pages(place)[0];
+    await new Promise((resume) => setTimeout(resume, 120)); // a pointer that passes asks nothing
+    if (turn !== asked) return;
+    try {
+      const { owners } = await (await ask(`/v1/live/pages/${page}`)).json();
+      const more = owners.length > MAX_NAMED ? ` and ${owners.length - MAX_NAMED} more` : "";
+      if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "of"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
+    } catch {
+      // What the map says has been shown.
+    }
+  }
+
+  function highlight(code) {
+    if (map.highlight === code) return;
+    map.highlight = batch.highlight = code;
+    redraw();
+  }
+
+  function hover(grid, canvas, show) {
+    const tip = find("tip");
+    const leave = () => {
+      asked++;
+      tip.classList.add("hidden");
+      delete tip.dataset.place;
+      highlight(0);
+    };
+    canvas.addEventListener("pointermove", (event) => {
+      const place = grid.at(event);
+      if (place < 0) return leave();
+      tip.classList.remove("hidden");
+      tip.style.left = `${Math.min(event.clientX + 14, innerWidth - Math.min(430, tip.offsetWidth + 20))}px`;
+      tip.style.top = `${Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)}px`;
+      if (tip.dataset.place === String(place)) return;
+      tip.dataset.place = place;
+      show(place, (text) => write(tip, text));
+    });
+    canvas.addEventListener("pointerleave", leave);
+    canvas.addEventListener("blur", leave);
+  }
+
+  function keys(grid, canvas, show, open) {
+    canvas.addEventListener("keydown", (event) => {
+      if (grid.move(event.key)) {
+        event.preventDefault();
+        show(grid.cursor);
+        redraw();
+      } else if (event.key === "Enter" && grid.cursor >= 0) open(grid.cursor);
+    });
+    canvas.addEventListener("focus", () => {
+      if (grid.cursor < 0 && grid.move("Home")) show(grid.cursor);
+      redraw();
+    });
+    canvas.addEventListener("click", (event) => {
+      const place = grid.at(event);
+      if (place >= 0) open(place);
+    });
+  }
+
+  const openPlace = (place) => {
+    const owner = ownerOf(place);
+    if (owner) openJourney(owner.request);
+  };
+  const openRow = (place) => rows()[place] && openJourney(rows()[place].request);
+  const mark = (code) => highlight(code >= FIRST_OWNER ? code : 0);
+  hover(map, map.canvas, (place, tell) => {
+    mark(map.code(place));
+    namePlace(place, tell);
+  });
+  hover(batch, batch.canvas, (place, tell) => {
+    mark(rows()[place].owner);
+    tell(tellRow(rows()[place]));
+  });
+  keys(map, map.canvas, (place) => {
+    mark(map.code(place));
+    namePlace(place, (text) => write(find("page-told"), text));
+  }, openPlace);
+  keys(batch, batch.canvas, (place) => {
+    mark(rows()[place].owner);
+    write(find("row-told"), tellRow(rows()[place]));
+  }, openRow);
+}

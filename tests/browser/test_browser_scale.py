@@ -1,0 +1,88 @@
+"""The cockpit over 10,000 pages and 1,000 requests: every page and every row is drawn, can be pointed at, and is what the feed says.
+The model is a clock (benchmarks.front_engine); all else is the real server. How long the browser works is printed, not judged."""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cockpit import ask_for_ever
+from benchmarks.front import SERVE
+from benchmarks.front_engine import MAX_MODEL_LEN, PAGES, STEP_MS, VOCAB_SIZE
+from benchmarks.gpu.made_up_tokenizer import write_tokenizer
+from benchmarks.gpu.serve import server
+from tests.browser.conftest import keep, until
+
+NUM_REQUESTS, NUM_PAGES = 1000, 10_000
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a server with so many requests that come and go."""
+    folder: Path = tmp_path_factory.mktemp("clock")
+    write_tokenizer(folder, VOCAB_SIZE)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCAB_SIZE}))
+    os.environ[STEP_MS], os.environ[PAGES] = "250", str(NUM_PAGES)
+    command = [sys.executable, "-m", "benchmarks.front", SERVE, str(folder), "--port", "0", "--load-format", "dummy"]
+    command += ["--max-num-seqs", str(NUM_REQUESTS), "--max-model-len", str(MAX_MODEL_LEN), "--api-processes", "1"]
+    with server(command) as (url, _):
+        host, port = url.removeprefix("http://").split("/")[0].split(":")
+        is_over = threading.Event()
+        thread = threading.Thread(target=lambda: asyncio.run(ask_all(host, int(port), is_over)))
+        thread.start()
+        yield url.removesuffix("/v1")
+        is_over.set()
+        thread.join()
+
+
+async def ask_all(host: str, port: int, is_over: threading.Event) -> None:
+    tasks = [asyncio.create_task(ask_for_ever(host, port, number)) for number in range(NUM_REQUESTS)]
+    await asyncio.to_thread(is_over.wait)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def last_place(page: Any) -> str:
+    """What is said of the map's last place: the first that a pointer meets from its lower right corner on, line by line."""
+    box = page.locator("#map").bounding_box()
+    for below in range(int(box["height"]) - 1, 0, -2):
+        for at in range(int(box["width"]) - 1, 0, -2):
+            page.mouse.move(box["x"] + at, box["y"] + below)
+            if page.is_visible("#tip"):
+                return str(page.inner_text("#tip"))
+    return ""
+
+
+def test_ten_thousand_pages_and_a_thousand_requests(browser: Any, crowd: str) -> None:
+    page = browser.new_page(viewport={"width": 1366, "height": 768})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(crowd + "/")
+    until(page, "/^(9[0-9][0-9]|1,000) of 1,000 rows/.test(document.getElementById('batch-told').textContent)")
+    counts = "['free', 'cached', 'shared', 'owned'].map(name => Number(document.getElementById(`count-${name}`).textContent.replace(/\\D/g, '')))"
+    assert sum(page.evaluate(counts)) == NUM_PAGES
+    page.click("#pause")
+    assert last_place(page).startswith(f"page {NUM_PAGES - 1}:")
+    page.focus("#batch")
+    page.keyboard.press("End")
+    assert "row " in page.inner_text("#row-told")
+    keep(page, "cockpit-10000-pages-1000-requests")
+    page.click("#pause")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+
+    def busy() -> float:
+        values = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+        return float(values["TaskDuration"])
+
+    before = busy()
+    page.wait_for_timeout(4000)
+    print(f"the page's main thread was busy for {(busy() - before) / 4:.0%} of the time")
+    assert errors == []
