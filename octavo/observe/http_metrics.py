@@ -8,8 +8,10 @@ BOUNDS = (0.1, 0.5, 1.0)
 HIGH_BOUNDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 )  # fmt: skip
-UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
-"""What watches the server asks these all day long; counted, they would drown the rest."""
+UNCOUNTED = frozenset(
+    {"/metrics", "/health", "/health/live", "/health/ready", "/health/progress", "/load", "/ping", "/version"}
+)
+"""What watches the server asks these all day long; counted or logged, they would drown the rest."""
 
 
 class HttpMetrics:

@@ -13,6 +13,7 @@ from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import EngineReport
+from octavo.observe.http_metrics import UNCOUNTED
 from octavo.observe.journeys import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
 from octavo.server.inside import Answer
@@ -106,6 +107,8 @@ class Service:
         task.add_done_callback(self._work.discard)
 
     def _log(self, told: Journey, journey: OpenJourney) -> None:
+        if journey.handler in UNCOUNTED and told.status < 400:
+            return
         line, fields = request_line(told, journey), request_fields(told, journey)
         if journey.prompts:
             longest = self.config.server.max_log_len

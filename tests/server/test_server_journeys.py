@@ -253,6 +253,7 @@ async def test_a_stream_that_nobody_reads_on_is_aborted(served: Any) -> None:
 class TestLog:
     async def lines(self, server: Served, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
         with caplog.at_level(logging.INFO, logger="octavo.server"):
+            await server.http.get("/metrics")  # asked all day long: no line
             body = ask("a secret", 5, stop="aaaa")
             await server.http.post(COMPLETIONS, json=body, headers={"x-request-id": "one"})
             async with asyncio.timeout(10):
@@ -264,6 +265,7 @@ class TestLog:
         self, served: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         (record,) = await self.lines(served(enable_log_requests=True), caplog)
+        assert "/metrics" not in caplog.text
         line, fields = record.getMessage(), record.fields  # type: ignore[attr-defined]
         assert line.startswith("one POST /v1/completions 200 ") and "8 → 4 tokens, stop" in line
         for word in ("first byte ", "prefill ", "decode ", "waited for step "):
