@@ -11,6 +11,8 @@ from octavo.observe.logs import stage_seconds, wait_seconds
 from octavo.observe.stages import Stage
 
 FLUSH_SECONDS = 2.0
+COLLECTORS_PATH = "v1/traces"
+"""Where a collector takes spans over HTTP."""
 OPERATIONS = {"chat": "chat", "messages": "chat", "responses": "chat", "completions": "text_completion",
               "embeddings": "embeddings"}  # fmt: skip
 
@@ -73,7 +75,7 @@ class Traces:
 def traces_url(endpoint: str) -> str:
     """A collector's address means its usual path; a path of one's own is left as it is."""
     parts = urlsplit(endpoint)
-    return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path="/v1/traces"))
+    return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=COLLECTORS_PATH))
 
 
 def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server
 
 def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Server) -> None:
     page = open_page("/")
-    page.wait_for_selector("#ended button[title=shown-1]")
+    page.wait_for_selector("#ended button[title=darker-1]")
     threads = load(server, 3, 200, "orphan")
     until(page, "document.getElementById('batch-told').textContent.startsWith('3 of')")
     terminal = Terminal("top", "--url", server.base, size=(60, 30), environment={"OCTAVO_API_KEY": KEY})
@@ -183,7 +183,7 @@ def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Serv
     for thread in threads:
         thread.join()
     page.wait_for_selector("#ended button[title=orphan-0]")
-    assert page.locator("#ended button[title=shown-1]").count() == 1, "kept over the engine's death, and not twice"
+    assert page.locator("#ended button[title=darker-1]").count() == 1, "kept over the engine's death, and not twice"
     page.click("#ended button[title=orphan-0]")
     page.wait_for_selector("#journey [data-stage=restart]")
     assert "an engine ended on its way" in page.inner_text("#journey-body")

@@ -101,7 +101,10 @@ export function touch({ map, batch, rows, redraw }) {
         event.preventDefault();
         show(grid.cursor);
         redraw();
-      } else if (event.key === "Enter" && grid.cursor >= 0) open(grid.cursor);
+      } else if (event.key === "Enter" && grid.cursor >= 0) {
+        event.preventDefault(); // else it would press the button that has the focus next: the dialog's Close
+        open(grid.cursor);
+      }
     });
     canvas.addEventListener("focus", () => {
       if (grid.cursor < 0 && grid.move("Home")) show(grid.cursor);
