@@ -21,7 +21,7 @@ const STAGES = [
   ["stream", "⑧ stream", "Requests that end, and how long it takes to write the last bytes"],
 ];
 const REASONS = { grammar: "its grammar to be compiled", rows: "a free row", pages: "free pages", budget: "room in the step's tokens", order: "those before it", step: "the end of the step" };
-const LANES = { new: "new", preempted: "back, after pages ran out" };
+const LANES = { new: "new", preempted: "back, after pages ran out", grammar: "until their grammars are compiled" };
 
 const map = new PageMap(find("map")), batch = new Batch(find("batch"));
 const past = new Past();
