@@ -10,8 +10,8 @@ from typing import Any
 from octavo.messages import EngineReport, SamplingParams
 
 _SEED = 20
-# Around pages of 16 and tiles of 64, and one that begins with the next page.
-_PROMPT_LENS = (1, 2, 15, 16, 17, 33, 64, 65, 90, 120)
+# Around pages of 16 and tiles of 64; one beyond 256, where a GPU's attention is split.
+_PROMPT_LENS = (1, 2, 15, 16, 300, 33, 64, 65, 17, 90)
 _STEM_LEN = 48  # what some prompts begin with
 _NUM_TOKENS = 24  # of every answer
 _BATCHES = (2, 17, 64)
