@@ -136,6 +136,7 @@ class Answered(msgspec.Struct, frozen=True, tag=True, gc=False):
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
+    at: float = 0.0  # when it was over, CLOCK_MONOTONIC
     is_old: bool = False  # an engine before this one was told so too, and counted it
 
 

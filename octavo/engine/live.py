@@ -1,7 +1,7 @@
 """The engine at this moment, looked at between two steps: rows, queue, pages, and what ended since the last look.
 Knows nothing of who asks; nothing here runs while nobody does."""
 
-from collections import deque
+from bisect import insort
 from itertools import islice
 
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
@@ -26,24 +26,25 @@ class Endings:
 
     def __init__(self) -> None:
         self.number = 0
-        self._kept: deque[LiveEnd] = deque(maxlen=MAX_ENDED)
+        self._kept: list[LiveEnd] = []  # oldest first
 
-    def answered(self, answered: Answered, now: float) -> None:
-        if answered.stages:
-            self.number += 1
-            self._kept.append(
-                LiveEnd(
-                    self.number,
-                    answered.ids[0],
-                    answered.status,
-                    answered.seconds,
-                    answered.stages,
-                    answered.prompt_tokens,
-                    answered.output_tokens,
-                    answered.preemptions,
-                    0.0 if answered.is_old else now,
-                )
-            )
+    def answered(self, answered: Answered) -> None:
+        if not answered.stages:
+            return
+        self.number += 1
+        end = LiveEnd(
+            self.number,
+            answered.ids[0],
+            answered.status,
+            answered.seconds,
+            answered.stages,
+            answered.prompt_tokens,
+            answered.output_tokens,
+            answered.preemptions,
+            answered.at,
+        )
+        insort(self._kept, end, key=lambda kept: kept.at)  # API processes tell one after another what was before
+        del self._kept[:-MAX_ENDED]
 
     def since(self, number: int) -> list[LiveEnd]:
         return [end for end in self._kept if end.number > number]

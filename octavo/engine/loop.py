@@ -138,9 +138,9 @@ class EngineLoop:
         """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
         if not answered.is_old:
             self.metrics.answered(answered)
-        self._endings.answered(answered, self._clock())
+        self._endings.answered(answered)
         if answered.journey:
-            self._ring.keep(answered.ids, answered.journey)
+            self._ring.keep(answered.ids, answered.journey, answered.at, answered.is_old)
 
     def control(self, control: Control) -> str:
         """Every verb that is not a request, in one place. Called between two steps."""

@@ -294,16 +294,19 @@ class JourneyRing:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[int, tuple[list[str], bytes]] = OrderedDict()  # oldest first
+        self._kept: OrderedDict[int, tuple[list[str], bytes, float]] = OrderedDict()  # oldest first
+        self._is_mixed = False  # what an engine before this one knew came in by API process, and was not put in order
         self._by_id: dict[str, int] = {}  # the latest under that name
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, ids: list[str], journey: bytes) -> None:
+    def keep(self, ids: list[str], journey: bytes, at: float = 0.0, is_old: bool = False) -> None:
+        """`at`: when it was over. `is_old`: it may be older than what is kept."""
         number, self._next = self._next, self._next + 1
-        self._kept[number] = (ids, journey)
+        self._kept[number] = (ids, journey, at)
+        self._is_mixed |= is_old
         self._num_bytes += len(journey) + ENTRY_BYTES
         for id in ids:
             self._by_id[id] = number
@@ -318,7 +321,10 @@ class JourneyRing:
         """Latest first. `state` empty: whatever it is."""
         mark = b'"state":"%s"' % state.encode()
         found: list[bytes] = []
-        for _, journey in reversed(self._kept.values()):
+        if self._is_mixed:
+            self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1][2]))
+            self._is_mixed = False
+        for _, journey, _ in reversed(self._kept.values()):
             if len(found) == limit:
                 break
             if not state or mark in journey:
@@ -326,7 +332,7 @@ class JourneyRing:
         return found
 
     def _drop_oldest(self) -> None:
-        number, (ids, journey) = self._kept.popitem(last=False)
+        number, (ids, journey, _) = self._kept.popitem(last=False)
         self._num_bytes -= len(journey) + ENTRY_BYTES
         for id in ids:
             if self._by_id.get(id) == number:

@@ -46,7 +46,7 @@ class LiveEnd(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
-    at: float = 0.0  # when; 0: before this engine
+    at: float = 0.0  # when, CLOCK_MONOTONIC as `time` of the state
 
 
 class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):

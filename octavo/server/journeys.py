@@ -127,6 +127,7 @@ class Journeys:
             told.prompt_tokens,
             told.output_tokens,
             told.preemptions,
+            journey.ended,
         )
         self._engine.answered(answered)
         if answered.journey:

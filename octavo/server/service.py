@@ -4,6 +4,7 @@ Knows nothing of HTTP, JSON or any endpoint."""
 import asyncio
 import functools
 import logging
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -40,7 +41,8 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.created = int(time.time())
-        kept = int(config.server.journey_bytes) if engine.can_be_replaced else 0
+        num_processes = config.server.num_api_processes(os.cpu_count() or 1)  # they share what an engine keeps
+        kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.live = LiveFeed(engine)
         endpoint = config.server.otlp_traces_endpoint

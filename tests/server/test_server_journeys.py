@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.observe.journeys import JourneyRing
 from octavo.server import journeys as journeys_module
 from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
@@ -182,6 +183,14 @@ async def test_the_ring_keeps_the_latest_within_its_bytes(served: Any) -> None:
     assert listed == [f"r{number}" for number in range(19, 19 - len(listed), -1)]
     assert (await server.http.get("/v1/requests/r0")).status_code == 404
     assert await server.listed(limit="1") == ["r19"]
+
+
+def test_what_api_processes_tell_a_new_engine_one_after_another_is_in_order_again() -> None:
+    ring = JourneyRing(10_000)
+    for name, at in (("a", 1.0), ("c", 3.0), ("b", 2.0), ("d", 4.0)):  # two of one process, then two of another
+        ring.keep([name], name.encode(), at, is_old=True)
+    ring.keep(["e"], b"e", 5.0)
+    assert ring.latest("", 9) == [b"e", b"d", b"c", b"b", b"a"] and ring.find("b") == b"b"
 
 
 async def test_an_engine_that_says_nothing_is_no_reason_to_wait(serve: Serve) -> None:
