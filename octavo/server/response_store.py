@@ -2,7 +2,7 @@
 Knows nothing of what a response says: it keeps encoded text, whose size is the memory it takes."""
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -88,7 +88,7 @@ class ResponseStore:
         return next((item for item in items if item.id == item_id), None)
 
 
-Verb = Literal["get", "delete", "item"]
+Verb = Literal["get", "delete", "item", "cancel"]
 
 
 class _Wanted(msgspec.Struct, frozen=True):
@@ -102,8 +102,17 @@ class KeptResponses:
 
     KIND = "responses"  # of a question to another API process
 
-    def __init__(self, store: ResponseStore, siblings: Siblings) -> None:
+    def __init__(
+        self,
+        store: ResponseStore,
+        siblings: Siblings,
+        cancel: Callable[[str, bytes], bytes | None] = lambda response_id, owner: None,
+        end: Callable[[str, bytes], bool] = lambda response_id, owner: False,
+    ) -> None:
+        """Of responses that this process still makes, or whose stream it has: `cancel` → what there is of it; `end`: whether
+        there was one."""
         self.own = store
+        self._cancel, self._end = cancel, end
         self._siblings = siblings
         siblings.answer(self.KIND, self._answer)
 
@@ -113,6 +122,10 @@ class KeptResponses:
 
     async def delete(self, response_id: str, owner: bytes) -> bool:
         return await self._find("delete", response_id, owner) is not None
+
+    async def cancel(self, response_id: str, owner: bytes) -> bytes | None:
+        """What there is of a response that was being made. None: none was."""
+        return await self._find("cancel", response_id, owner)
 
     async def item(self, item_id: str, owner: bytes) -> Item | None:
         found = await self._find("item", item_id, owner)
@@ -131,8 +144,11 @@ class KeptResponses:
                 found: StoredResponse | Item | None = self.own.get(wanted.id, wanted.owner)
             case "item":
                 found = self.own.item(wanted.id, wanted.owner)
+            case "cancel":
+                return self._cancel(wanted.id, wanted.owner)
             case "delete":
-                return b"" if self.own.delete(wanted.id, wanted.owner) else None
+                was_kept, was_streamed = self.own.delete(wanted.id, wanted.owner), self._end(wanted.id, wanted.owner)
+                return b"" if was_kept or was_streamed else None
         return None if found is None else msgspec.msgpack.encode(found)
 
     def _answer(self, question: bytes) -> AsyncGenerator[bytes, None] | None:

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from octavo.server.logprobs import TokenLogprob
 
 Status = Literal["in_progress", "completed", "incomplete"]
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 # ── parts of a message ──────────────────────────────────────────────────────────────────────────────

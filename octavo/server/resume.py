@@ -69,9 +69,9 @@ class StreamLog:
     def check(self, start: int) -> None:
         """Raises InvalidRequest unless it can be read from event `start` on."""
         if start < self._first:
-            raise InvalidRequest(f"from is {start}; events before {self._first} are not kept any more", param="from")
+            raise InvalidRequest(f"event {start}: those before {self._first} are not kept any more", param="from")
         if start > self.num_events:
-            raise InvalidRequest(f"from is {start}; the stream has come to event {self.num_events - 1}", param="from")
+            raise InvalidRequest(f"event {start}: the stream has come to event {self.num_events - 1}", param="from")
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
         """Events from `start` on, as they come. Leaving early leaves the rest to whoever reads next."""
@@ -147,6 +147,13 @@ class StreamLogs:
         """None: there is none, or it is somebody else's."""
         log = self._logs.get(stream_id)
         return log if log is not None and log.owner == owner else None
+
+    def end(self, stream_id: str, owner: bytes) -> bool:
+        """Nobody can read it any more, and what still makes it ends. False: there is none."""
+        log = self.find(stream_id, owner)
+        if log is not None:
+            self._drop(log)
+        return log is not None
 
     def missing(self) -> NotFound:
         return NotFound(

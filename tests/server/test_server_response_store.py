@@ -1,5 +1,6 @@
 """Responses that are kept: continued, retrieved, listed, deleted, and bounded in number and in bytes."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -43,10 +44,18 @@ async def test_retrieve_and_delete(serve: Serve) -> None:
     assert (await client.get(path, params={"include": "message.output_text.logprobs"})).status_code == 200
     error_of(await client.get(path, params={"stream": "true"}), 404)
     assert error_of(await client.get(path, params={"odd": "true"}), 400)["param"] == "odd"
-    bad = {"stream": "true", "starting_after": "x"}
-    assert error_of(await client.get(path, params=bad), 400)["param"] == "starting_after"
+    for bad, param in (
+        ({"stream": "true", "starting_after": "x"}, "starting_after"),
+        ({"starting_after": "1"}, "starting_after"),
+        ({"stream": "0", "starting_after": "1"}, "starting_after"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": ""}, "stream"),
+        ({"stream": "true", "include_obfuscation": "true"}, "include_obfuscation"),
+    ):
+        assert error_of(await client.get(path, params=bad), 400)["param"] == param
+    assert (await client.get(path, params={"stream": "False", "include_obfuscation": "false"})).json() == response
     error = error_of(await client.post(path + "/cancel"), 400)
-    assert "background" in error["message"]
+    assert "is finished" in error["message"]
     assert (await client.delete(path)).json() == {"id": response["id"], "object": "response", "deleted": True}
     for call in (
         client.get(path),
@@ -187,6 +196,57 @@ class TestResuming:
         assert (await client.get(f"{URL}/{response_id}")).json() == told[-1]["response"]
         whole = (await client.get(f"/v1/stream/{response_id}")).content
         assert typed_events(re.sub(rb"id: \d+\n", b"", whole)) == told
+
+    @pytest.mark.parametrize("spelled", ["true", "1", "True"])
+    async def test_where_to_read_on(self, serve: Serve, spelled: str) -> None:
+        client = serve(ScriptedEngine(says("ab")))
+        whole = await client.post(URL, content=self.BODY)
+        path = f"{URL}/{whole.headers['x-stream-id']}"
+        assert (await client.get(path, params={"stream": spelled})).content == whole.content
+        last = whole.content.count(b"\n\n") - 1
+        done = await client.get(path, params={"stream": spelled, "starting_after": str(last - 1)})
+        assert done.content == b"id: %d\ndata: [DONE]\n\n" % last
+        beyond = await client.get(path, params={"stream": spelled, "starting_after": "99"})
+        error = error_of(beyond, 400)
+        assert error["param"] == "starting_after" and f"has come to event {last}" in error["message"]
+
+    @pytest.mark.parametrize("num_processes", [1, 2])
+    async def test_one_that_is_made_without_its_client_is_cancelled_or_deleted(
+        self, serve: Serve, tmp_path: Path, num_processes: int
+    ) -> None:
+        """Through any process; either ends its making. What was cancelled is kept as far as it came."""
+        engine = ScriptedEngine(lambda request: [[TokenDelta(request.id, 0, [ord("a")])]] * 50)
+        clients = [serve(engine), serve()][:num_processes]
+        apps = [client.app for client in clients]  # type: ignore[attr-defined]
+        for number, app in enumerate(apps):
+            await app.state.service.siblings.open(tmp_path, number)
+        for verb in ("cancel", "delete"):
+            call = AsgiCall(apps[0], "POST", URL, self.BODY)
+            await call.until(lambda call: len(call.sent) >= 5)
+            call.leave()
+            await call.done()
+            path = f"{URL}/{call.headers['x-stream-id']}"
+            if verb == "delete":
+                assert (await clients[-1].delete(path)).json()["deleted"] is True
+                error_of(await clients[-1].get(path), 404)
+            else:
+                response = (await clients[-1].post(f"{path}/cancel")).json()
+                assert response["status"] == "cancelled" and response["output"][0]["status"] == "incomplete"
+                assert set(response["output"][0]["content"][0]["text"]) == {"a"}
+                assert (await clients[0].get(path)).json() == response
+                assert "is finished" in error_of(await clients[-1].post(f"{path}/cancel"), 400)["message"]
+            async with asyncio.timeout(10):
+                while len(engine.aborts) < 1 + (verb == "delete"):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            error_of(await clients[-1].get(path, params={"stream": "true"}), 404)
+        for app in apps:
+            app.state.service.siblings.close()
+
+    async def test_what_is_deleted_cannot_be_read_as_a_stream(self, serve: Serve) -> None:
+        client = serve()
+        path = f"{URL}/{(await client.post(URL, content=self.BODY)).headers['x-stream-id']}"
+        assert (await client.delete(path)).status_code == 200
+        error_of(await client.get(path, params={"stream": "true"}), 404)
 
     async def test_a_failure_is_kept_too(self, serve: Serve) -> None:
         def fails(request: GenerateRequest) -> list[list[TokenDelta]]:

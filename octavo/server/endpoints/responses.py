@@ -4,6 +4,7 @@ Knows nothing of the engine beyond Turn, of items beyond response_items.py, or o
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -57,7 +58,17 @@ def router(service: Service) -> APIRouter:
     router = APIRouter()
     server = service.config.server
     own = ResponseStore(server.max_stored_responses, int(server.max_stored_response_bytes))
-    kept = KeptResponses(own, service.siblings)
+    being_made: WeakValueDictionary[str, _Answer] = WeakValueDictionary()
+
+    def cancel_here(response_id: str, owner: bytes) -> bytes | None:
+        """One whose stream goes on without its client: whoever wants another to end closes its connection."""
+        log, answer = service.logs.find(response_id, owner), being_made.get(response_id)
+        if log is None or log.is_ended or answer is None:
+            return None
+        service.logs.end(response_id, owner)
+        return msgspec.json.encode(answer.cancelled())
+
+    kept = KeptResponses(own, service.siblings, cancel_here, service.logs.end)
 
     @router.post("/v1/responses")
     async def create(request: Request) -> HttpResponse:
@@ -78,6 +89,7 @@ def router(service: Service) -> APIRouter:
                 arrived=arrived,
             )
         answer = _Answer(service, own, fields, question, turn, response_id, owner, is_inside(request.scope))
+        being_made[response_id] = answer
         ignored = ignored_fields(fields, question.fields, NAMES)
         if fields.stream:
             return stream_answer(
@@ -101,9 +113,13 @@ def router(service: Service) -> APIRouter:
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
         _check_query(request, {"include", "include[]", "stream", "starting_after", "include_obfuscation"})
-        if request.query_params.get("stream") == "true":
-            wanted = Wanted(response_id, owner_of(request), _first_number(request))
-            return EventStream(service, await find_stream(service, wanted))
+        if (first := _first_event(request)) is not None:
+            wanted = Wanted(response_id, owner_of(request), first)
+            try:
+                return EventStream(service, await find_stream(service, wanted))
+            except InvalidRequest as error:
+                error.param = "starting_after"
+                raise
         return HttpResponse((await _found(kept, response_id, request)).body, media_type="application/json")
 
     @router.delete("/v1/responses/{response_id}")
@@ -114,10 +130,12 @@ def router(service: Service) -> APIRouter:
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: Request) -> HttpResponse:
+        if (cancelled := await kept.cancel(response_id, owner_of(request))) is not None:
+            return HttpResponse(cancelled, media_type="application/json")
         await _found(kept, response_id, request)
         raise InvalidRequest(
-            f"response {response_id[:100]!r} is finished: only background responses can be cancelled, and those are not "
-            "offered; closing the connection ends one that runs"
+            f"response {response_id[:100]!r} is finished: a response can be cancelled while it is made, and where its stream "
+            "can be resumed; closing the connection ends any other"
         )
 
     @router.get("/v1/responses/{response_id}/input_items")
@@ -148,18 +166,32 @@ def _check_query(request: Request, known: set[str]) -> None:
     for name, value in request.query_params.multi_items():
         if name not in known:
             raise Unsupported(f"the query's {name[:60]} is not supported here", param=name[:60])
-        if name.startswith("include") and value not in INCLUDABLE:
+        if name in ("include", "include[]") and value not in INCLUDABLE:
             raise InvalidRequest(f"include: {value[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
 
 
-def _first_number(request: Request) -> int:
-    """Of a stream that is read on. A stream's events are numbered as it is kept: by sequence_number."""
-    after = request.query_params.get("starting_after")
+def _first_event(request: Request) -> int | None:
+    """Of a stream that is read on: events are numbered as it is kept, by sequence_number. None: the response is wanted whole."""
+    after, is_stream = request.query_params.get("starting_after"), _switch(request, "stream")
+    if _switch(request, "include_obfuscation"):
+        raise Unsupported("include_obfuscation: streams are sent as they are", param="include_obfuscation")
+    if after is not None and not is_stream:
+        raise InvalidRequest("starting_after is only for streams: set stream to true", param="starting_after")
     if after is not None and not (after.isascii() and after.isdigit() and len(after) <= MAX_NUMBER_LEN):
         raise InvalidRequest(
             f"starting_after must be the number of an event, got {after[:60]!r}", param="starting_after"
         )
+    if not is_stream:
+        return None
     return 0 if after is None else int(after) + 1
+
+
+def _switch(request: Request, name: str) -> bool:
+    """OpenAI's clients write true and false; people write 1 and 0 too, or True."""
+    value = request.query_params.get(name, "false").lower()
+    if value not in ("true", "1", "false", "0"):
+        raise InvalidRequest(f"{name} must be true or false, got {value[:60]!r}", param=name)
+    return value in ("true", "1")
 
 
 def _page(items: list[types.Item], request: Request) -> types.ItemList:
@@ -314,6 +346,13 @@ class _Answer:
         )
         return typed_event(types.Failed(self._output.next_number(), response)) + DONE
 
+    def cancelled(self) -> types.Response:
+        """What there is of it. It is kept, where it would have been."""
+        response = msgspec.structs.replace(
+            self._begun, status="cancelled", output=self._output.items_so_far, usage=self._usage()
+        )
+        return self._kept(response)
+
     def _finish(self) -> types.Response:
         is_cut = self._turn.is_cut
         self._output.finish(is_cut)
@@ -325,14 +364,16 @@ class _Answer:
             output=self._output.items,
             usage=self._usage(),
         )
-        if self._store is None or self._keep(self._store, response):
-            return response
-        return msgspec.structs.replace(response, store=False)  # there is no room for it
+        return self._kept(response)
 
-    def _keep(self, store: ResponseStore, response: types.Response) -> bool:
+    def _kept(self, response: types.Response) -> types.Response:
+        if self._store is None:
+            return response
         items = msgspec.json.encode([*self._question.items, *response.output])
         stored = StoredResponse(response.id, self._owner, msgspec.json.encode(response), items, len(response.output))
-        return store.put(stored, [item.id for item in response.output], is_spare=self._is_of_batch)
+        if self._store.put(stored, [item.id for item in response.output], is_spare=self._is_of_batch):
+            return response
+        return msgspec.structs.replace(response, store=False)  # there is no room for it
 
     def _usage(self) -> types.ResponseUsage:
         used = self._turn.usage
