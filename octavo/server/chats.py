@@ -3,7 +3,7 @@ Knows nothing of any dialect's fields; engines and streams are for others."""
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from octavo.errors import InvalidRequest, Unsupported
@@ -60,10 +60,13 @@ class Chat:
         calls = formats.tools if self.offered else None
         if self.choice.is_enforced:
             calls, is_constrained = self.required_format(text), True
+        thinking = formats.thinking
+        if thinking is not None and self.ending == "open":  # what goes on is beyond the place for unsaid reasoning
+            thinking = replace(thinking, opens_unsaid=False)
         return AnswerShape(
             tool_format=calls,
             tools=schemas_by_name(self.offered),
-            think_format=None if is_constrained else formats.thinking,
+            think_format=None if is_constrained else thinking,
             is_parallel=self.choice.parallel,
             is_calls_alone=self.choice.is_enforced,
             include_reasoning=include_reasoning,

@@ -17,9 +17,10 @@ def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[s
     names: dict[str, str] = {}  # of tools, by the ids of their calls
     for at, message in enumerate(messages):
         told += _message(message, f"messages[{at}]", names)
-    if told[-1]["role"] == "assistant":
-        raise Unsupported(
-            "messages ends with the assistant's own words: continuing them is not supported here, end with a user's message",
+    last = told[-1]
+    if last["role"] == "assistant" and (last.get("tool_calls") or not last["content"]):
+        raise InvalidRequest(
+            "messages ends with the assistant's message: it is gone on with, so it must end with text and call no tool",
             param="messages",
         )
     return told

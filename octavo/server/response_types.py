@@ -106,7 +106,8 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens"] | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET  # ours: what ended it where OpenAI has no word for it
 
 
 class ResponseError(msgspec.Struct, frozen=True):

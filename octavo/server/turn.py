@@ -97,8 +97,12 @@ class Turn:
 
     @property
     def is_cut(self) -> bool:
-        """A limit ended it, not the model."""
+        """Not the model ended it: a limit did, or that it went round in circles."""
         return self.finish_reason not in ("stop", "tool_calls")
+
+    @property
+    def has_looped(self) -> bool:
+        return self.finish_reason == "repetition"
 
     @property
     def filled_context(self) -> bool:

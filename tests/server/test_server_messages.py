@@ -1,6 +1,8 @@
 """POST /v1/messages: Anthropic's blocks, events, usage and errors; what is refused and under which name."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,13 +12,17 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from octavo.messages import Finish, GenerateRequest, TokenDelta
-from tests.doubles import AsgiCall, ScriptedEngine, never_ends, says
+from octavo.text import load_text
+from tests.doubles import AsgiCall, ScriptedEngine, never_ends, says, write_byte_tokenizer
 from tests.server.conftest import Serve
 from tests.server.test_server_responses import prompt
 
 URL = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HI: dict[str, Any] = {"max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+BEGUN = [*HI["messages"], {"role": "assistant", "content": "one, two, "}]
+CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
 _EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
@@ -114,6 +120,32 @@ class TestWhole:
         assert (
             message["stop_reason"] == "model_context_window_exceeded" and engine.requests[0].params.max_tokens == room
         )
+
+    async def test_an_answer_that_went_round_in_circles(self, serve: Serve) -> None:
+        message = message_of(await serve(ScriptedEngine(says("abab", reason="repetition"))).post(URL, json=HI))
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "repetition_detected")
+
+    @pytest.mark.parametrize("content", ["one, two, ", [{"type": "text", "text": "one, two, "}]])
+    async def test_the_assistants_own_words_are_gone_on_with(self, serve: Serve, content: object) -> None:
+        """Whole, streamed and counted; by a model that would otherwise think first, too."""
+        with tempfile.TemporaryDirectory() as folder:
+            write_byte_tokenizer(Path(folder))
+            text = load_text(Path(folder), reasoning_parser="deepseek_r1")
+        engine = ScriptedEngine(says("three"))
+        client = serve(engine, text)
+        body = {**HI, "messages": [*HI["messages"], {"role": "assistant", "content": content}]}
+        message = message_of(await client.post(URL, json=body))
+        assert message["content"] == [{"type": "text", "text": "three", "citations": None}], (
+            "and not what was said before"
+        )
+        ids = prompt("user: hi")
+        assert engine.requests[0].prompt_ids == [*ids, *b"one, two, "]
+        streamed = events_of((await client.post(URL, json={**body, "stream": True})).content)
+        assert (
+            blocks_of(streamed) == message["content"] and engine.requests[1].prompt_ids == engine.requests[0].prompt_ids
+        )
+        count = await client.post(COUNT, json={"messages": body["messages"]})
+        assert count.json() == {"input_tokens": len(ids) + 10}
 
     async def test_an_answer_without_a_word(self, serve: Serve) -> None:
         message = message_of(await serve(ScriptedEngine(says(""))).post(URL, json=HI))
@@ -219,7 +251,11 @@ class TestErrors:
             ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type 'image' is not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-            ({"messages": [*HI["messages"], {"role": "assistant", "content": "a"}]}, "end with a user's message"),
+            ({"messages": [*HI["messages"], {"role": "assistant", "content": ""}]}, "it must end with text"),
+            ({"messages": [*HI["messages"], {"role": "assistant", "content": [CALL]}]}, "call no tool"),
+            ({"messages": BEGUN, "thinking": {"type": "enabled"}}, "thinking can not be had with that"),
+            ({"messages": BEGUN, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format can not"),
+            ({"messages": BEGUN, "tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice can not"),
             ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "names no tool_use"),
             ({"messages": [{"role": "user", "content": "x" * 300}]}, "messages has"),
             ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type 'web_search_20250305'"),

@@ -55,6 +55,13 @@ class TestWhole:
         assert response["incomplete_details"] == {"reason": "max_output_tokens"}
         assert response["output"][0]["status"] == "incomplete"
 
+    async def test_cut_because_it_went_round_in_circles(self, serve: Serve) -> None:
+        """OpenAI has no word for it: ours is beside the place for theirs."""
+        client = serve(ScriptedEngine(says("abab", reason="repetition")))
+        response = check_response((await client.post(URL, json={"input": "hi"})).json())
+        assert response["status"] == "incomplete" and response["output"][0]["status"] == "incomplete"
+        assert response["incomplete_details"] == {"stop_reason": "repetition_detected"}
+
     async def test_an_answer_without_a_word(self, serve: Serve) -> None:
         response = check_response((await serve(ScriptedEngine(says(""))).post(URL, json={"input": "hi"})).json())
         assert response["output"][0]["content"][0]["text"] == "" and response["status"] == "completed"

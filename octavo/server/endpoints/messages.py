@@ -53,6 +53,7 @@ NAMES = (
     ("function.parameters", "input_schema"),
     (".function", ""),
     ("reasoning_effort", "output_config.effort"),
+    ("continue_final_message", "messages"),
 )
 """A chat's names and these, for what is refused."""
 
@@ -205,6 +206,9 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatReques
             "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
             "include_reasoning": is_wanted,
         }
+    if values["messages"][-1]["role"] == "assistant":
+        _check_prefill(fields, choice)
+        values["continue_final_message"] = True
     if isinstance(fields, MessagesRequest):
         if fields.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {fields.max_tokens}", param="max_tokens")
@@ -215,6 +219,19 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatReques
     with named(NAMES):
         asked = make_fields(chat.ChatRequest, values)
         return asked, await chat.parse(service, asked)
+
+
+def _check_prefill(fields: CountRequest, choice: object) -> None:
+    """An answer that goes on from the assistant's words begins in the middle: nothing else may say how it begins."""
+    is_thinking = fields.thinking is not None and fields.thinking.type != "disabled"
+    is_formed = fields.output_config is not None and fields.output_config.format is not None
+    is_call = choice not in (None, "auto", "none")
+    for is_so, param in ((is_thinking, "thinking"), (is_formed, "output_config.format"), (is_call, "tool_choice")):
+        if is_so:
+            raise InvalidRequest(
+                f"messages ends with the assistant's own words, to be gone on with: {param} can not be had with that",
+                param=param,
+            )
 
 
 def _response_format(format: dict[str, Any]) -> dict[str, Any]:
@@ -265,7 +282,7 @@ class _Answer:
 
     def _end(self) -> output.End:
         turn = self._turn
-        if turn.is_cut:
+        if turn.is_cut and not turn.has_looped:
             return output.End("model_context_window_exceeded" if turn.filled_context else "max_tokens", None)
         if turn.finish_reason == "tool_calls":
             return output.End("tool_use", None)

@@ -360,11 +360,16 @@ class _Answer:
             self._begun,
             status="incomplete" if is_cut else "completed",
             completed_at=None if is_cut else int(time.time()),
-            incomplete_details=types.IncompleteDetails("max_output_tokens") if is_cut else None,
+            incomplete_details=self._incomplete_details() if is_cut else None,
             output=self._output.items,
             usage=self._usage(),
         )
         return self._kept(response)
+
+    def _incomplete_details(self) -> types.IncompleteDetails:
+        if self._turn.has_looped:
+            return types.IncompleteDetails(stop_reason=str(self._turn.stop_reason))
+        return types.IncompleteDetails("max_output_tokens")
 
     def _kept(self, response: types.Response) -> types.Response:
         if self._store is None:
