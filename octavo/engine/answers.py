@@ -1,7 +1,7 @@
 """What became of prompts that were handed over offline, collected from their deltas.
 Knows nothing of the loop that makes them."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from octavo.engine.failures import failure_of
 from octavo.engine.searches import likeliest
@@ -109,8 +109,7 @@ class Answer:
             if choice.logprobs and choice.cumulative_logprob is None:
                 choice.cumulative_logprob = sum(entry.logprobs[0] for entry in choice.logprobs)
         if len(outputs) > wanted.n:
-            best = likeliest([choice.logprobs for choice in outputs], wanted.n)
-            self.output.outputs = [replace(outputs[at], index=index) for index, at in enumerate(best)]
+            self.output.outputs = likeliest(outputs, wanted.n)
         if wanted.logprobs is None:
             for choice in self.output.outputs:
                 choice.logprobs = []

@@ -2,6 +2,8 @@
 Knows nothing of HTTP, of text, or of how a step is planned."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -56,7 +58,20 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def likeliest(choices: Sequence[Sequence[Logprobs]], count: int) -> list[int]:
-    """Which of the choices have the highest logprob per token, the best first, as OpenAI's best_of has it. Of equals the first."""
-    means = [sum(entry.logprobs[0] for entry in entries) / max(1, len(entries)) for entries in choices]
-    return sorted(range(len(choices)), key=lambda at: -means[at])[:count]
+class Choice(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    index: int
+    logprobs: list[Logprobs]  # of each token
+
+
+Some = TypeVar("Some", bound=Choice)
+
+
+def likeliest(choices: Sequence[Some], count: int, first_index: int = 0) -> list[Some]:
+    """Those with the highest logprob per token, the best first, as OpenAI's best_of has it, and numbered so. Of equals the
+    first."""
+    means = [sum(entry.logprobs[0] for entry in choice.logprobs) / max(1, len(choice.logprobs)) for choice in choices]
+    best = sorted(range(len(choices)), key=lambda at: -means[at])[:count]
+    return [replace(choices[at], index=first_index + place) for place, at in enumerate(best)]

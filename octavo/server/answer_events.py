@@ -6,7 +6,7 @@ A whole answer is made of the events of the streamed one, so the two cannot diff
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -150,10 +150,7 @@ class Answers:
             async for pieces in steps:
                 for piece in pieces:
                     answers[piece.index].add(piece)
-        if self._num_kept is None:
-            return answers
-        best = likeliest([answer.logprobs for answer in answers], self._num_kept)
-        return [replace(answers[at], index=index) for index, at in enumerate(best)]
+        return answers if self._num_kept is None else likeliest(answers, self._num_kept)
 
 
 class _Reader:

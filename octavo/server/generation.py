@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -133,9 +133,7 @@ class Generation:
         kept: list[Whole] = []
         num_each = self.num_choices // len(self._requests)  # the same for every prompt
         for start in range(0, len(choices), num_each):
-            every = choices[start : start + num_each]
-            for at in likeliest([choice.logprobs for choice in every], num_kept):
-                kept.append(replace(every[at], index=len(kept)))
+            kept += likeliest(choices[start : start + num_each], num_kept, len(kept))
         return kept
 
     def pieces(self) -> AsyncGenerator[list[Piece], None]:
