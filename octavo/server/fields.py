@@ -28,6 +28,11 @@ log = logging.getLogger("octavo.server")
 MAX_STOPS = 64
 MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
+    16,
+    64,
+    512,
+)  # entries, characters: OpenAI's limits where it is kept
 MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
 MAX_REFUSED = 8  # fields that an error tells one by one
 MAX_LOGGED = 1000  # names that are remembered as told
@@ -308,6 +313,20 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         raise InvalidRequest(
             "prompt_logprobs come with a whole answer only: leave stream or prompt_logprobs out",
             param="prompt_logprobs",
+        )
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Of objects that are kept, and tell it back."""
+    if (
+        len(metadata) > MAX_METADATA
+        or any(len(key) > MAX_METADATA_KEY for key in metadata)
+        or any(len(value) > MAX_METADATA_VALUE for value in metadata.values())
+    ):
+        raise InvalidRequest(
+            f"metadata holds at most {MAX_METADATA} entries, keys of {MAX_METADATA_KEY} and values of "
+            f"{MAX_METADATA_VALUE} characters",
+            param="metadata",
         )
 
 

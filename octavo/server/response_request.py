@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.endpoints.chat import ChatRequest
-from octavo.server.fields import RequestFields, SamplingFields, make_fields
+from octavo.server.fields import RequestFields, SamplingFields, check_metadata, make_fields
 from octavo.server.response_types import ResponseTool
 from octavo.server.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.tools import parse_tools
@@ -17,9 +17,6 @@ from octavo.text.tools import parse_tools
 MAX_TEMPERATURE = 2
 MAX_NUMBER = 2**53 - 1  # that every JSON reader keeps exact
 MAX_SAFETY_IDENTIFIER = 64  # characters
-MAX_METADATA = 16
-MAX_METADATA_KEY = 64  # characters
-MAX_METADATA_VALUE = 512
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -156,17 +153,7 @@ def check(fields: ResponsesRequest, server: ServerConfig) -> None:
         )
     if fields.stream_options is not None and not fields.stream:
         raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
-    metadata = fields.metadata or {}
-    if (
-        len(metadata) > MAX_METADATA
-        or any(len(key) > MAX_METADATA_KEY for key in metadata)
-        or any(len(value) > MAX_METADATA_VALUE for value in metadata.values())
-    ):
-        raise InvalidRequest(
-            f"metadata holds at most {MAX_METADATA} entries, keys of {MAX_METADATA_KEY} and values of "
-            f"{MAX_METADATA_VALUE} characters",
-            param="metadata",
-        )
+    check_metadata(fields.metadata or {})
 
 
 def chat_request(fields: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:

@@ -17,7 +17,7 @@ from octavo.server.batch.lines import Rules
 from octavo.server.batch.runner import BatchRunner
 from octavo.server.batch.stores import Stores, open_stores
 from octavo.server.endpoints.files import check_expiry
-from octavo.server.fields import Dialect, RequestFields, read_fields
+from octavo.server.fields import Dialect, RequestFields, check_metadata, read_fields
 from octavo.server.service import Service
 from octavo.server.shapes import Shape
 from octavo.server.sse import owner_of
@@ -25,7 +25,6 @@ from octavo.server.sse import owner_of
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LIMIT = 100
 MAX_HOURS = 14 * 24
-MAX_LABELS, MAX_LABEL_NAME, MAX_LABEL = 16, 64, 512  # OpenAI's limits of metadata
 ROWS_PER_SLOT = 4
 """Batches get one row in so many: however many lines they have, three quarters of the engine are for those who wait."""
 
@@ -161,7 +160,7 @@ def _create(stores: Stores, fields: BatchRequest, owner: bytes) -> Batch:
             f"endpoint must be one of {', '.join(routes)}, got {fields.endpoint[:60]!r}", param="endpoint"
         )
     seconds = _seconds(fields.completion_window)
-    _check_labels(fields.metadata or {})
+    check_metadata(fields.metadata or {})
     file = stores.files.get(fields.input_file_id)
     if file.purpose != "batch":
         raise InvalidRequest(f"the file's purpose must be batch, it is {file.purpose}", param="input_file_id")
@@ -181,13 +180,3 @@ def _seconds(window: str) -> int:
             param="completion_window",
         )
     return int(hours[1]) * 3600
-
-
-def _check_labels(metadata: dict[str, str]) -> None:
-    if len(metadata) > MAX_LABELS:
-        raise InvalidRequest(f"metadata has {len(metadata)} entries; at most {MAX_LABELS} are taken", param="metadata")
-    for name, value in metadata.items():
-        if len(name) > MAX_LABEL_NAME or len(value) > MAX_LABEL:
-            raise InvalidRequest(
-                f"metadata: names have at most {MAX_LABEL_NAME} characters and values {MAX_LABEL}", param="metadata"
-            )
