@@ -13,7 +13,19 @@ Policy = Callable[[GenerateRequest, int], int]
 
 
 def arrival(source: GenerateRequest, sequence: int) -> int:
-    """Strict first come, first served. A preempted request keeps its place: before everything newer."""
+    """Strict first come, first served. A preempted request keeps its place: before everything newer.
+
+    So nobody is overtaken, and who waits knows its bound, in turns of the loop, whatever comes after it. A step computes at most
+    `budget` tokens, `depth` plans are in flight while the next is made. Of each choice that came before it: `longest` is prompt
+    and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
+
+    - With pages for no more than one request at a time: Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1. The oldest is never
+      driven out by another, so it computes in every turn; once more from its beginning if it was driven out before.
+    - The queue's head, if nobody is driven out meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over those who run.
+      A step either spends its budget or takes everybody further.
+
+    tests/schedule/test_scheduler_fairness.py holds both against random requests; what must be computed whole, and beams, are
+    left out there."""
     return sequence
 
 
