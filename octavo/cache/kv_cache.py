@@ -78,6 +78,7 @@ class KVCache:
         self.windows, self.max_step_tokens = windows, max_step_tokens
         self.prefix_caching = prefix_caching and num_pages > 0
         self.tables: dict[int, list[PageTable]] = {}
+        self.num_host_pages = num_host_pages
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
         self._is_plain = windows == (0,)

@@ -1,12 +1,12 @@
 """One random workload through scheduler, cache and oracle device, with every invariant checked at every step."""
 
 import random
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.cache import KVCache
+from octavo.cache import KVCache, audit
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.schedule import POLICIES, Scheduler
@@ -294,17 +294,7 @@ class Workload:
 
     def check_invariants(self) -> None:
         scheduler, pool = self.scheduler, self.cache.pool
-        tables = [table for tables in self.cache.tables.values() for table in tables]
-        owners = Counter(page for table in tables for page in table.pages)
-        for page in range(self.num_pages):
-            assert pool.refs[page] == owners[page], "reference count drift"
-            states = (pool.refs[page] > 0) + (page in pool.blank) + (page in pool.cached)
-            assert states == 1, "a page is in exactly one state"
-            if page in pool.cached:
-                assert pool.keys[page] is not None, "cached without a key"
-        assert len(pool.blank) == len(set(pool.blank)), "page twice in the blank list"
-        for key, page in pool.index.items():
-            assert pool.keys[page] == key, "index drift"
+        assert not audit(self.cache)
         running = [(request.rank, request.sequence) for request in scheduler.running]
         assert running == sorted(running), "running is in the policy's order"
         waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
@@ -315,11 +305,8 @@ class Workload:
         self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
         rows = [request.row for request in scheduler.running] + scheduler._free_rows
         assert sorted(rows) == list(range(self.rows)), "row drift"
-        host_tables = [table for tables in self.cache.host_tables.values() for table in tables]
-        host = self.cache.host_free + [page for table in host_tables for page in table.pages]
-        assert len(host) == len(set(host)), "host page owned twice"
         filled, allocated = scheduler.slot_use()
-        assert allocated == len(owners) * self.page_size and 0 <= filled <= allocated
+        assert allocated == sum(map(bool, pool.refs)) * self.page_size and 0 <= filled <= allocated
         for tables in self.cache.tables.values():
             for table, window in zip(tables, self.windows, strict=True):
                 assert table.first == 0 or window, "a group without a window keeps everything"
@@ -327,9 +314,7 @@ class Workload:
                 assert not window or len(table.pages) <= most <= -(-(window + self.budget) // self.page_size) + 1
 
     def _check_all_returned(self) -> None:
-        pool = self.cache.pool
-        assert all(count == 0 for count in pool.refs) and pool.num_free == self.num_pages, "pages leaked"
-        assert len(self.cache.host_free) == self.num_host_pages, "host pages leaked"
+        assert not audit(self.cache, is_idle=True)
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
         assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
         assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.aside
