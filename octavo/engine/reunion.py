@@ -54,6 +54,13 @@ class Reunion:
                     requests[at : at + 1] = [msgspec.structs.replace(request, begun=begun)] if is_left else []
                     return
 
+    def lose(self, origin: int) -> None:
+        """Its API process has ended: nobody waits for what it brought."""
+        for requests in (self._survivors, self._newcomers, *(self._groups or ())):
+            requests[:] = [request for request in requests if request.origin != origin]
+        if self._groups is not None:
+            self._groups = deque(group for group in self._groups if group)
+
     def forget(self, request_id: str) -> None:
         """It is gone: there is nothing to prove any more."""
         self._on_trial.pop(request_id, None)

@@ -4,12 +4,14 @@ Knows nothing of how the deltas got here.
 For every open request it keeps the tokens that have come, which is all that another engine needs to go on with it."""
 
 import asyncio
+import time
 from collections.abc import Collection
+from hashlib import blake2b
 
 import msgspec
 
 from octavo.engine.pulse import is_named
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestFailed
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 
 PROOF_TOKENS = 8
@@ -17,6 +19,9 @@ PROOF_TOKENS = 8
 have ended the next one on the way."""
 MAX_ALONE = 2
 """A request that was alone in so many engines when they ended is not given to another one."""
+BAN_SECONDS = 600.0
+"""For so long a request is refused that is the same as one that was given up: clients ask again by themselves."""
+_MAX_BANNED = 64
 _MANY_DELTAS = 256
 """A reader that lags so far behind gets them as one: waiting tokens then cost no more than their ids."""
 
@@ -60,6 +65,7 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
         self._failure: OctavoError | None = None
+        self._banned: dict[bytes, tuple[float, str]] = {}  # what was given up → (until when, its id)
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -68,6 +74,8 @@ class Streams:
         if self._failure is not None:
             raise self._failure
         assert request.id not in self._streams, "request ids are unique"
+        if self._banned:
+            self._check_ban(request)
         self._streams[request.id] = _Stream(request)
 
     def deliver(self, deltas: list[TokenDelta]) -> None:
@@ -144,11 +152,30 @@ class Streams:
                 )
                 self.end(name, Finish("error", message=message))
                 failed.append(name)
+                self._ban(stream.request)
         return failed
+
+    def _ban(self, request: GenerateRequest) -> None:
+        if len(self._banned) == _MAX_BANNED:
+            del self._banned[next(iter(self._banned))]
+        self._banned[_likeness(request)] = (time.monotonic() + BAN_SECONDS, request.id)
+
+    def _check_ban(self, request: GenerateRequest) -> None:
+        until, name = self._banned.get(_likeness(request), (0.0, ""))
+        if (left := until - time.monotonic()) > 0:
+            raise RequestFailed(
+                f"request {name}, which was the same, ended two engines: it is not tried again for {left:.0f} s"
+            )
 
     def survivors(self) -> list[GenerateRequest]:
         """What another engine can go on with."""
         return [stream.as_survivor() for stream in self._streams.values() if stream.open_choices]
+
+
+def _likeness(request: GenerateRequest) -> bytes:
+    """The same for requests that ask the same, whatever seeds they were given."""
+    params = msgspec.structs.replace(request.params, seed=0)
+    return blake2b(msgspec.msgpack.encode([request.prompt_ids, params, request.stop_ids]), digest_size=16).digest()
 
 
 def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:

@@ -2,11 +2,12 @@
 
 import random
 
+import msgspec
 import pytest
 
 from octavo.engine.reunion import Reunion, trials
 from octavo.engine.streams import PROOF_TOKENS, Streams, joined
-from octavo.errors import EngineDead
+from octavo.errors import EngineDead, RequestFailed
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, SamplingParams, TokenDelta
 
 
@@ -48,6 +49,16 @@ def test_a_client_that_leaves_meanwhile_is_not_taken_along():
     (left,) = reunion.next_group()
     assert left.id == "b" and left.begun == [None, [8]]
     assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_who_ends_takes_what_it_brought_along():
+    reunion = Reunion(2)
+    mine, theirs = [request("a", 1.0), request("b", 2.0)], [msgspec.structs.replace(request("c", 3.0), origin=1)]
+    reunion.hello(Hello(0, "", mine))
+    reunion.hello(Hello(1, "", theirs))
+    reunion.hold(msgspec.structs.replace(request("d", 4.0), origin=1))
+    reunion.lose(1)
+    assert names(reunion.next_group()) == ["a", "b"] and not reunion.next_group() and reunion.is_over
 
 
 def test_suspects_are_tried_by_halves_before_the_others():
@@ -137,6 +148,11 @@ def test_deaths_from_outside_blame_nobody():
     assert streams.strike(["a"]) == []
     assert streams.strike(["a"]) == ["a"]  # without any progress, alone, for the second time
     assert names(streams.survivors()) == ["b"]
+    again = request("c")
+    with pytest.raises(RequestFailed, match="request a, which was the same, ended two engines"):
+        streams.open(msgspec.structs.replace(again, params=msgspec.structs.replace(again.params, seed=7)))
+    streams.open(msgspec.structs.replace(again, prompt_ids=[1, 2, 3]))
+    assert names(streams.survivors()) == ["b", "c"]
 
 
 async def test_who_is_given_up_is_told_by_name():
