@@ -250,9 +250,17 @@ class ServerConfig:
         least=0,
         most=MAX_SECONDS,
     )
+    start_timeout: float = knob(
+        1800.0,
+        "seconds that an engine gets to load: the server ends if its first one takes longer, a later one is started anew; 0: "
+        "any time",
+        least=0,
+        most=MAX_SECONDS,
+    )
     max_engine_restarts: int = knob(
-        20,
-        "times in ten minutes that a new engine takes over from one that has ended, before the server gives up",
+        100,
+        "times in ten minutes that a new engine takes over from one that has ended, or an API process from another, before the "
+        "server gives up",
         least=0,
     )
 

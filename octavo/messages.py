@@ -76,6 +76,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
     survivors: list[GenerateRequest] = []  # what an earlier engine had not finished
 
 
+class ServerGone(msgspec.Struct, frozen=True, tag=True, gc=False):
+    """The supervisor's word to an engine: an API process has ended, and nobody waits for what it asked."""
+
+    origin: int
+    reply_to: str  # where it listened: its successor listens elsewhere
+
+
 class ReadMetrics(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Answered with the Prometheus text of the engine's registry."""
 
@@ -157,7 +164,7 @@ class ReadPage(msgspec.Struct, frozen=True, tag=True, gc=False):
 
 
 Control = ReadMetrics | ReadProgress | ReadPlace | Ping | ResetPrefixCache | ReadJourneys | ReadLive | ReadPage
-ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | Answered | Control
+ToEngine = GenerateRequest | Abort | LeaveQueue | Hello | ServerGone | Answered | Control
 
 
 # ── engine → API process ────────────────────────────────────────────────────────────────────────────

@@ -303,6 +303,7 @@ class ZmqClient(EngineClient):
                 for name in self._streams.strike(order.seated):
                     log.error("request %s is given up: it was alone in the engine each time that ended", name)
             case EngineStarted():
+                self._disconnect()  # from one that had ended before this process came
                 self.num_restarts += 1
                 self._connect(order.engine_address, order.reply_address)
             case EngineGone():

@@ -29,6 +29,7 @@ from octavo.messages import (
     ReadProgress,
     Reply,
     ResetPrefixCache,
+    ServerGone,
     StepDeltas,
     ToEngine,
     TokenDelta,
@@ -64,6 +65,7 @@ class Driver:
         self._loop, self._report = engine
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
+        self._listening: dict[int, str] = {}  # API process → where it listens
         self._reunion: Reunion | None = Reunion(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_prepared = lambda: inbox.put(Wake())
@@ -92,6 +94,8 @@ class Driver:
                 self._handle(message)
                 message = self._inbox.get_nowait()
         except queue.Empty:
+            if is_idle:
+                self._loop.rest()
             return True
         return False
 
@@ -112,10 +116,15 @@ class Driver:
             case LeaveQueue():
                 self._leave_queue(message.request_id)
             case Hello():
+                self._lose(message.origin)  # one before it, whose end nobody has told of yet
+                self._listening[message.origin] = message.reply_to
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
                 if self._reunion is not None:
                     self._reunion.hello(message)
+            case ServerGone():
+                if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
+                    self._lose(message.origin)
             case Answered():
                 self._loop.answered(message)
             case (
@@ -129,6 +138,15 @@ class Driver:
                 | ReadPage()
             ):
                 self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+
+    def _lose(self, origin: int) -> None:
+        """An API process has ended: what it asked for is computed no further, and gives back what it holds."""
+        self._listening.pop(origin, None)
+        if self._reunion is not None:
+            self._reunion.lose(origin)
+        for request_id in [request_id for request_id, its in self._origins.items() if its == origin]:
+            self._loop.abort(Abort(request_id))
+            self._forget_if_done(request_id)
 
     def _reunite(self, reunion: Reunion) -> None:
         while group := reunion.next_group():

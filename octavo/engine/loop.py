@@ -2,6 +2,7 @@
 Knows nothing of sockets, processes or text; whoever drives it calls step() while there is work."""
 
 import functools
+import logging
 import queue
 import time
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.cache import audit
 from octavo.engine.backlog import Backlog
 from octavo.engine.live import Endings, look, page_owners
 from octavo.engine.progress import progress_of
@@ -38,6 +40,8 @@ from octavo.observe.journeys import MAX_RING_BYTES, JourneyRing, tell_journeys
 from octavo.observe.metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
+log = logging.getLogger("octavo.engine")
+
 
 class EngineLoop:
     def __init__(
@@ -60,6 +64,9 @@ class EngineLoop:
         self._history = History()
         self.on_prepared: Callable[[], None] = lambda: None  # called by any thread: there is work again
         self._prepared: queue.SimpleQueue[str] = queue.SimpleQueue()  # grammars that are ready, and not known to be
+        self.audits = {"right": 0, "wrong": 0}
+        self.page_problems: list[str] = []  # what the last look at the pages' books found
+        self._num_audited = 0  # steps before the last look
         self._in_flight: deque[StepPlan] = deque()
         self._last_plan: StepPlan | None = None
 
@@ -134,6 +141,16 @@ class EngineLoop:
             scheduler.returned, scheduler.ended = [], []
             self._tend_shelf(now)
 
+    def rest(self) -> None:
+        """Nothing has come for a while: time to look at the pages' books, if anything was computed since the last look."""
+        if self.has_work or self._num_audited == self.scheduler.num_steps:
+            return
+        self._num_audited = self.scheduler.num_steps
+        self.page_problems = audit(self.scheduler.cache, self.scheduler.is_idle)
+        self.audits["wrong" if self.page_problems else "right"] += 1
+        for problem in self.page_problems:
+            log.error("pages are not conserved: %s", problem)
+
     def answered(self, answered: Answered) -> None:
         """An API process is done with an HTTP request: what became of it is kept here, where every one can ask for it."""
         if not answered.is_old:
@@ -146,9 +163,12 @@ class EngineLoop:
         """Every verb that is not a request, in one place. Called between two steps."""
         match control:
             case ReadMetrics():
+                self.rest()
                 return self.metrics.text(self.state())
             case ReadProgress():
-                return msgspec.json.encode(progress_of(self.scheduler, self.metrics, self._clock())).decode()
+                told = progress_of(self.scheduler, self.metrics, self._clock())
+                told = msgspec.structs.replace(told, page_problems=self.page_problems)
+                return msgspec.json.encode(told).decode()
             case ReadPlace():
                 return self._place(control.request_id)
             case Ping():
@@ -190,6 +210,8 @@ class EngineLoop:
             num_free_pages=len(pool.blank),
             num_filled_slots=scheduler.slot_use()[0],
             num_host_pages_used=scheduler.cache.num_host_used,
+            audits=self.audits,
+            restarts=self.pulse.restarts(),
             rejections=self.backlog.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
         )

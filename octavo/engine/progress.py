@@ -26,6 +26,7 @@ class Quiet(msgspec.Struct, frozen=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = "ok"
     restarts: int = 0  # engines that have taken over from one that ended
+    api_restarts: int = 0  # API processes that have
     steps: int = 0
     last_step_age_s: float | None = None  # None: there was none yet
     step_running_s: float | None = None  # None: no step is being computed
@@ -34,6 +35,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     oldest_waiting: Quiet | None = None
     without_progress: list[Quiet] = []  # those that have waited longest
+    page_problems: list[str] = []  # what was wrong with the pages' books when nothing ran last
 
 
 def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Progress:

@@ -10,8 +10,18 @@ import tempfile
 import time
 from collections.abc import Iterable
 
-_WORDS = 16
+_WORDS = 32
 _PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED = range(8)
+_RESTARTS = 16  # the first of the words that outlive an engine
+CAUSES = (
+    ("engine", "killed"),  # by a signal from elsewhere
+    ("engine", "failed"),  # it ended itself
+    ("engine", "hung"),  # the supervisor ended it
+    ("engine", "start"),  # it did not come up
+    ("api", "killed"),
+    ("api", "failed"),
+)
+"""Which process was started again, and why."""
 _SLOT = 64  # bytes for a row's occupant: how long its id is, then the id, cut if need be
 _MAX_ROWS = 4096  # occupants of rows beyond these are not told
 _SIZE = 8 * _WORDS + _SLOT * _MAX_ROWS
@@ -42,7 +52,8 @@ class Pulse:
 
     def reset(self) -> None:
         """A new engine's first word: nothing of the one before it is true any more."""
-        self._memory[:] = bytes(_SIZE)
+        self._memory[: 8 * _RESTARTS] = bytes(8 * _RESTARTS)
+        self._memory[8 * _WORDS :] = bytes(_SIZE - 8 * _WORDS)
         self._words[_PID] = os.getpid()
 
     def rest(self) -> None:
@@ -81,7 +92,14 @@ class Pulse:
         """For so long it has neither turned nor computed."""
         self._words[_STALLED] = int(seconds * 1e9)
 
+    def count_restart(self, process: str, cause: str) -> None:
+        self._words[_RESTARTS + CAUSES.index((process, cause))] += 1
+
     # ── everybody reads ──
+
+    def restarts(self) -> dict[tuple[str, str], int]:
+        """(process, cause) → how often one was started again."""
+        return {key: self._words[_RESTARTS + at] for at, key in enumerate(CAUSES)}
 
     @property
     def pid(self) -> int:

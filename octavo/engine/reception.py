@@ -51,7 +51,8 @@ class Reception:
             with connection:
                 with contextlib.suppress(OSError):  # some systems refuse it where the client has left already
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while self._channels and not self._is_closed and not self._hand_over(connection):
+                # Without any API process it waits for the next one; whoever comes after it waits in the backlog.
+                while not self._is_closed and not self._hand_over(connection):
                     time.sleep(RETRY_SECONDS)
 
     def _hand_over(self, connection: socket.socket) -> bool:
@@ -66,7 +67,7 @@ class Reception:
                 self._channels.remove(channel)
                 channel.close()
                 if not self._channels:
-                    return False
+                    break
             except OSError:  # it has no room
                 continue
         return False

@@ -18,6 +18,7 @@ import zmq
 from octavo.config import AUTO, Config, ServerConfig
 from octavo.engine.budget import budget_lines
 from octavo.engine.children import describe_exit, spawn
+from octavo.engine.fleet import Fleet, Member, ServerOrder
 from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
@@ -25,26 +26,11 @@ from octavo.engine.process import EngineOrder
 from octavo.engine.pulse import Pulse, shared_memory
 from octavo.engine.reception import Reception
 from octavo.engine.standard_streams import hold_standard_streams, say, settle_standard_error
-from octavo.messages import EngineGone, EngineLost, EngineReport, EngineStarted, FromSupervisor
+from octavo.messages import EngineGone, EngineLost, EngineReport
 from octavo.weights.source import ModelSource, resolve
 
 BACKLOG = 2048
 ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front names another: the same process without a model
-
-
-class ServerOrder(msgspec.Struct, frozen=True):
-    """What the supervisor tells an API process to be."""
-
-    config: Config
-    fd: int  # a socket, inherited, over which connections come: see octavo.engine.reception
-    origin: int
-    engine_address: str
-    reply_address: str
-    model_path: str
-    model_name: str
-    default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
-    orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
-    pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
 
 
 class _Signals:
@@ -105,12 +91,10 @@ class _Supervisor:
         self._served_name = config.model.served_model_name or source.name
         self._num_servers = config.server.num_api_processes(_num_cores())
         self._engine: subprocess.Popen[bytes] | None = None
-        self._servers: list[subprocess.Popen[bytes]] = []
         self._num_engines = 0
         self._engine_started = 0.0
         self._is_engine_ready = False
         self._was_engine_ready = False  # this one, or one before it
-        self._num_ready_servers = 0
         self._has_served = False
         self._restarts = Restarts(config.server.max_engine_restarts)
         self._restart_at: float | None = None
@@ -124,7 +108,18 @@ class _Supervisor:
         self._watch = Watch(self._pulse, config.server.step_timeout)
         self._selector = selectors.DefaultSelector()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._orders: list[zmq.Socket[bytes]] = []
+        template = ServerOrder(
+            config,
+            -1,
+            -1,
+            "",
+            "",
+            str(source.path),
+            self._served_name,
+            dict(source.default_sampling),
+            pulse_fd=self._pulse_fd,
+        )
+        self._fleet = Fleet(self._num_servers, template, reception, folder, self._context)
 
     def __enter__(self) -> "_Supervisor":
         return self
@@ -144,7 +139,8 @@ class _Supervisor:
         self._started = started
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
         self._start_engine()
-        self._start_servers()
+        for member in self._fleet.members:
+            self._start_server(member)
         while not self._is_over:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 key.data()
@@ -174,29 +170,9 @@ class _Supervisor:
         self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
         self._listen_to(self._engine, self._engine_spoke)
 
-    def _start_servers(self) -> None:
-        for origin in range(self._num_servers):
-            channel = self._reception.add()
-            order = ServerOrder(
-                self._config,
-                channel.fileno(),
-                origin,
-                self._engine_address(),
-                self._reply_address(origin),
-                str(self._source.path),
-                self._served_name,
-                dict(self._source.default_sampling),
-                f"ipc://{self._folder}/orders-{origin}",
-                self._pulse_fd,
-            )
-            orders = self._context.socket(zmq.PUSH)
-            orders.set_hwm(0)
-            orders.connect(order.orders_address)
-            self._orders.append(orders)
-            server = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), self._pulse_fd))
-            self._servers.append(server)
-            self._listen_to(server, partial(self._server_spoke, server))
-            channel.close()
+    def _start_server(self, member: Member) -> None:
+        server = self._fleet.start(member, self._engine_address(), self._num_engines)
+        self._listen_to(server, partial(self._server_spoke, member))
 
     def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
         assert process.stdout is not None
@@ -227,23 +203,39 @@ class _Supervisor:
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
         self._say_if_ready()
 
-    def _server_spoke(self, server: subprocess.Popen[bytes]) -> None:
-        assert server.stdout is not None
-        if server.stdout.readline():
-            self._num_ready_servers += 1
+    def _server_spoke(self, member: Member) -> None:
+        assert member.process is not None and member.process.stdout is not None
+        if member.process.stdout.readline():
+            member.is_ready = True
+            if self._has_served:
+                say(f"API process {member.origin} is back after {time.monotonic() - member.started:.1f} s")
             return self._say_if_ready()
-        self._selector.unregister(server.stdout)
-        code = server.wait()
+        self._selector.unregister(member.process.stdout)
+        code = member.process.wait()
         if self._exit_code is None:
-            if code == 2:  # a start-up mistake: it has said so
-                self._exit_code, self._is_over = 2, True
-                return
-            self._complain(f"an API process ended unexpectedly ({describe_exit(code)})")
-            self._drain(1)
+            self._server_ended(member, code)
         elif self._exit_code == 0 and code:
             self._exit_code = 3
-        if all(each.poll() is not None for each in self._servers):
+        if self._exit_code is not None and self._fleet.has_ended:
             self._close_engine()
+
+    def _server_ended(self, member: Member, code: int) -> None:
+        """Its clients' connections are closed with it. The others serve on."""
+        if code == 2 and not self._has_served:  # a start-up mistake: it has said so
+            self._exit_code, self._is_over = 2, True
+            return
+        message = f"API process {member.origin} ended unexpectedly ({describe_exit(code)})"
+        delay = member.restarts.delay(time.monotonic(), member.is_ready) if self._has_served else None
+        if delay is None:
+            why = f"; no other is started: {member.restarts.why_not}" if self._has_served else ""
+            self._complain(message + why)
+            return self._drain(1)
+        self._complain(f"{message}: its connections are closed, and another is started")
+        self._pulse.count_restart("api", "killed" if code < 0 else "failed")
+        if self._engine is not None and self._engine.poll() is None:
+            self._fleet.tell_engine_of(member, self._engine_address(), self._num_engines)
+        member.is_ready = False
+        member.restart_at = time.monotonic() + delay
 
     def _engine_ended(self, code: int) -> None:
         if self._close_until is not None:
@@ -253,15 +245,19 @@ class _Supervisor:
             self._exit_code, self._is_over = 2, True
             return
         message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
+        cause = (
+            "start" if not self._is_engine_ready else "hung" if self._verdict else "killed" if code < 0 else "failed"
+        )
         self._verdict = ""
         self._complain(message)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._tell(EngineGone(message + why))
+            self._fleet.tell(EngineGone(message + why))
             return self._drain(1)
+        self._pulse.count_restart("engine", cause)
         # A start that failed computed nothing: nobody is to blame for it.
-        self._tell(EngineLost(message, self._pulse.seated() if self._is_engine_ready else []))
+        self._fleet.tell(EngineLost(message, self._pulse.seated() if self._is_engine_ready else []))
         self._is_engine_ready = False
         self._restart_at = time.monotonic() + delay
         self._say("starting another engine; requests wait for it")
@@ -270,17 +266,27 @@ class _Supervisor:
         now = time.monotonic()
         if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
             self._start_engine()
-            for origin, orders in enumerate(self._orders):
-                self._send(orders, EngineStarted(self._engine_address(), self._reply_address(origin)))
+            self._fleet.tell_of_engine(self._engine_address(), self._num_engines)
+        if self._exit_code is None:
+            for member in self._fleet.due(now):
+                self._start_server(member)
+        if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
+            self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
             self._verdict = f"the engine hangs and is killed: {problem}"
             self._engine.kill()
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
-            for server in self._servers:
-                server.kill()
+            self._fleet.kill()
         if self._close_until is not None and now >= self._close_until:
             self._is_over = True  # and whoever is left is killed
+
+    def _loads_too_long(self, now: float) -> bool:
+        limit = self._config.server.start_timeout
+        if self._verdict or not limit or self._restart_at is not None or now - self._engine_started < limit:
+            return False
+        self._verdict = f"the engine has not come up within {limit:g} s and is killed (--start-timeout)"
+        return True
 
     # ── stopping ──
 
@@ -298,10 +304,9 @@ class _Supervisor:
         """API processes first: they refuse what is new and finish what runs; then the engine."""
         if self._exit_code is None:
             self._exit_code = exit_code
-            for server in self._servers:
-                server.terminate()
+            self._fleet.terminate()
             self._drain_until = time.monotonic() + self._config.server.shutdown_timeout + 3
-        if all(server.poll() is not None for server in self._servers):
+        if self._fleet.has_ended:
             self._close_engine()
 
     def _close_engine(self) -> None:
@@ -315,15 +320,8 @@ class _Supervisor:
 
     # ── words ──
 
-    def _tell(self, order: FromSupervisor) -> None:
-        for orders in self._orders:
-            self._send(orders, order)
-
-    def _send(self, orders: "zmq.Socket[bytes]", order: FromSupervisor) -> None:
-        orders.send(msgspec.msgpack.encode(order))
-
     def _say_if_ready(self) -> None:
-        if not self._has_served and self._is_engine_ready and self._num_ready_servers == self._num_servers:
+        if not self._has_served and self._is_engine_ready and self._fleet.num_ready == self._num_servers:
             self._has_served = True
             self._say(
                 f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
@@ -338,11 +336,8 @@ class _Supervisor:
     def _engine_address(self) -> str:
         return f"ipc://{self._folder}/engine-{self._num_engines}"
 
-    def _reply_address(self, origin: int) -> str:
-        return f"ipc://{self._folder}/api-{origin}-{self._num_engines}"
-
     def _all(self) -> list[subprocess.Popen[bytes]]:
-        return ([self._engine] if self._engine is not None else []) + self._servers
+        return ([self._engine] if self._engine is not None else []) + self._fleet.processes
 
 
 def _check_parsers(server: ServerConfig) -> None:

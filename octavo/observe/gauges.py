@@ -23,6 +23,10 @@ class EngineState:
     num_free_pages: int = 0
     num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
     num_host_pages_used: int = 0
+    audits: Mapping[str, int] = field(default_factory=dict)  # since the start: how the books of the pages were found
+    restarts: Mapping[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # since the server's start, by process and cause
     rejections: Mapping[str, int] = field(default_factory=dict)  # since the start, by reason
     blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
 
@@ -73,6 +77,16 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         "octavo:queue_blocked_seconds",
         "Time in which the first request of the queue could not enter, by what it lacked.",
         [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
+    )
+    scrape.counter(
+        "octavo:page_audits",
+        "Looks at the books of the KV pages while nothing ran, by what they found.",
+        [({"found": found}, count) for found, count in state.audits.items()],
+    )
+    scrape.counter(
+        "octavo:restarts",
+        "Processes that were started again, by which and why.",
+        [({"process": process, "cause": cause}, count) for (process, cause), count in state.restarts.items()],
     )
 
 

@@ -23,10 +23,10 @@ import msgspec
 import uvicorn
 
 from octavo.engine.client import ZmqClient
+from octavo.engine.fleet import ServerOrder
 from octavo.engine.pulse import Pulse
 from octavo.engine.reception import take_connections
 from octavo.engine.standard_streams import settle_standard_error
-from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError, EngineDead
 from octavo.observe import logs
 from octavo.server.app import build_app

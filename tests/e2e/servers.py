@@ -115,7 +115,16 @@ class Server:
         )
         return pid
 
+    def check_pages(self) -> None:
+        """What a server that is well and has nothing to do says of its pages' books: nothing was ever wrong with them."""
+        if self.process.poll() is None and self.get("/health")[0] == 200 and self.get("/metrics")[0] == 200:
+            metrics = self.metrics()
+            assert not sum(v for k, v in metrics.items() if "octavo:page_audits_total" in k and "wrong" in k), (
+                self.lines
+            )
+
     def terminate(self, limit_s: float = 60) -> int:
+        self.check_pages()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 
+import httpx
 import openai
 import pytest
 
@@ -59,7 +60,9 @@ async def story(
     return texts, usage, logprobs
 
 
-async def stories(server: Server, fault=None, at: int = 0, num_streams: int = NUM_STREAMS) -> list[tuple]:
+async def stories(
+    server: Server, fault=None, at: int = 0, num_streams: int = NUM_STREAMS, keeps_errors: bool = False
+) -> list[tuple]:
     """The first of them; `fault` comes when every stream has begun and all together have had `at` events."""
     begun = [0] * num_streams
     async with openai.AsyncOpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=120) as client:
@@ -70,7 +73,7 @@ async def stories(server: Server, fault=None, at: int = 0, num_streams: int = NU
                 await asyncio.sleep(0.01)
             assert sum(task.done() for task in tasks) < NUM_STREAMS
             fault()
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks, return_exceptions=keeps_errors)
 
 
 def watch_health(server: Server) -> list[tuple[int, str]]:
@@ -136,6 +139,24 @@ def test_streams_of_a_stopped_engine_go_on(server, untroubled):
     (line,) = (line for line in server.lines if "hangs and is killed" in line)
     assert "nothing is computed; requests in it: cmpl-" in line
     assert server.wait_until_idle() == (0, 0, 0)
+
+
+def test_an_api_process_that_is_killed_takes_its_clients_along_and_is_replaced(server, untroubled):
+    def processes() -> list[int]:
+        return [pid for pid, command in server.children().items() if command.rstrip().endswith("server.process")]
+
+    doomed, other = processes()
+    told = asyncio.run(stories(server, lambda: os.kill(doomed, signal.SIGKILL), 40, 8, keeps_errors=True))
+    whole = [ours for ours, theirs in zip(told, untroubled, strict=False) if ours == theirs]
+    closed = [error for error in told if isinstance(error, openai.APIError | httpx.HTTPError)]
+    assert len(whole) == len(closed) == 4, told
+    assert server.wait_until_idle() == (0, 0, 0)
+    while not any("is back after" in line and "API process" in line for line in server.lines):
+        time.sleep(0.05)
+    assert len(processes()) == 2 and other in processes() and doomed not in processes()
+    assert asyncio.run(stories(server, num_streams=8)) == untroubled[:8]
+    assert server.metric("octavo:restarts_total", 'process="api",cause="killed"') == 1
+    assert json.loads(server.get("/health/progress")[1])["api_restarts"] == 1
 
 
 def test_what_ends_engines_fails_alone(server, untroubled):

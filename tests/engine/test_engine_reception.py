@@ -74,12 +74,15 @@ def test_a_process_that_ended_is_passed_over(reception: Reception) -> None:
     close(clients, taken, [alive])
 
 
-def test_with_nobody_left_a_client_is_turned_away(reception: Reception) -> None:
+def test_with_nobody_left_a_client_waits_for_the_next(reception: Reception) -> None:
     reception.add().close()
     reception.open(64)
-    (client,) = connect(reception, 1)
-    assert client.recv(1) == b""
-    client.close()
+    clients = connect(reception, 3)
+    until(lambda: not reception._channels)
+    channel = reception.add()
+    taken = take(channel, 3)
+    assert len(taken) == 3
+    close(clients, taken, [channel])
 
 
 def test_what_finds_no_room_waits(reception: Reception) -> None:

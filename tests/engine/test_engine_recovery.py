@@ -9,13 +9,26 @@ import msgspec
 import pytest
 import zmq
 
+from octavo.cache import audit
 from octavo.engine.build import Engine
 from octavo.engine.client import ZmqClient
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.process import ZmqOutbox
 from octavo.engine.pulse import Pulse, shared_memory
+from octavo.engine.reunion import Reunion
 from octavo.errors import EngineDead, EngineUnavailable
-from octavo.messages import EngineGone, EngineLost, EngineStarted, Ping, StepPlan, StepResult, ToEngine
+from octavo.messages import (
+    EngineGone,
+    EngineLost,
+    EngineStarted,
+    Hello,
+    Ping,
+    ServerGone,
+    StepDeltas,
+    StepPlan,
+    StepResult,
+    ToEngine,
+)
 from tests.engine.test_engine_client import CountingExecutor, make_engine, request
 
 
@@ -202,3 +215,43 @@ async def test_when_there_will_be_no_other_everybody_is_told(house):
         await reading
     with pytest.raises(EngineDead, match="given up"):
         house.clients[0].submit(request("b"))
+
+
+class Kept:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, object]] = []
+
+    def connect(self, hello: Hello) -> None: ...
+
+    def send(self, origin: int, message: object) -> None:
+        self.sent.append((origin, message))
+
+    def send_all(self, message: object) -> None: ...
+
+
+def test_what_an_ended_process_asked_for_is_let_go():
+    """Its requests hold nothing any more; the others', and its successor's, go on."""
+    engine, inbox, outbox = make_engine(), queue.SimpleQueue(), Kept()
+    driver, scheduler = Driver(engine, inbox, outbox, num_origins=2), engine.loop.scheduler
+
+    def take(*messages) -> list[str]:
+        for message in messages:
+            inbox.put(message)
+        inbox.put(None)
+        driver.run()
+        driver._reunite(driver._reunion or Reunion(0))
+        driver._send(engine.loop.step())
+        return scheduler.request_ids()
+
+    asked = [
+        msgspec.structs.replace(request(name, 20), origin=origin) for name, origin in (("a", 0), ("b", 1), ("c", 0))
+    ]
+    assert take(Hello(0, "first"), Hello(1, "second"), *asked[:2]) == ["a", "b"]
+    assert take(ServerGone(0, "not the one that is there")) == ["a", "b"]
+    assert take(ServerGone(0, "first")) == ["b"] and not audit(scheduler.cache)
+    assert take(Hello(0, "third"), asked[2], ServerGone(0, "first")) == ["b", "c"]
+    assert take(Hello(0, "fourth")) == ["b"]  # nobody told of the third's end: the fourth is there
+    sent = [origin for origin, message in outbox.sent[-2:] if isinstance(message, StepDeltas)]
+    assert sent and set(sent) == {1} and len(scheduler.cache.tables) == 1

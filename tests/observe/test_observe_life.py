@@ -2,6 +2,7 @@
 A metric that has no value here fails the first test; one whose value here tells little must be named with the test that does."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,16 @@ from octavo.cache import KVCache
 from octavo.engine.backlog import Backlog
 from octavo.engine.loop import EngineLoop
 from octavo.errors import Overloaded
-from octavo.messages import Answered, EngineReport, GenerateRequest, ReadMetrics, SamplingParams, StepPlan, StepResult
+from octavo.messages import (
+    Answered,
+    EngineReport,
+    GenerateRequest,
+    ReadMetrics,
+    ReadProgress,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from octavo.observe.http_metrics import BOUNDS, HIGH_BOUNDS
 from octavo.observe.metrics import EngineMetrics
 from octavo.observe.pace import HOST_BOUNDS
@@ -99,6 +109,15 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "vllm:num_preemptions_total": {"": 0},
     "vllm:request_success_total": {"stop": 0, "length": 2, "abort": 0, "error": 0, "repetition": 0},
     "vllm:admission_rejections_total": {"num_queued_reqs": 1, "num_queued_tokens": 0, "queue_time": 0},
+    "octavo:page_audits_total": {"right": 0, "wrong": 0},
+    "octavo:restarts_total": {
+        "engine,killed": 2,
+        "engine,failed": 0,
+        "engine,hung": 0,
+        "engine,start": 0,
+        "api,killed": 1,
+        "api,failed": 0,
+    },
     "octavo:steps_total": {"": 4},
     "octavo:device_busy_seconds_total": {"": 2.0},
     "octavo:queue_blocked_seconds_total": {"rows": 1.0, "pages": 0, "budget": 0},
@@ -175,6 +194,8 @@ def life() -> EngineLoop:
     loop = EngineLoop(
         scheduler, device, EngineMetrics("m", REPORT), lambda: device.now, backlog=Backlog(max_requests=1)
     )
+    for process in ("engine", "api", "engine"):
+        loop.pulse.count_restart(process, "killed")
     loop.add(ask("A", list(range(20)), 3, 99.5))
     loop.step()  # … 100.5: A's first token
     loop.add(ask("B", [*range(16), 90, 91, 92, 93], 2, 100.5))
@@ -188,6 +209,28 @@ def life() -> EngineLoop:
     with pytest.raises(Overloaded):
         loop.check(ask("F", [60], 2, 102.0))
     return loop
+
+
+def test_when_nothing_runs_the_pages_are_counted():
+    loop = life()
+    loop.rest()  # somebody waits: not now
+    assert found(loop)["octavo:page_audits_total"] == {"right": 0, "wrong": 0}
+    while loop.has_work:
+        loop.step()
+    for _ in range(2):  # once for what was computed since
+        loop.rest()
+    assert found(loop)["octavo:page_audits_total"] == {"right": 1, "wrong": 0}
+    loop.add(ask("G", [70] * 20, 2, 110.0))
+    while loop.has_work:
+        loop.step()
+    loop.scheduler.cache.pool.refs[loop.scheduler.cache.pool.blank[0]] += 1
+    loop.rest()
+    assert found(loop)["octavo:page_audits_total"] == {"right": 1, "wrong": 1}
+    told = json.loads(loop.control(ReadProgress(call=1)))["page_problems"]
+    assert any(problem.startswith("1 pages held when nothing runs: ") for problem in told), told
+
+
+ELSEWHERE["octavo:page_audits_total"] = test_when_nothing_runs_the_pages_are_counted
 
 
 def found(loop: EngineLoop) -> dict[str, dict[str, float]]:

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
+from octavo.engine.fleet import ServerOrder
 from octavo.engine.reception import Reception
-from octavo.engine.supervisor import ServerOrder
 from octavo.errors import ConfigError
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
 from tests.certificates import make_certificates

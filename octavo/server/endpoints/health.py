@@ -7,6 +7,7 @@ turns. progress: what it is at, who waits and why; 200 or 503 as /health, with t
 import asyncio
 import sys
 import time
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -121,12 +122,17 @@ async def tell_progress(service: Service) -> Progress:
     if status == "recovering":
         waiting = engine.num_open
         seen |= {"waiting": waiting, "running": 0, "step_running_s": None, "stalled_s": 0.0}
-    return msgspec.structs.replace(told, status=status, restarts=engine.num_restarts, **seen)
+    return msgspec.structs.replace(told, status=status, **{"restarts": engine.num_restarts, **seen})
 
 
 def _seen(pulse: Pulse) -> dict[str, object]:
     """What the engine's pulse tells, whether it answers or not."""
+    restarts = Counter[str]()
+    for (process, _), count in pulse.restarts().items():
+        restarts[process] += count
     return {
+        "restarts": restarts["engine"],
+        "api_restarts": restarts["api"],
         "steps": pulse.num_steps,
         "last_step_age_s": round(_age(pulse.last_step), 3) if pulse.last_step else None,
         "step_running_s": round(_age(pulse.beat), 3) if pulse.is_stepping and pulse.beat else None,

@@ -1,0 +1,137 @@
+"""The API processes of one server: started, told of engines, and started again where one ended that nobody asked to.
+Knows nothing of engines but their addresses, and decides nothing: the supervisor asks.
+
+Who ends takes its clients' connections with it. Another takes its place under the same number, with addresses of its own, so
+that nothing meant for one is ever taken for another's."""
+
+import contextlib
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from octavo.config import Config
+from octavo.engine.children import spawn
+from octavo.engine.keeper import Restarts
+from octavo.engine.reception import Reception
+from octavo.messages import EngineStarted, FromSupervisor, ServerGone
+
+_FAREWELL_MS = 1000
+
+
+class ServerOrder(msgspec.Struct, frozen=True):
+    """What the supervisor tells an API process to be."""
+
+    config: Config
+    fd: int  # a socket, inherited, over which connections come: see octavo.engine.reception
+    origin: int
+    engine_address: str
+    reply_address: str
+    model_path: str
+    model_name: str
+    default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
+    orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
+    pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
+
+
+class Member:
+    """One number's process, and those before it."""
+
+    def __init__(self, origin: int, restarts: Restarts) -> None:
+        self.origin, self.restarts = origin, restarts
+        self.process: subprocess.Popen[bytes] | None = None
+        self.orders: zmq.Socket[bytes] | None = None
+        self.number = 0  # of processes so far
+        self.started = 0.0
+        self.is_ready = False
+        self.restart_at: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+
+class Fleet:
+    def __init__(
+        self,
+        count: int,
+        template: ServerOrder,
+        reception: Reception,
+        folder: Path,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+    ) -> None:
+        """`template`: of everybody's order; what differs is filled in."""
+        limit = template.config.server.max_engine_restarts
+        self.members = [Member(origin, Restarts(limit)) for origin in range(count)]
+        self._template, self._reception, self._folder, self._context = template, reception, folder, context
+
+    @property
+    def num_ready(self) -> int:
+        return sum(member.is_ready for member in self.members)
+
+    @property
+    def processes(self) -> list[subprocess.Popen[bytes]]:
+        return [member.process for member in self.members if member.process is not None]
+
+    @property
+    def has_ended(self) -> bool:
+        return all(member.has_ended for member in self.members)
+
+    def start(self, member: Member, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
+        member.number += 1
+        member.is_ready, member.restart_at, member.started = False, None, time.monotonic()
+        channel = self._reception.add()
+        order = msgspec.structs.replace(
+            self._template,
+            fd=channel.fileno(),
+            origin=member.origin,
+            engine_address=engine_address,
+            reply_address=self._reply_address(member, num_engines),
+            orders_address=f"ipc://{self._folder}/orders-{member.origin}-{member.number}",
+        )
+        if member.orders is not None:
+            member.orders.close(linger=0)
+        member.orders = self._context.socket(zmq.PUSH)
+        member.orders.set_hwm(0)
+        member.orders.connect(order.orders_address)
+        member.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.pulse_fd))
+        channel.close()
+        return member.process
+
+    def due(self, now: float) -> list[Member]:
+        """Whose place is to be taken now."""
+        return [member for member in self.members if member.restart_at is not None and now >= member.restart_at]
+
+    def tell(self, order: FromSupervisor) -> None:
+        for member in self.members:
+            self._send(member, order)
+
+    def tell_of_engine(self, engine_address: str, num_engines: int) -> None:
+        for member in self.members:
+            self._send(member, EngineStarted(engine_address, self._reply_address(member, num_engines)))
+
+    def tell_engine_of(self, member: Member, engine_address: str, num_engines: int) -> None:
+        """That the process is no more: nobody waits for what it asked."""
+        socket = self._context.socket(zmq.PUSH)
+        socket.connect(engine_address)
+        socket.send(msgspec.msgpack.encode(ServerGone(member.origin, self._reply_address(member, num_engines))))
+        socket.close(linger=_FAREWELL_MS)
+
+    def terminate(self) -> None:
+        for process in self.processes:
+            process.terminate()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    def _send(self, member: Member, order: FromSupervisor) -> None:
+        assert member.orders is not None
+        if not member.has_ended:  # else its successor is told by its own order
+            member.orders.send(msgspec.msgpack.encode(order))
+
+    def _reply_address(self, member: Member, num_engines: int) -> str:
+        return f"ipc://{self._folder}/api-{member.origin}-{member.number}-{num_engines}"
