@@ -3,10 +3,12 @@ Knows nothing of how a fault is done."""
 
 import argparse
 import asyncio
+import itertools
 import sys
 import time
 
-from benchmarks.torture.faults import FLAGS, Campaign, Row
+from benchmarks.torture.faults import FLAGS, Campaign
+from benchmarks.torture.faults_alone import AloneCampaign
 from benchmarks.torture.fuzz import fuzz
 from benchmarks.torture.house import House
 from benchmarks.torture.soak import FLAGS as SOAK_FLAGS
@@ -32,22 +34,23 @@ def main() -> int:
 
 def run_faults(arguments: argparse.Namespace) -> int:
     began = time.monotonic()
-    rows = Campaign(arguments.streams, arguments.tokens).run(arguments.only)
-    show(rows)
+    campaigns = [kind(arguments.streams, arguments.tokens) for kind in (Campaign, AloneCampaign)]
+    rows = []
+    _show("fault", "recovery", "lost", "leaked", "good clients saw")
+    for row in itertools.chain.from_iterable(campaign.run(arguments.only) for campaign in campaigns):
+        rows.append(row)
+        recovery = "-" if row.recovery_s is None else f"{row.recovery_s:.1f} s"
+        _show(
+            row.fault, recovery, str(row.lost), str(row.leaked), f"{row.saw}; {row.remark}" if row.remark else row.saw
+        )
     seconds = time.monotonic() - began
     print(f"\n{len(rows)} faults in {seconds:.0f} s, {arguments.streams} streams of {arguments.tokens} tokens\n")
     return 1 if any(row.lost or row.leaked for row in rows) or not rows else 0
 
 
-def show(rows: list[Row]) -> None:
-    cells = [("fault", "recovery", "lost", "leaked pages", "good clients saw")]
-    for row in rows:
-        recovery = "-" if row.recovery_s is None else f"{row.recovery_s:.1f} s"
-        saw = f"{row.saw}; {row.remark}" if row.remark else row.saw
-        cells.append((row.fault, recovery, str(row.lost), str(row.leaked), saw))
-    widths = [max(len(line[at]) for line in cells) for at in range(4)]
-    for line in cells:
-        print("  ".join([*(text.ljust(width) for text, width in zip(line, widths, strict=False)), line[4]]))
+def _show(fault: str, recovery: str, lost: str, leaked: str, saw: str) -> None:
+    """As it comes. `leaked`: pages, and whatever else was left behind."""
+    print(f"{fault:36}  {recovery:>8}  {lost:>4}  {leaked:>6}  {saw}", flush=True)
 
 
 def run_fuzz(arguments: argparse.Namespace) -> int:

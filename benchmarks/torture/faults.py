@@ -7,15 +7,11 @@ import os
 import signal
 import socket
 import struct
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.torture.house import Answer, House, Load, children_of, free_port, is_alive, resident
+from benchmarks.torture.house import Answer, House, Load, is_alive, resident
 
 FLAGS = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20")
 _STREAM = b'{"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": true, "stream": true}'
@@ -39,34 +35,44 @@ class Campaign:
         self._num_streams, self._num_tokens = num_streams, num_tokens
         self._untroubled: list[Answer] = []
 
-    def run(self, only: str = "") -> list[Row]:
-        alone = [self.port_stolen_at_start, self.full_disk_for_logs, self.clock_jumps, self.kill_worker]
+    def run(self, only: str = "") -> Iterator[Row]:
         shared = [
             self.kill_engine,
             self.freeze_engine,
+            self.kill_api_process,
             self.slow_clients,
             self.half_closed_sockets,
             self.disconnect_storm,
         ]
         chosen = [fault for fault in shared if only in fault.__name__]
-        rows = []
         if chosen:
             with House(*FLAGS) as house:
                 for fault in chosen:
-                    rows.append(asyncio.run(fault(house)))
-        rows += [fault() for fault in alone if only in fault.__name__]
-        return rows
+                    yield asyncio.run(fault(house))
 
     # ── on one server, one after the other ──
 
     async def kill_engine(self, house: House) -> Row:
-        return await self._under_load(house, "kill -9 engine", self._signal(house.engine(), signal.SIGKILL))
+        return await self._under_load(house, "kill -9 engine", signal_to(house.engine(), signal.SIGKILL))
 
     async def freeze_engine(self, house: House) -> Row:
         engine = house.engine()
-        row = await self._under_load(house, "SIGSTOP engine", self._signal(engine, signal.SIGSTOP))
+        row = await self._under_load(house, "SIGSTOP engine", signal_to(engine, signal.SIGSTOP))
         assert not is_alive(engine), "it was not replaced"
         return row
+
+    async def kill_api_process(self, house: House) -> Row:
+        """One of two. Its connections end with it, which is how its clients are told; they ask again, as clients do."""
+        doomed, *others = house.servers()
+        load = Load(house, self._num_streams, self._num_tokens)
+        row = await self._under_load(
+            house, "kill -9 API process", signal_to(doomed, signal.SIGKILL), load, asks_again=True
+        )
+        while len(servers := house.servers()) < 2 or not await house.is_well():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert doomed not in servers and others[0] in servers, "it was not replaced, or another was"
+        remark = f"{load.num_again} connections closed, and asked again"
+        return Row(row.fault, row.saw, row.recovery_s, row.lost, row.leaked, remark)
 
     async def slow_clients(self, house: House) -> Row:
         """32 clients that ask for long answers and do not read."""
@@ -86,16 +92,19 @@ class Campaign:
         return Row(row.fault, row.saw, None, row.lost, leaked, f"API processes grew by {grown / 2**20:.1f} MiB")
 
     async def half_closed_sockets(self, house: House) -> Row:
-        """Clients that ask and then close their side of the connection."""
+        """Clients that ask, close their side of the connection, and stay: what they asked for must not be held for them."""
+        connections: list[socket.socket] = []
 
         async def fault() -> None:
             for _ in range(64):
-                connection = _ask(house.port)
-                connection.shutdown(socket.SHUT_WR)
+                connections.append(_ask(house.port))
+                connections[-1].shutdown(socket.SHUT_WR)
                 await asyncio.sleep(0.02)
-                connection.close()
 
-        return await self._under_load(house, "64 half-closed sockets", fault)
+        row = await self._under_load(house, "64 half-closed sockets", fault)
+        for connection in connections:
+            connection.close()
+        return row
 
     async def disconnect_storm(self, house: House) -> Row:
         async def fault() -> None:
@@ -108,93 +117,57 @@ class Campaign:
 
         return await self._under_load(house, "400 clients that reset", fault)
 
-    # ── with a server of their own ──
-
-    def port_stolen_at_start(self) -> Row:
-        """Another program takes the port while the model loads."""
-        port = free_port()
-        command = [sys.executable, "-m", "octavo.cli", "serve", "--port", str(port), *FLAGS]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        with socket.socket() as thief:
-            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            time.sleep(0.6)
-            thief.bind(("127.0.0.1", port))
-            thief.listen()
-            _, said = process.communicate(timeout=120)
-        lines = [line for line in said.splitlines() if "error" in line]
-        is_told = process.returncode == 2 and len(lines) == 1 and str(port) in lines[0]
-        saw = (
-            "refused; the server ended with code 2 and one line"
-            if is_told
-            else f"code {process.returncode}: {said[-200:]}"
-        )
-        return Row("port stolen at start", saw, None, 0 if is_told else 1, 0)
-
-    def full_disk_for_logs(self) -> Row:
-        """Everything that is printed meets a device that is full, also when the engine is killed."""
-        with House(*FLAGS, "--enable-log-requests", log="/dev/full") as house:
-            row = asyncio.run(
-                self._under_load(
-                    house, "full disk for logs, kill -9 engine", self._signal(house.engine(), signal.SIGKILL)
-                )
-            )
-            house.process.terminate()
-            code = house.process.wait(60)
-        return Row(row.fault, row.saw, row.recovery_s, row.lost + (code != 0), row.leaked, f"exit code {code}")
-
-    def clock_jumps(self) -> Row:
-        """The wall clock, as every process of the server reads it, jumps by up to a year at each look."""
-        with tempfile.TemporaryDirectory(prefix="octavo-torture-") as folder:
-            code = "import random, time\n_now = time.time\ntime.time = lambda: _now() + random.uniform(-3e7, 3e7)\n"
-            (Path(folder) / "sitecustomize.py").write_text(code)
-            with House(*FLAGS, environment={"PYTHONPATH": folder}) as house:
-
-                async def fault() -> None:
-                    await asyncio.sleep(0)
-
-                return asyncio.run(self._under_load(house, "wall clock jumps", fault))
-
-    def kill_worker(self) -> Row:
-        """One of three ranks. What follows is exact only as far as sums over ranks are: answers are counted, not compared."""
-        with House(*FLAGS, "--tensor-parallel-size", "3") as house:
-            (_, rank, _) = sorted(children_of(house.engine()))
-            return asyncio.run(
-                self._under_load(house, "kill -9 rank 1 of 3", self._signal(rank, signal.SIGKILL), compares=False)
-            )
-
     # ── what they share ──
 
-    def _signal(self, pid: int, number: int) -> Callable[[], Awaitable[None]]:
-        async def send() -> None:
-            os.kill(pid, number)
-
-        return send
+    async def untroubled(self, house: House) -> list[Answer]:
+        """What the same clients get where nothing happens."""
+        answers = await Load(house, self._num_streams, self._num_tokens).run()
+        assert not any(answer.error for answer in answers), "errors without any fault"
+        return answers
 
     async def _under_load(
-        self, house: House, name: str, fault: Callable[[], Awaitable[None]], compares: bool = True
+        self,
+        house: House,
+        name: str,
+        fault: Callable[[], Awaitable[None]],
+        load: Load | None = None,
+        asks_again: bool = False,
     ) -> Row:
-        if compares and not self._untroubled:
-            self._untroubled = await Load(house, self._num_streams, self._num_tokens).run()
-            assert not any(answer.error for answer in self._untroubled), "errors without any fault"
-        load = Load(house, self._num_streams, self._num_tokens)
-        running = asyncio.create_task(load.run())
-        await load.until(self._num_streams * self._num_tokens // 4)
-        began = time.monotonic()
-        await fault()
-        answers = await running
-        pauses = [_pause_after(answer, began) for answer in answers]
-        errors = [answer.error for answer in answers if answer.error]
-        if compares:
-            pairs = zip(answers, self._untroubled, strict=True)
-            lost = sum(ours.content != theirs.content for ours, theirs in pairs)
-        else:
-            lost = sum(bool(answer.error) or answer.usage[1] != self._num_tokens for answer in answers)
-        longest = max(answer.longest_pause for answer in answers)
-        saw = f"{len(answers) - lost} of {len(answers)} whole, longest pause {longest:.1f} s"
-        if errors:
-            saw += f"; {len(errors)} errors: {errors[0]}"
-        leaked = await house.used_pages()
-        return Row(name, saw, max(pauses), lost, leaked)
+        if not self._untroubled:
+            self._untroubled = await self.untroubled(house)
+        load = load or Load(house, self._num_streams, self._num_tokens)
+        return await under_load(house, name, fault, load, self._untroubled, asks_again)
+
+
+def signal_to(pid: int, number: int) -> Callable[[], Awaitable[None]]:
+    async def send() -> None:
+        os.kill(pid, number)
+
+    return send
+
+
+async def under_load(
+    house: House,
+    name: str,
+    fault: Callable[[], Awaitable[None]],
+    load: Load,
+    untroubled: list[Answer],
+    asks_again: bool = False,
+) -> Row:
+    """The fault comes when every stream has begun and they are a quarter of the way."""
+    running = asyncio.create_task(load.run(asks_again))
+    await load.until(sum(answer.usage[1] for answer in untroubled) // 4)
+    began = time.monotonic()
+    await fault()
+    answers = await running
+    pauses = [_pause_after(answer, began) for answer in answers]
+    errors = [answer.error for answer in answers if answer.error]
+    lost = sum(ours.content != theirs.content for ours, theirs in zip(answers, untroubled, strict=True))
+    longest = max(answer.longest_pause for answer in answers)
+    saw = f"{len(answers) - lost} of {len(answers)} whole, longest pause {longest:.1f} s"
+    if errors:
+        saw += f"; {len(errors)} errors: {errors[0]}"
+    return Row(name, saw, max(pauses), lost, await house.used_pages())
 
 
 def _pause_after(answer: Answer, moment: float) -> float:

@@ -85,14 +85,17 @@ def held(pids: list[int]) -> Held:
 class House:
     """`octavo serve` on a free port, until the block ends."""
 
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None, log: str = "") -> None:
-        """`log`: a file for what it prints; empty: this process keeps it."""
+    def __init__(
+        self, *flags: str, environment: dict[str, str] | None = None, log: str = "", module: str = "octavo.cli"
+    ) -> None:
+        """`log`: a file for what it prints; empty: nobody reads it. `module`: what serves."""
+        self._module = module
         self.port = free_port()
         self._log = open(log, "w") if log else open(os.devnull, "w")  # noqa: SIM115
         self._flags, self._environment = flags, environment or {}
 
     def __enter__(self) -> "House":
-        command = [sys.executable, "-m", "octavo.cli", "serve", "--port", str(self.port), *self._flags]
+        command = [sys.executable, "-m", self._module, "serve", "--port", str(self.port), *self._flags]
         environment = {**os.environ, **self._environment}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT))))
         self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=self._log)
@@ -112,7 +115,11 @@ class House:
         return Client(Target("127.0.0.1", self.port, False, ""))
 
     def engine(self) -> int:
-        (pid,) = (pid for pid, command in children_of(self.process.pid).items() if command.endswith("engine.process"))
+        (pid,) = (
+            pid
+            for pid, command in children_of(self.process.pid).items()
+            if command.endswith(("engine.process", "mortal_engine"))
+        )
         return pid
 
     def servers(self) -> list[int]:
@@ -187,15 +194,23 @@ class Load:
     def __init__(self, house: House, num_streams: int, num_tokens: int) -> None:
         self._house, self._num_tokens = house, num_tokens
         self.answers = [Answer() for _ in range(num_streams)]
+        self.num_again = 0
 
     @property
     def num_events(self) -> int:
         return sum(len(answer.times) for answer in self.answers)
 
-    async def run(self) -> list[Answer]:
+    async def run(self, asks_again: bool = False) -> list[Answer]:
+        """`asks_again`: whose connection is closed under it asks once more."""
         client = self._house.client()
         try:
             await asyncio.gather(*(self._ask(client, number) for number in range(len(self.answers))))
+            broken = [number for number, answer in enumerate(self.answers) if answer.error]
+            if asks_again:
+                self.num_again = len(broken)
+                for number in broken:
+                    self.answers[number] = Answer()
+                await asyncio.gather(*(self._ask(client, number) for number in broken))
         finally:
             await client.close()
         return self.answers
