@@ -24,6 +24,8 @@ def arrival(source: GenerateRequest, sequence: int) -> int:
     - The queue's head, if nobody is driven out meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over those who run.
       A step either spends its budget or takes everybody further.
 
+    A request whose grammar is still being compiled is not in the queue yet: its wait begins when it is, at its old place.
+
     tests/schedule/test_scheduler_fairness.py holds both against random requests; what must be computed whole, and beams, are
     left out there."""
     return sequence
