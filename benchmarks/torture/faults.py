@@ -40,6 +40,7 @@ class Campaign:
             self.kill_engine,
             self.freeze_engine,
             self.kill_api_process,
+            self.freeze_api_process,
             self.slow_clients,
             self.half_closed_sockets,
             self.disconnect_storm,
@@ -63,11 +64,15 @@ class Campaign:
 
     async def kill_api_process(self, house: House) -> Row:
         """One of two. Its connections end with it, which is how its clients are told; they ask again, as clients do."""
+        return await self._end_api_process(house, "kill -9 API process", signal.SIGKILL)
+
+    async def freeze_api_process(self, house: House) -> Row:
+        return await self._end_api_process(house, "SIGSTOP API process", signal.SIGSTOP)
+
+    async def _end_api_process(self, house: House, name: str, number: int) -> Row:
         doomed, *others = house.servers()
         load = Load(house, self._num_streams, self._num_tokens)
-        row = await self._under_load(
-            house, "kill -9 API process", signal_to(doomed, signal.SIGKILL), load, asks_again=True
-        )
+        row = await self._under_load(house, name, signal_to(doomed, number), load, asks_again=True)
         while len(servers := house.servers()) < 2 or not await house.is_well():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert doomed not in servers and others[0] in servers, "it was not replaced, or another was"

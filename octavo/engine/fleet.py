@@ -14,7 +14,8 @@ import zmq
 
 from octavo.config import Config
 from octavo.engine.children import spawn
-from octavo.engine.keeper import Restarts
+from octavo.engine.keeper import Restarts, ServerWatch
+from octavo.engine.pulse import Pulse
 from octavo.engine.reception import Reception
 from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 
@@ -39,8 +40,9 @@ class ServerOrder(msgspec.Struct, frozen=True):
 class Member:
     """One number's process, and those before it."""
 
-    def __init__(self, origin: int, restarts: Restarts) -> None:
-        self.origin, self.restarts = origin, restarts
+    def __init__(self, origin: int, restarts: Restarts, watch: ServerWatch) -> None:
+        self.origin, self.restarts, self.watch = origin, restarts, watch
+        self.verdict = ""  # why it was killed by us
         self.process: subprocess.Popen[bytes] | None = None
         self.orders: zmq.Socket[bytes] | None = None
         self.number = 0  # of processes so far
@@ -61,10 +63,13 @@ class Fleet:
         reception: Reception,
         folder: Path,
         context: "zmq.Context[zmq.Socket[bytes]]",
+        pulse: Pulse,
     ) -> None:
         """`template`: of everybody's order; what differs is filled in."""
-        limit = template.config.server.max_engine_restarts
-        self.members = [Member(origin, Restarts(limit)) for origin in range(count)]
+        limit, timeout = template.config.server.max_engine_restarts, template.config.server.step_timeout
+        watches = [ServerWatch(pulse, origin, timeout) for origin in range(count)]
+        self.members = [Member(origin, Restarts(limit), watch) for origin, watch in enumerate(watches)]
+        self._pulse = pulse
         self._template, self._reception, self._folder, self._context = template, reception, folder, context
 
     @property
@@ -81,7 +86,8 @@ class Fleet:
 
     def start(self, member: Member, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
         member.number += 1
-        member.is_ready, member.restart_at, member.started = False, None, time.monotonic()
+        member.is_ready, member.restart_at, member.started, member.verdict = False, None, time.monotonic(), ""
+        self._pulse.forget(member.origin)
         channel = self._reception.add()
         order = msgspec.structs.replace(
             self._template,
@@ -99,6 +105,15 @@ class Fleet:
         member.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.pulse_fd))
         channel.close()
         return member.process
+
+    def look(self) -> None:
+        """Kill those whose event loop does not turn: they would be dealt connections, and answer none."""
+        for member in self.members:
+            if not member.is_ready or member.verdict or member.process is None or member.has_ended:
+                continue
+            if (problem := member.watch.look(member.process.pid)) is not None:
+                member.verdict = f"API process {member.origin} hangs and is killed: {problem}"
+                member.process.kill()
 
     def due(self, now: float) -> list[Member]:
         """Whose place is to be taken now."""

@@ -1,4 +1,4 @@
-"""When an engine is to be ended, and whether another is worth starting.
+"""When an engine or an API process is to be ended, and whether another is worth starting.
 Knows nothing of processes but what the kernel tells of them, and does nothing itself."""
 
 import contextlib
@@ -44,51 +44,72 @@ class Restarts:
         return f"it was started again {self._limit} times in {WINDOW_SECONDS / 60:.0f} minutes (--max-engine-restarts)"
 
 
-class Watch:
-    """Looks at a pulse every LOOK_SECONDS. What counts is time in which this process ran too: one that was stopped, or whose
-    clock jumped, must not blame the engine."""
+class Silence:
+    """For how long a process has given no sign of life, and for how long it has computed nothing meanwhile. What counts is time in
+    which this process ran too: one that was stopped, or whose clock jumped, must not blame another."""
 
-    def __init__(self, pulse: Pulse, step_timeout: float) -> None:
-        self._pulse = pulse
-        self._timeout = step_timeout
+    def __init__(self) -> None:
         self._looked = time.monotonic()
         self._beat = 0
-        self._silent = 0.0  # seconds without a turn of the loop
-        self._stalled = 0.0  # of these, the last ones without any computing
+        self.seconds = 0.0
+        self.stalled = 0.0  # of these, the last ones without any computing
         self._computed = -1
 
-    def look(self) -> str | None:
-        """What is wrong, in words: the engine is to be killed. None: nothing is."""
+    def look(self, beat: int, pid: int) -> None:
+        """Every LOOK_SECONDS. `beat`: its last sign; 0: it loads, for as long as that takes."""
         now = time.monotonic()
         elapsed = min(now - self._looked, 2 * LOOK_SECONDS)
         self._looked = now
-        beat = self._pulse.beat
-        if beat != self._beat or not beat:  # not beat: it loads, for as long as that takes
-            self._beat, self._silent, self._computed = beat, 0.0, -1
-            self._set_stalled(0.0)
+        if beat != self._beat or not beat:
+            self._beat, self.seconds, self.stalled, self._computed = beat, 0.0, 0.0, -1
+            return
+        self.seconds += elapsed
+        if self.seconds <= 2 * LOOK_SECONDS:
+            return
+        computed = _computed(pid)
+        if computed is not None:  # else the kernel does not tell
+            self.stalled = self.stalled + elapsed if computed in (self._computed, _STOPPED) else 0.0
+            self._computed = computed
+
+    def problem(self, what: str, timeout: float) -> str | None:
+        """In words, where `what` has lasted for too long. `timeout` 0: nothing does."""
+        if not timeout:
             return None
-        self._silent += elapsed
-        if self._silent > 2 * LOOK_SECONDS:
-            self._note_computing(elapsed)
-        if not self._timeout:
-            return None
-        if self._stalled > self._timeout / _STALLED_SHARE:
-            return f"{self._what()} for {self._silent:.1f} s, and nothing is computed; {self._who()}"
-        if self._silent > self._timeout:
-            return f"{self._what()} for {self._silent:.1f} s (--step-timeout); {self._who()}"
+        if self.stalled > timeout / _STALLED_SHARE:
+            return f"{what} for {self.seconds:.1f} s, and nothing is computed"
+        if self.seconds > timeout:
+            return f"{what} for {self.seconds:.1f} s (--step-timeout)"
         return None
 
-    def _note_computing(self, elapsed: float) -> None:
-        computed = _computed(self._pulse.pid)
-        if computed is None:  # the kernel does not tell
-            return
-        self._set_stalled(self._stalled + elapsed if computed in (self._computed, _STOPPED) else 0.0)
-        self._computed = computed
 
-    def _set_stalled(self, seconds: float) -> None:
-        if seconds != self._stalled:
-            self._stalled = seconds
-            self._pulse.stalled(seconds)
+class ServerWatch:
+    """Looks at an API process every LOOK_SECONDS."""
+
+    def __init__(self, pulse: Pulse, origin: int, step_timeout: float) -> None:
+        self._pulse, self._origin, self._timeout = pulse, origin, step_timeout
+        self._silence = Silence()
+
+    def look(self, pid: int) -> str | None:
+        """What is wrong, in words: the process is to be killed. None: nothing is."""
+        self._silence.look(self._pulse.beat_of(self._origin), pid)
+        return self._silence.problem("its event loop has not turned", self._timeout)
+
+
+class Watch:
+    """Looks at an engine's pulse every LOOK_SECONDS."""
+
+    def __init__(self, pulse: Pulse, step_timeout: float) -> None:
+        self._pulse, self._timeout = pulse, step_timeout
+        self._silence = Silence()
+
+    def look(self) -> str | None:
+        """What is wrong, in words: the engine is to be killed. None: nothing is."""
+        silence, before = self._silence, self._silence.stalled
+        silence.look(self._pulse.beat, self._pulse.pid)
+        if silence.stalled != before:
+            self._pulse.stalled(silence.stalled)
+        problem = silence.problem(self._what(), self._timeout)
+        return None if problem is None else f"{problem}; {self._who()}"
 
     def _what(self) -> str:
         if self._pulse.is_stepping:

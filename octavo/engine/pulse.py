@@ -20,11 +20,14 @@ CAUSES = (
     ("engine", "start"),  # it did not come up
     ("api", "killed"),
     ("api", "failed"),
+    ("api", "hung"),
 )
 """Which process was started again, and why."""
 _SLOT = 64  # bytes for a row's occupant: how long its id is, then the id, cut if need be
 _MAX_ROWS = 4096  # occupants of rows beyond these are not told
-_SIZE = 8 * _WORDS + _SLOT * _MAX_ROWS
+_BEATS = 8 * _WORDS + _SLOT * _MAX_ROWS  # where API processes write, a word each
+_MAX_SERVERS = 1024  # those beyond these are not watched
+_SIZE = _BEATS + 8 * _MAX_SERVERS
 
 
 def shared_memory() -> int:
@@ -47,13 +50,14 @@ class Pulse:
         """−1: shared with nobody."""
         self._memory = mmap.mmap(fd, _SIZE)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        self._beats = memoryview(self._memory)[_BEATS:].cast("q")
 
     # ── the engine writes ──
 
     def reset(self) -> None:
         """A new engine's first word: nothing of the one before it is true any more."""
         self._memory[: 8 * _RESTARTS] = bytes(8 * _RESTARTS)
-        self._memory[8 * _WORDS :] = bytes(_SIZE - 8 * _WORDS)
+        self._memory[8 * _WORDS : _BEATS] = bytes(_BEATS - 8 * _WORDS)
         self._words[_PID] = os.getpid()
 
     def rest(self) -> None:
@@ -86,7 +90,19 @@ class Pulse:
                 self._memory[start + 1 : start + 1 + len(encoded)] = encoded
                 self._memory[start] = len(encoded)
 
+    # ── an API process writes ──
+
+    def turn(self, origin: int) -> None:
+        """Its event loop turns. To be said every second or so."""
+        if origin < _MAX_SERVERS:
+            self._beats[origin] = time.monotonic_ns()
+
     # ── the supervisor writes ──
+
+    def forget(self, origin: int) -> None:
+        """Another API process of this number is started, and has said nothing yet."""
+        if origin < _MAX_SERVERS:
+            self._beats[origin] = 0
 
     def stalled(self, seconds: float) -> None:
         """For so long it has neither turned nor computed."""
@@ -134,16 +150,21 @@ class Pulse:
     def stalled_seconds(self) -> float:
         return self._words[_STALLED] / 1e9
 
+    def beat_of(self, origin: int) -> int:
+        """An API process's last sign of life."""
+        return self._beats[origin] if origin < _MAX_SERVERS else 0
+
     def seated(self) -> list[str]:
         """Requests that hold a row, each once: those that a step that does not end is about."""
         names: dict[str, None] = {}
-        for start in range(8 * _WORDS, _SIZE, _SLOT):
+        for start in range(8 * _WORDS, _BEATS, _SLOT):
             if length := self._memory[start]:
                 names[self._memory[start + 1 : start + 1 + length].decode(errors="replace")] = None
         return list(names)
 
     def close(self) -> None:
         self._words.release()
+        self._beats.release()
         self._memory.close()
 
 

@@ -119,7 +119,7 @@ class _Supervisor:
             dict(source.default_sampling),
             pulse_fd=self._pulse_fd,
         )
-        self._fleet = Fleet(self._num_servers, template, reception, folder, self._context)
+        self._fleet = Fleet(self._num_servers, template, reception, folder, self._context, self._pulse)
 
     def __enter__(self) -> "_Supervisor":
         return self
@@ -224,14 +224,14 @@ class _Supervisor:
         if code == 2 and not self._has_served:  # a start-up mistake: it has said so
             self._exit_code, self._is_over = 2, True
             return
-        message = f"API process {member.origin} ended unexpectedly ({describe_exit(code)})"
+        message = member.verdict or f"API process {member.origin} ended unexpectedly ({describe_exit(code)})"
         delay = member.restarts.delay(time.monotonic(), member.is_ready) if self._has_served else None
         if delay is None:
             why = f"; no other is started: {member.restarts.why_not}" if self._has_served else ""
             self._complain(message + why)
             return self._drain(1)
         self._complain(f"{message}: its connections are closed, and another is started")
-        self._pulse.count_restart("api", "killed" if code < 0 else "failed")
+        self._pulse.count_restart("api", "hung" if member.verdict else "killed" if code < 0 else "failed")
         if self._engine is not None and self._engine.poll() is None:
             self._fleet.tell_engine_of(member, self._engine_address(), self._num_engines)
         member.is_ready = False
@@ -270,6 +270,7 @@ class _Supervisor:
         if self._exit_code is None:
             for member in self._fleet.due(now):
                 self._start_server(member)
+            self._fleet.look()
         if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
             self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:

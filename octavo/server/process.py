@@ -37,6 +37,7 @@ from octavo.text import Text
 log = logging.getLogger("octavo.server")
 
 KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs, so that it is never us who close under a request
+TURN_SECONDS = 0.5  # between two words to the supervisor that the event loop turns
 FAREWELL_SECONDS = 1.0  # what a response that is cut off gets to say so
 
 
@@ -184,6 +185,13 @@ def _http_server(order: ServerOrder, app: object) -> HttpServer:
     )
 
 
+async def _turn(pulse: Pulse | None, origin: int) -> None:
+    """Say that this event loop turns."""
+    while pulse is not None:
+        pulse.turn(origin)
+        await asyncio.sleep(TURN_SECONDS)
+
+
 async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
     # What is alive now stays alive: the collector need not look at it again.
     gc.collect()
@@ -191,6 +199,7 @@ async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop:
     gc.set_threshold(50_000, 20, 100)  # what a stream makes and drops has no cycles: look rarely
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
+    turning = asyncio.create_task(_turn(service.engine.pulse, order.origin))
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -199,6 +208,7 @@ async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop:
     await asyncio.wait({background})
     server.should_exit = True
     await serving
+    turning.cancel()
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)
     return 0 if is_clean else 1

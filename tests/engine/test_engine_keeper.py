@@ -6,12 +6,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from octavo.engine import keeper
 from octavo.engine.folder import SocketFolder, remove_abandoned
-from octavo.engine.keeper import MAX_FAILED_STARTS, WINDOW_SECONDS, Restarts, Watch
+from octavo.engine.keeper import MAX_FAILED_STARTS, WINDOW_SECONDS, Restarts, ServerWatch, Watch
 from octavo.engine.pulse import Pulse, is_named, shared_memory
 
 
@@ -40,7 +41,7 @@ def started(code: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def looks(watch: Watch, clock: Clock, seconds: float) -> str | None:
+def looks(watch: Watch | SimpleNamespace, clock: Clock, seconds: float) -> str | None:
     """The first complaint within so many seconds."""
     for _ in range(int(seconds / keeper.LOOK_SECONDS)):
         clock.now += keeper.LOOK_SECONDS
@@ -115,6 +116,30 @@ def test_an_engine_that_loads_is_let_be(clock: Clock) -> None:
     pulse = Pulse()
     pulse.reset()
     assert looks(Watch(pulse, step_timeout=1), clock, 1000) is None
+
+
+def test_an_api_process_whose_event_loop_does_not_turn_is_found(clock: Clock) -> None:
+    process = started("import time; time.sleep(1000)")
+    try:
+        pulse = Pulse()
+        watch = ServerWatch(pulse, 3, step_timeout=100)
+
+        def look(seconds: float) -> str | None:
+            return looks(SimpleNamespace(look=lambda: watch.look(process.pid)), clock, seconds)
+
+        assert look(1000) is None  # it loads
+        pulse.turn(3)
+        pulse.reset()  # an engine's beginning is none of an API process
+        assert look(9) is None
+        pulse.turn(3)
+        assert look(9) is None
+        problem = look(10)
+        assert problem is not None and problem.startswith("its event loop has not turned") and "computed" in problem
+        pulse.forget(3)
+        assert look(1000) is None
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_restarts_are_limited_in_number_and_in_a_row() -> None:
