@@ -77,7 +77,8 @@ def run_fuzz(arguments: argparse.Namespace) -> int:
 def run_soak(arguments: argparse.Namespace) -> int:
     print(f"soak of {arguments.minutes:g} minutes, {arguments.clients} clients, seed {arguments.seed}")
     print(
-        "  minute  all resident  without files  open files  threads  pages used/cached/free  most used  preempted",
+        "  minute  all resident  without files  open files  threads  pages used/cached/free  most used  preempted  "
+        "engine + API + supervisor",
         flush=True,
     )
     with House(*SOAK_FLAGS) as house:
@@ -103,9 +104,10 @@ def run_soak(arguments: argparse.Namespace) -> int:
 def _show_look(look: Look) -> None:
     held = look.held
     pages = "/".join(map(str, look.pages.values()))
+    parts = " + ".join(f"{size / 2**20:.1f}" for size in look.parts.values())
     print(
         f"  {look.minute:6.1f}  {held.proportional / 2**20:8.1f} MiB  {held.private / 2**20:9.1f} MiB  {held.open_files:10d}  "
-        f"{held.threads:7d}  {pages:>22}  {look.most_pages:9d}  {look.preemptions:9d}",
+        f"{held.threads:7d}  {pages:>22}  {look.most_pages:9d}  {look.preemptions:9d}  {parts} MiB",
         flush=True,
     )
 

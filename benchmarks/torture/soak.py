@@ -14,12 +14,16 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from benchmarks.torture.house import Held, House, read_metric
+from benchmarks.torture.house import Held, House, held, read_metric
 from benchmarks.torture.mixed import ask
 from octavo.bench.http_stream import Client, HTTPFailure
 
-# So few pages that long answers push one another out.
-FLAGS = ("--kv-cache-memory-bytes", "48M", "--max-model-len", "1024", "--api-processes", "2")
+FLAGS = (
+    # So few pages that long answers push one another out.
+    *("--kv-cache-memory-bytes", "48M", "--max-model-len", "1024", "--api-processes", "2"),
+    # What is kept of past requests, up to a limit, is full within minutes: what grows after that is a leak.
+    *("--journey-bytes", "512K", "--max-stored-responses", "20"),
+)
 _CANARY = {"prompt": "Once upon a time there was a", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 """Asked again and again in the crowd: its answer must never change."""
 MAX_SLOPE = 0.01
@@ -31,6 +35,7 @@ class Look:
     minute: float
     engine: int  # its process number: another engine's memory is another's
     held: Held  # when nothing runs
+    parts: dict[str, int]  # bytes of `held.private`, by kind of process
     pages: dict[str, int]  # by state, when nothing runs
     most_pages: int  # in use at one time since the look before, as far as it was seen
     preemptions: int  # since the start
@@ -85,7 +90,9 @@ class Soak:
         engine = self._house.engine()
         self._note(engine, text)
         most, self._most_pages = self._most_pages, 0
-        return Look(minute, engine, self._house.held(), pages, most, self.count.preemptions)
+        kinds = {"engine": [engine], "API": self._house.servers(), "supervisor": [self._house.process.pid]}
+        parts = {kind: held(pids).private for kind, pids in kinds.items()}
+        return Look(minute, engine, self._house.held(), parts, pages, most, self.count.preemptions)
 
     def _note(self, engine: int, text: str) -> None:
         self._most_pages = max(self._most_pages, read_metric(text, "octavo:kv_pages", 'state="used"'))
