@@ -3,7 +3,6 @@ Knows nothing of grammars themselves: text/grammar.py makes and checks them."""
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,8 +14,6 @@ from octavo.server.fields import SamplingFields
 from octavo.server.service import Service
 from octavo.text.grammar import framed_grammar, grammar_of, schema_grammar, wish_of_response_format
 from octavo.text.vocabulary import Vocabulary
-
-_LARGE = 4_000  # characters beyond which a wish goes to a thread: reading it would hold up the other streams
 
 
 async def read_grammar(service: Service, fields: SamplingFields, response_format: object = None) -> str:
@@ -30,8 +27,6 @@ async def read_grammar(service: Service, fields: SamplingFields, response_format
     param, where, wish = found[0]
     vocabulary = _vocabulary(service, param)
     return await _beside(
-        service,
-        wish,
         functools.partial(grammar_of, wish, vocabulary, param=param, where=where, max_bytes=_max_bytes(service)),
     )
 
@@ -52,7 +47,7 @@ async def grammar_of_schema(
         make = functools.partial(
             framed_grammar, schema, frame, vocabulary, can_repeat=can_repeat, param=param, max_bytes=max_bytes
         )
-    return await _beside(service, schema, make)
+    return await _beside(make)
 
 
 def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, str, Mapping[str, Any]]]:
@@ -73,14 +68,10 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, 
     return found
 
 
-async def _beside(service: Service, wish: object, compile: Callable[[], str]) -> str:
-    try:
-        takes_long = len(wish if isinstance(wish, str) else json.dumps(wish)) > _LARGE
-    except (ValueError, RecursionError):
-        takes_long = True
-    takes_long = takes_long or not service.text.vocabulary.is_ready  # the first of all
+async def _beside(compile: Callable[[], str]) -> str:
+    """In a thread, whatever its size: a few characters can take a second, and other streams must not wait for it."""
     started = time.monotonic()
-    grammar = await asyncio.to_thread(compile) if takes_long else compile()
+    grammar = await asyncio.to_thread(compile)
     if (journey := current.get()) is not None:
         journey.grammar_seconds += time.monotonic() - started
     return grammar

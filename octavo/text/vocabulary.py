@@ -24,11 +24,6 @@ class Vocabulary:
         names = {self.spell(i).decode("utf-8", "replace"): i for i in sorted(self.special_ids)}
         return {name: i for name, i in names.items() if name}
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the stand-in is made already."""
-        return "stand_in" in vars(self)
-
     @cached_property
     def stand_in(self) -> "LLTokenizer":
         """Single bytes in place of the words, and the control tokens where they are: enough to check a grammar with, and made
