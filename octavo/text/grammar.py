@@ -14,6 +14,7 @@ from typing import Any
 from octavo.errors import InvalidRequest, RequestError, Unsupported
 from octavo.text.complaints import in_words
 from octavo.text.json_schema import prepare
+from octavo.text.multiples import Budget
 from octavo.text.patterns import plain_classes, slashed, without_anchors
 from octavo.text.structural_tag import tags_rules
 from octavo.text.vocabulary import Vocabulary
@@ -55,6 +56,7 @@ def grammar_of(
     require_llguidance(param)
     kind = kinds[0]
     value, where = given[kind], where or f"{param}.{kind}"
+    budget = Budget()
     _check_size(value, where, max_bytes)
     match kind:
         case "json":
@@ -67,7 +69,7 @@ def grammar_of(
             rules = tags_rules(
                 _parsed(value, where),
                 where,
-                lambda schema, at: _schema_rule(schema, at, given),
+                lambda schema, at: _schema_rule(schema, at, given, budget),
                 regex_terminal,
                 lambda text: literal(text, vocabulary),
             )
@@ -112,10 +114,11 @@ def framed_grammar(
     return _checked(rules, vocabulary, param)
 
 
-def _schema_rule(schema: object, param: str, style: Mapping[str, Any]) -> str:
+def _schema_rule(schema: object, param: str, style: Mapping[str, Any], budget: Budget | None = None) -> str:
+    """`budget`: of all schemas in the same grammar; None: there is no other."""
     if schema is True:
         schema = {}
-    prepared = prepare(schema, param)
+    prepared = prepare(schema, param, budget)
     if not isinstance(prepared, dict):
         raise InvalidRequest(f"{param} is false: no answer meets it", param=param)
     if style.get("disable_additional_properties"):

@@ -3,18 +3,17 @@ Knows nothing of grammars, tokens or requests: a schema comes in, and goes out a
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.text.multiples import MAX_MULTIPLE, Budget, scaled
 from octavo.text.patterns import plain_classes
 
 Schema = dict[str, Any]
 
 MAX_DEPTH = 64  # of nested schemas
 MAX_NODES = 20_000
-MAX_MULTIPLE = 10_000  # of multipleOf, without its decimal point: compiling takes time for each remainder that there is
 _MAX_SAFE = 2**53  # beyond it a JSON number is not one integer any more
 _MAX_COUNT = 100_000  # of characters, items or properties
 
@@ -47,13 +46,6 @@ def _is_bound(value: object) -> bool:
     return _is_number(value) and abs(value) <= _MAX_SAFE
 
 
-def _scaled(value: int | float) -> int:
-    """2.5 is told as 25: what multiples are counted in."""
-    sign, digits, exponent = Decimal(repr(value)).as_tuple()
-    assert not sign and isinstance(exponent, int)
-    return int("".join(map(str, digits)) + "0" * max(0, exponent))
-
-
 def _is_count(value: object) -> bool:
     return _is_number(value) and value == int(value) and 0 <= value <= _MAX_COUNT
 
@@ -79,7 +71,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exclusiveMinimum": _BOUND,
     "exclusiveMaximum": _BOUND,
     "multipleOf": (
-        lambda value: _is_bound(value) and value > 0 and _scaled(value) <= MAX_MULTIPLE,
+        lambda value: _is_bound(value) and value > 0 and scaled(value) <= MAX_MULTIPLE,
         f"a number above 0 of at most {MAX_MULTIPLE} (without its decimal point)",
     ),
     "minLength": _COUNT,
@@ -96,10 +88,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Keywords that are no schemas themselves: whether a value will do, and what will."""
 
 
-def prepare(schema: object, param: str) -> Schema | bool:
+def prepare(schema: object, param: str, budget: Budget | None = None) -> Schema | bool:
     """The schema without its notes, and with what it says written so that the compiler takes it. `param`: the request's
     field that it came in."""
-    return _Checker(schema, param).run()
+    return _Checker(schema, param, budget or Budget()).run()
 
 
 def _bound(node: Schema) -> None:
@@ -113,8 +105,9 @@ def _bound(node: Schema) -> None:
 
 
 class _Checker:
-    def __init__(self, schema: object, param: str) -> None:
+    def __init__(self, schema: object, param: str, budget: Budget) -> None:
         self._root = schema
+        self._budget = budget
         self._param = param
         self._num_nodes = 0
         self._at: dict[str, Schema | bool] = {}  # place → the schema that is there
@@ -124,6 +117,11 @@ class _Checker:
         prepared = self._schema(self._root, "#", 0)
         for place in [*self._at]:
             self._check_reference(place)
+        if not self._budget.is_kept:
+            raise self._invalid(
+                "#",
+                f"has multipleOf that may be joined by allOf or $ref: their common multiple can be {MAX_MULTIPLE} at most",
+            )
         if self._written:  # only references lead back
             self._check_loops()
             self._check_ends()
@@ -154,6 +152,7 @@ class _Checker:
             if key in _NOTES or key.startswith("x-"):
                 continue
             node[key] = self._keyword(key, value, place, depth)
+        self._budget.can_join |= "allOf" in node or ("$ref" in node and len(node) > 1)
         self._count_properties(node, place)
         if node.get("type") == "integer" and "enum" not in node and "const" not in node:
             _bound(node)
@@ -184,6 +183,8 @@ class _Checker:
             return int(value)  # 2.0 is a whole number, too
         if key == "pattern" and isinstance(value, str):
             return plain_classes(value)
+        if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
+            raise self._invalid(here, f"is too much: all multipleOf together come to at most {MAX_MULTIPLE}")
         return value
 
     def _count_properties(self, node: Schema, place: str) -> None:

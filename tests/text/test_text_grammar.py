@@ -175,6 +175,18 @@ def test_bombs_do_not_go_off(schema: Any, pattern: str):
             "structured_outputs.grammar",
             "%llguidance",
         ),
+        (
+            {"json": {"prefixItems": [{"multipleOf": 1000 + number} for number in range(20)]}},
+            InvalidRequest,
+            "structured_outputs.json",
+            "#/prefixItems/9/multipleOf is too much",
+        ),
+        (
+            {"json": {"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 83}], "type": "integer"}},
+            InvalidRequest,
+            "structured_outputs.json",
+            "their common multiple can be 10000 at most",
+        ),
         ({"grammar": "start: missing"}, InvalidRequest, "structured_outputs.grammar", "missing"),
         ({"grammar": "root ::= missing"}, InvalidRequest, "structured_outputs.grammar", "missing"),
         ({"grammar": "start: x\nx[temperature=0.5]: /a/"}, Unsupported, "structured_outputs.grammar", "'temperature'"),
