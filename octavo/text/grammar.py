@@ -8,12 +8,13 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from octavo.errors import InvalidRequest, RequestError, Unsupported
 from octavo.text.complaints import in_words
 from octavo.text.json_schema import prepare
+from octavo.text.lark import settle
 from octavo.text.multiples import Budget
 from octavo.text.patterns import plain_classes, slashed, without_anchors
 from octavo.text.structural_tag import tags_rules
@@ -78,7 +79,7 @@ def grammar_of(
         case "choice":
             rules = _choice(value, where)
         case _:
-            rules = _lark(value, where)
+            rules = _lark(value, where, lambda schema, at: _schema_rule(schema, at, {}, budget))
     return _checked(rules, vocabulary, where, is_own_text=rules == value)
 
 
@@ -181,10 +182,7 @@ def literal(text: str, vocabulary: Vocabulary) -> str:
     )
 
 
-_RULE_OPTION = re.compile(r"\b(temperature|max_tokens|stop|stop_capture)\s*=")
-
-
-def _lark(value: object, param: str) -> str:
+def _lark(value: object, param: str, schema_rule: Callable[[object, str], str]) -> str:
     if not isinstance(value, str) or not value.strip():
         raise InvalidRequest(f"{param} must be a grammar in Lark's or GBNF's notation, a string", param=param)
     _check_nesting(value, param)
@@ -200,17 +198,7 @@ def _lark(value: object, param: str) -> str:
             raise InvalidRequest(
                 f"{param} is neither Lark (no rule `start:`) nor GBNF: {_one_line(error)}", param=param
             ) from error
-    text, *others = re.split(r"(?m)^\s*%llguidance\s*\{\s*\}\s*$", text, maxsplit=1)[::-1]
-    if "%llguidance" in text or any(other.strip() for other in others):
-        raise Unsupported(f"{param}: options by %llguidance are not offered", param=param)
-    if option := next((found[1] for head in _heads(text) if (found := _RULE_OPTION.search(head))), None):
-        raise Unsupported(f"{param}: the rule option {option!r} is not enforced here: leave it out", param=param)
-    return text
-
-
-def _heads(lark: str) -> list[str]:
-    """The bracketed options of rules: name[options]: …"""
-    return re.findall(r"(?m)^\s*[?!]?[\w-]+\s*\[([^\]]*)\]", lark)
+    return settle(text, param, schema_rule)
 
 
 def _checked(rules: str, vocabulary: Vocabulary, param: str, is_own_text: bool = False) -> str:

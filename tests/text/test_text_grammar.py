@@ -176,6 +176,37 @@ def test_bombs_do_not_go_off(schema: Any, pattern: str):
             "%llguidance",
         ),
         (
+            {"grammar": 'start: %json {"type": "array", "uniqueItems": true}'},
+            Unsupported,
+            "structured_outputs.grammar",
+            "'uniqueItems' (at #)",
+        ),
+        ({"grammar": "start: %json {"}, InvalidRequest, "structured_outputs.grammar", "%json needs a schema"),
+        (
+            {"grammar": 'start: %regex {"substring_words": "a b"}'},
+            Unsupported,
+            "structured_outputs.grammar",
+            "%regex is not offered",
+        ),
+        (
+            {"grammar": 'start: %lark { start: %json {"uniqueItems": true} }'},
+            Unsupported,
+            "structured_outputs.grammar",
+            "%lark is not offered",
+        ),
+        (
+            {"grammar": 'start: x // "\nx [max_tokens=3]: /a/ // "'},
+            Unsupported,
+            "structured_outputs.grammar",
+            "'max_tokens'",
+        ),
+        (
+            {"grammar": 'start: %json {"type": "integer", "multipleOf": 6001} %json {"multipleOf": 6002}'},
+            InvalidRequest,
+            "structured_outputs.grammar",
+            "#/multipleOf is too much: all multipleOf together come to at most",
+        ),
+        (
             {"json": {"prefixItems": [{"multipleOf": 1000 + number} for number in range(20)]}},
             InvalidRequest,
             "structured_outputs.json",
@@ -275,6 +306,19 @@ number ::= [1-9]
 def test_answers_follow_a_grammar(grammar: str):
     for text in said({"grammar": grammar}):
         assert re.fullmatch(r"[1-9](\*[1-9])*(\+[1-9](\*[1-9])*)*", text)
+
+
+def test_schemas_within_a_grammar_are_kept_to_as_others_are():
+    """A number of any size has the ends that it has elsewhere. What is a text, a regex or a comment is no order."""
+    lark = """
+        // %json {"uniqueItems": true}
+        start: "%lark " /max_tokens=%json / %json {"type": "object", "properties": {"a": {"type": "integer"}},
+               "required": ["a"], "additionalProperties": false, "description": "a } in a note"} tail
+        tail: "#"  # max_tokens=1
+    """
+    for text in said({"grammar": lark}):
+        found = re.fullmatch(r"%lark max_tokens=%json (\{.*\})#", text, re.DOTALL)
+        assert found and abs(json.loads(found[1])["a"]) <= 2**53
 
 
 def test_white_space_between_the_parts_of_json_has_an_end():

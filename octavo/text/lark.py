@@ -1,0 +1,64 @@
+"""A client's own grammar in Lark's notation: the schemas within it are walked as all others, and what is not offered is named.
+Knows nothing of what the rules mean: the grammar's compiler reads them.
+
+The pieces are those that llguidance cuts a grammar into: what is a text, a regex or a comment to it says nothing here."""
+
+import json
+import re
+from collections.abc import Callable
+
+from octavo.errors import InvalidRequest, Unsupported
+
+_PIECE = re.compile(
+    r"""
+    (?P<comment>  (?://|\#)[^\n]* )
+  | (?P<text>     "(?:\\.|[^"\\])*"i? )
+  | (?P<regex>    /(?:\\.|[^/\\])+/[a-z]* )
+  | (?P<token>    <[^<>\s]+> )
+  | (?P<order>    %[\w-]* )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_RULE_OPTION = re.compile(r"\b(temperature|max_tokens|stop|stop_capture)\s*=")
+_KEPT = ("%ignore", "%import")  # the compiler enforces these
+_OPTIONS = re.compile(r"\s*\{\s*\}")  # none: the converter from GBNF writes them so
+
+
+def settle(lark: str, param: str, schema_rule: Callable[[object, str], str]) -> str:
+    """The grammar with each schema in it written as `schema_rule` has it, who refuses what is not enforced."""
+    settled, plain, at = [], [], 0
+    while piece := _PIECE.search(lark, at):
+        plain.append(lark[at : piece.start()])
+        settled.append(plain[-1])
+        at = piece.end()
+        if piece.lastgroup != "order":
+            settled.append(piece[0])
+            continue
+        match piece[0]:
+            case "%json":
+                schema, at = _schema(lark, at, param)
+                settled.append(schema_rule(schema, param))
+            case "%llguidance" if options := _OPTIONS.match(lark, at):
+                at = options.end()
+            case "%llguidance":
+                raise Unsupported(f"{param}: options by %llguidance are not offered", param=param)
+            case order if order in _KEPT:
+                settled.append(order)
+            case order:
+                raise Unsupported(
+                    f"{param}: {order[:60]} is not offered; there are %json, {' and '.join(_KEPT)}", param=param
+                )
+    plain.append(lark[at:])
+    settled.append(plain[-1])
+    if option := _RULE_OPTION.search(" ".join(plain)):
+        raise Unsupported(f"{param}: the rule option {option[1]!r} is not enforced here: leave it out", param=param)
+    return "".join(settled)
+
+
+def _schema(lark: str, at: int, param: str) -> tuple[object, int]:
+    """What stands there as JSON, and where it ends."""
+    start = at + len(lark[at:]) - len(lark[at:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(lark, start)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: %json needs a schema as JSON after it: {error}", param=param) from error
