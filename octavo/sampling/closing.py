@@ -3,8 +3,9 @@ Knows nothing of rows or requests. Of JSON it knows only which characters close,
 
 How many tokens an end takes is tried out: from where the answer stands, the token that closes most is taken again and again
 until the grammar would let it end. That is done seldom while there is room, and at every token where there is little. First
-tokens that open something are ruled out, so that a text or a number may go on; then only the end that was found is left. It
-follows from the answer's tokens alone, so an answer that left its row and came back ends in the same way."""
+tokens that open something are ruled out, so that a text or a number may go on. Then, where few tokens are left, each is tried:
+those stay that leave an end in reach, so that a short answer is the model's own. Where many are, only the end that was found
+is left. It follows from the answer's tokens alone, so an answer that left its row and came back ends in the same way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,16 @@ from octavo.text.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+Ints = NDArray[np.int64]
 Words = NDArray[np.int32]
 
 _LOOKS_FROM = 192  # tokens before the limit: an answer that ends on its own before that costs nothing
 _LONGEST_END = 192
 _OPENS_NOTHING = 16  # tokens more than its end takes: from here on nothing new is opened
 _ENDS = 4  # tokens more than its end takes: from here on it ends; half a character takes three to complete
+_NEAR = 8  # tokens before the limit: every token is looked at, and other ends than the first that comes to mind
+_FEW = 64  # tokens that are tried one by one
+_LOOKED_FOR = 8  # of them: those whose end takes more than looking
 _GROWTH = 4  # by so many tokens an end comes nearer with each token of an answer, as a rule at most
 _NEVER = 1 << 20
 _SIGNS = b"@:/.-+0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"  # in the order in which they are tried
@@ -36,6 +41,7 @@ class Closing:
 
     looks_at: int = _LOOKS_FROM  # tokens left when its end is looked for next
     end: list[int] = field(default_factory=list)  # what is left to say, once it is ending
+    is_cut: bool = False  # tokens were ruled out because of the limit, a few tokens before it
 
 
 class Ends:
@@ -62,25 +68,22 @@ class Ends:
         self._bits: Words = np.empty_like(self._opens)
 
     def restrict(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
-        """Of the tokens that `matcher` leaves, those that lead to an end in time; `num_left` with this one. True: it is the last."""
+        """Of the tokens that `matcher` leaves, those that lead to an end in time; `num_left` with this one. True: it is the last,
+        because of the limit."""
         if closing.end:
             return self._say(closing, bits)
         if num_left > closing.looks_at:
             return False
-        end = self._find(matcher)
-        if end is None or len(end) > num_left:  # it may come nearer yet
-            closing.looks_at = num_left - _GROWTH
+        end = self._find(matcher, _LONGEST_END)
+        is_in_reach = end is not None and len(end) <= num_left
+        room = num_left - len(end) if end is not None and is_in_reach else 0
+        closing.looks_at = num_left - (1 if num_left <= _NEAR else _pause(end, room) if is_in_reach else _GROWTH)
+        if end is None or not is_in_reach:  # it may come nearer yet, by another way than the one that was tried
+            if num_left <= _NEAR and (fitting := self._fitting(matcher, bits, [], num_left)):
+                self._narrow(closing, bits, fitting)
             return False
-        room = num_left - len(end)
-        if not end:
-            closing.looks_at = num_left - 1
-            if num_left == 1:
-                _leave(bits, self._eos_ids)
+        if room > (_OPENS_NOTHING if end else _ENDS):
             return False
-        if room > _OPENS_NOTHING:
-            closing.looks_at = num_left - max(1, (room - _OPENS_NOTHING) // _GROWTH)
-            return False
-        closing.looks_at = num_left - 1
         if room > _ENDS:
             harmless = bits & ~self._opens
             if (harmless & ~self._blank).any():  # else it could only wait, where a comma or a bracket is due
@@ -88,8 +91,13 @@ class Ends:
             else:
                 _leave(bits, end[:1])
             return False
-        closing.end = end
-        return self._say(closing, bits)
+        if not end:
+            return self._may_end(closing, matcher, bits, num_left)
+        if len(end) > 1 and len(self._tokens(bits)) > _FEW:
+            closing.end, closing.is_cut = end, True
+            return self._say(closing, bits)
+        self._narrow(closing, bits, self._fitting(matcher, bits, end, num_left))
+        return False
 
     def recall(self, closing: Closing, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
         """What restrict() came to before each of `tokens`, when it was asked elsewhere; `num_left` before the first. The matcher
@@ -97,8 +105,10 @@ class Ends:
         quiet = max(0, num_left - _LOOKS_FROM)  # before that nothing is looked for
         if quiet and not matcher.consume_tokens(list(tokens[:quiet])):
             return False
+        bits = np.empty_like(self._opens)
         for number, token in enumerate(tokens[quiet:], quiet):
-            self.restrict(closing, matcher, np.full_like(self._opens, -1), num_left - number)
+            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            self.restrict(closing, matcher, bits, num_left - number)
             if not matcher.consume_token(token):
                 return False
         return True
@@ -107,25 +117,81 @@ class Ends:
         _leave(bits, [closing.end.pop(0)])
         return not closing.end
 
-    def _find(self, matcher: "LLMatcher") -> list[int] | None:
-        """Tokens after which the answer may end. None: none were found."""
+    def _may_end(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+        """The answer may end here, and soon must. It may go on with what leaves it an end."""
+        others = self._tokens(bits, self._eos_ids)
+        if not len(others):  # the grammar's own end; whoever was led here by the limit ends by it
+            return closing.is_cut
+        fitting = self._fitting(matcher, bits, [], num_left)
+        if not fitting:
+            _leave(bits, self._eos_ids)
+            return True
+        ends = [token for token in self._eos_ids if _is_set(bits, token)]
+        self._narrow(closing, bits, [*fitting, *ends])
+        return False
+
+    def _narrow(self, closing: Closing, bits: Words, tokens: list[int]) -> None:
+        closing.is_cut |= len(self._tokens(bits)) > len(tokens)
+        _leave(bits, tokens)
+
+    def _fitting(self, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int) -> list[int]:
+        """Tokens after which an end is still in reach, of the first few that the bits leave: a vocabulary begins with what is
+        common. `end`: one that is known, whose first token is among them."""
+        fitting = end[:1]
+        num_looked_for = 0
+        for token in self._tokens(bits, [*self._eos_ids, *fitting])[:_FEW].tolist():
+            after = matcher.deep_copy()
+            if not after.consume_token(token):  # somebody else has set its bit
+                continue
+            if not after.is_accepting():
+                num_looked_for += 1
+                if num_left == 1 or num_looked_for > _LOOKED_FOR or self._find(after, num_left - 1) is None:
+                    continue
+            fitting.append(token)
+        return fitting
+
+    def _tokens(self, bits: Words, without: Sequence[int] = ()) -> Ints:
+        """Those whose bits are set, in their order."""
+        words = np.flatnonzero(bits)
+        if len(words) > _FEW:
+            tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size])
+        else:  # most have no word of theirs set: only a few need be looked at
+            set_bits = np.unpackbits(bits[words].view(np.uint8).reshape(-1, _WORD // 8), axis=1, bitorder="little")
+            rows, places = np.nonzero(set_bits)
+            tokens = words[rows] * _WORD + places
+            tokens = tokens[tokens < self._vocab_size]
+        return tokens[~np.isin(tokens, without)] if len(without) else tokens
+
+    def _find(self, matcher: "LLMatcher", longest: int) -> list[int] | None:
+        """Tokens after which the answer may end, at most so many. None: none were found."""
         for text_ranks in self._ranks[1:]:
-            if (found := self._try(matcher.deep_copy(), text_ranks)) is not None:
+            if (found := self._try(matcher.deep_copy(), text_ranks, longest)) is not None:
                 return found
         return None
 
-    def _try(self, matcher: "LLMatcher", text_ranks: NDArray[np.int32]) -> list[int] | None:
+    def _try(self, matcher: "LLMatcher", text_ranks: NDArray[np.int32], longest: int) -> list[int] | None:
         found: list[int] = []
         while not matcher.is_accepting():
             matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocab_size]
-            is_text = allowed[self._text_signs].all()
-            ranks = np.where(allowed, text_ranks if is_text else self._ranks[0], _NEVER)
-            token = int(ranks.argmin())
-            if ranks[token] == _NEVER or len(found) == _LONGEST_END or not matcher.consume_token(token):
+            allowed = self._tokens(self._bits)
+            is_text = all(_is_set(self._bits, sign) for sign in self._text_signs)
+            ranks = (text_ranks if is_text else self._ranks[0])[allowed]
+            if not len(ranks) or len(found) == longest:
+                return None
+            token = int(allowed[ranks.argmin()])
+            if ranks.min() == _NEVER or not matcher.consume_token(token):
                 return None
             found.append(token)
         return found
+
+
+def _pause(end: list[int] | None, room: int) -> int:
+    """Tokens after which to look again."""
+    return max(1, (room - _OPENS_NOTHING) // _GROWTH) if end else 1
+
+
+def _is_set(bits: Words, token: int) -> bool:
+    return bool(bits.view(np.uint32)[token // _WORD] >> np.uint32(token % _WORD) & 1)
 
 
 def _rank(piece: bytes) -> int:

@@ -29,7 +29,7 @@ from octavo.messages import (
 from octavo.schedule.beam_group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
 from octavo.schedule.order import Policy, arrival
-from octavo.schedule.outcome import Arrivals, Issued, finish_after, sampling_of
+from octavo.schedule.outcome import Arrivals, Issued, finish_after
 from octavo.schedule.request import Request
 from octavo.schedule.seats import Seats
 
@@ -127,9 +127,7 @@ class Scheduler(Seats):
         tokens = arrived.tokens
         deltas = self._failed(plan, issued.requests, result) if result.failures else []
         if result.last:
-            for at in result.last:  # as if that were all that was asked for: it ends by its length
-                ending = sampling_of(plan, issued.requests)[at]
-                ending.max_len = min(ending.max_len, len(ending.tokens) + 1)
+            deltas += self._limited(plan, issued.requests, result)
         if self._watched:
             deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
         page_size = self.cache.page_size

@@ -194,6 +194,21 @@ class Seats:
                 deltas.append(TokenDelta(request.id, request.index, [], finish))
         return deltas
 
+    def _limited(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
+        """Requests that their grammar brought to an end because of their limit. They end by their length, as if what they have
+        now were all that was asked for."""
+        sampling = sampling_of(plan, requests)
+        deltas = []
+        for at in result.last:
+            if (request := sampling[at]).is_finished:
+                continue
+            request.max_len = min(request.max_len, len(request.tokens) + 1)
+            if result.tokens[at] in request.stop_ids:  # which nobody chose
+                self._finish(request)
+                finish = Finish("length", None, request.num_cached, request.num_preemptions)
+                deltas.append(TokenDelta(request.id, request.index, [], finish))
+        return deltas
+
     def _finish(self, request: Request) -> None:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True

@@ -42,7 +42,7 @@ class AnswerShape:
     tools: Schemas = field(default_factory=dict)
     think_format: ThinkFormat | None = None
     is_parallel: bool = True  # False: what comes after the first call is not given
-    is_calls_alone: bool = False  # a grammar has it so: what is left of a list that was cut is no content
+    is_calls_alone: bool = False  # a grammar has it so: what is left of a call that was cut is no content
     include_reasoning: bool = True
 
     @property
@@ -189,7 +189,7 @@ class _Reader:
             match event, kept[-1] if kept else None:
                 case Reasoning(), _ if not self._shape.include_reasoning:
                     pass
-                case Content(), _ if self._shape.is_calls_alone and self._parser.num_calls:
+                case Content(), _ if self._shape.is_calls_alone:
                     pass
                 case ((CallBegin() | CallArguments() | CallEnd()), _) if event.index and not self._shape.is_parallel:
                     pass

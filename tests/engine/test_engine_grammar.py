@@ -207,6 +207,22 @@ def test_an_answer_ends_where_its_grammar_does(llm):
     assert one(llm, asks(max_tokens=3, regex="a{50}")).finish_reason == "length"
 
 
+def test_a_short_answer_is_the_models_own_and_whole(llm):
+    """With room for hardly a token, all that fits is left to choose from. Who was narrowed or ended by the limit says `length`."""
+    choice = ["a", "b", "cc", "no such answer has room"]
+    for max_tokens in (1, 2, 3):
+        answers = [one(llm, asks(seed, max_tokens, choice=choice)) for seed in range(12)]
+        assert {"a", "b"} <= {answer.text for answer in answers} <= {*choice[:3]}
+        assert {answer.finish_reason for answer in answers} == {"length"}
+    assert {one(llm, asks(seed, 2, choice=["a", "b"])).finish_reason for seed in range(6)} == {"stop"}
+    for max_tokens in (1, 2, 3, 4, 5, 6):
+        for seed in range(4):
+            answer = one(llm, asks(seed, max_tokens, regex="(ab|cde)*", ignore_eos=seed % 2 == 0))
+            assert re.fullmatch("(ab|cde)*", answer.text) and len(answer.token_ids) <= max_tokens
+    answer = one(llm, asks(0, 1, regex="(xqj)*", skip_special_tokens=False))  # no token is all of it
+    assert (answer.text, answer.finish_reason, answer.token_ids) == ("", "length", [])
+
+
 def test_stops_bans_bias_and_penalties_within_a_grammar(llm):
     """A stop ends an answer where it comes. A ban yields where the grammar leaves nothing else."""
     answer = one(llm, asks(regex="[ab]{40}", stop=["b"], temperature=0.0, logit_bias={66: 5.0}))

@@ -2,13 +2,14 @@
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from octavo.sampling.closing import Closing, Ends
-from octavo.text.grammar import schema_grammar
+from octavo.text.grammar import grammar_of, schema_grammar
 from tests.walks import EOS, SIZE, TOKENS, VOCABULARY
 
 SCHEMA = {
@@ -54,7 +55,47 @@ def test_an_answer_ends_in_time_and_alike_when_its_row_was_left(max_tokens: int)
     assert [answer(seed, max_tokens, True) for seed in range(8)] == texts
 
 
+def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool]]:
+    """Answers by chance, and whether each ends because of its limit."""
+    found, ends = set(), Ends(VOCABULARY, SIZE)
+    for seed in range(count):
+        rng, closing, at, said = random.Random(seed), Closing(), LLMatcher(TOKENIZER, grammar, log_level=0), []
+        is_limited = True
+        for left in range(max_tokens, 0, -1):
+            bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
+            at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            is_last = ends.restrict(closing, at, bits, left)
+            token = rng.choice(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:SIZE]).tolist())
+            if token >= EOS:
+                is_limited = is_last
+                break
+            said.append(token)
+            assert at.consume_token(token)
+            if is_last:
+                break
+        found.add((b"".join(TOKENS[token] for token in said).decode(), is_limited))
+    return found
+
+
+def test_a_short_answer_is_chosen_and_not_made() -> None:
+    """With hardly any tokens left, all that still fits is left to choose from; and whoever was cut short says so."""
+    choice = grammar_of({"choice": ["no", "yes", "ok", "perhaps"]}, VOCABULARY)
+    assert words(choice, 12) == {("no", False), ("yes", False), ("ok", False), ("perhaps", False)}
+    assert words(choice, 4) == {("no", True), ("yes", True), ("ok", True)}  # one of them had no room
+    assert words(choice, 2) == {("no", True), ("ok", True)}
+    digits = grammar_of({"regex": "[0-9]{1,9}"}, VOCABULARY)
+    for max_tokens in (1, 2, 3, 4):
+        texts = words(digits, max_tokens)
+        assert len(texts) >= 10 and all(re.fullmatch("[0-9]{1,9}", text) for text, _ in texts)
+        assert {is_limited for _, is_limited in texts} == ({True} if max_tokens == 1 else {True, False})
+    pairs = grammar_of({"regex": "(ab|cde)*"}, VOCABULARY)
+    for max_tokens in (1, 2, 3, 4, 5):
+        texts = words(pairs, max_tokens)
+        assert all(re.fullmatch("(ab|cde)*", text) for text, _ in texts) and ("ab" in dict(texts) or max_tokens < 2)
+    assert words(pairs, 1) == {("", True)}  # no more fits, and it is not the grammar that ends
+
+
 def test_the_end_that_is_looked_for_is_short() -> None:
     """A comma that is due is no detour; space would be one."""
-    found = Ends(VOCABULARY, SIZE)._find(matcher())
+    found = Ends(VOCABULARY, SIZE)._find(matcher(), 100)
     assert found is not None and b"".join(TOKENS[token] for token in found) == b'{"names":[],"size":0}'

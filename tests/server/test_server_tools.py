@@ -274,6 +274,14 @@ async def test_calls_that_are_required_are_kept_to_by_a_grammar(
     assert '"get_weather"' in grammar and ('"get_time"' in grammar) == (choice == "required")
 
 
+@pytest.mark.parametrize("answer", ["<", "<tool_call>", '<tool_call>\n{"na'])
+async def test_what_is_left_of_a_call_that_had_no_room_is_no_content(serve: Serve, answer: str) -> None:
+    client = serve(engine(says(answer, reason="length")), byte_text(HERMES))
+    (choice,) = (await ask(client, tools=[CLOCK], tool_choice="required"))["choices"]
+    assert not choice["message"]["content"] and not choice["message"].get("tool_calls")
+    assert choice["finish_reason"] == "length"
+
+
 async def test_what_is_left_of_a_list_of_calls_that_was_cut_is_no_content(serve: Serve) -> None:
     answer = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "get_ti'
     client = serve(engine(says(answer, reason="length")), byte_text(HERMES))
