@@ -36,7 +36,6 @@ NOT_OFFERED_WITHIN: dict[str, Harmless] = {
     "messages[].function_call": ({}, ""),
     "messages[].prefix": (False,),
     "messages[].thinking_blocks": ([],),
-    "response_format.schema": (),
     "structured_outputs.backend": (),
     "structured_outputs.disable_fallback": (False,),
     "tools[].allowed_callers": ([], ["direct"]),
@@ -139,7 +138,6 @@ INSTEAD: dict[str, str] = {
     "functions": "tools, its newer form",
     "messages[].function_call": "tool_calls, its newer form",
     "messages[].prefix": "continue_final_message",
-    "response_format.schema": 'response_format = {"type": "json_schema", "json_schema": {"schema": …}}',
 }
 """Fields that are not offered, and what does the same."""
 

@@ -113,7 +113,9 @@ ResponseFormat = Annotated[
     dict[str, Any] | None,
     WithJsonSchema(
         _any_of(
-            _object(("type",), type=_one_of("text", "json_object")),
+            _object(("type",), type=_one_of("text")),
+            # Others than OpenAI take a schema here.
+            _object(("type",), type=_one_of("json_object"), schema=_ANYTHING),
             _object(
                 ("type", "json_schema"),
                 type=_one_of("json_schema"),

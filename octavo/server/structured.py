@@ -56,6 +56,8 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, 
     wish = wish_of_response_format(response_format)
     if wish is not None:
         part = {"json": ".json_schema.schema", "json_object": ".type"}.get(next(iter(wish)), "")
+        if isinstance(response_format, Mapping) and response_format.get("type") == "json_object" and "json" in wish:
+            part = ".schema"
         found.append(("response_format", f"response_format{part}", wish))
     if fields.structured_outputs is not None:
         known = StructuredOutputsParams.__annotations__  # what else it has was named back, or refused

@@ -274,8 +274,12 @@ def _check_nesting(text: str, param: str) -> None:
 def wish_of_response_format(value: object, param: str = "response_format") -> dict[str, Any] | None:
     """OpenAI's response_format as vLLM's structured_outputs. None: it asks for nothing."""
     match value:
+        case {"type": "text", "schema": schema} if schema is not None:
+            raise InvalidRequest(f"{param}.schema needs {param}.type 'json_object'", param=f"{param}.schema")
         case None | {"type": "text"}:
             return None
+        case {"type": "json_object", "schema": schema} if schema is not None:
+            return {"json": schema}
         case {"type": "json_object"}:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:

@@ -284,3 +284,25 @@ class TestMessages:
             ({"name": "f", "input_schema": 1}, "tools[0].input_schema must be"),
         ):
             assert words in messages.error_of(await serve().post(MESSAGES, json={**messages.HI, "tools": [tool]}), 400)
+
+
+async def test_strict_tools_that_may_be_called_or_not_are_named_back(serve: Serve) -> None:
+    """Only calls that must come are kept to their schemas."""
+    tool = {"name": "f", "strict": True}
+    asked = [
+        (RESPONSES, {"input": "hi", "tools": [{**tool, "type": "function", "parameters": SCHEMA}]}, "required"),
+        (
+            MESSAGES,
+            {
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": 5,
+                "tools": [{**tool, "input_schema": SCHEMA}],
+            },
+            {"type": "any"},
+        ),
+    ]
+    for path, body, required in asked:
+        answer = (await serve(text=byte_text(HERMES)).post(path, json=body)).json()
+        assert answer["ignored_fields"] == ["tools[0].strict"], (path, answer)
+        answer = (await serve(text=byte_text(HERMES)).post(path, json={**body, "tool_choice": required})).json()
+        assert "ignored_fields" not in answer, (path, answer)

@@ -12,7 +12,6 @@ from tests.server.conftest import Serve, error_of
 from tests.server.test_server_tools import CALL, HERMES, WEATHER, engine
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
-SCHEMA = {"type": "object", "properties": {"odd": {"type": "string", "odd": 1}}, "additionalProperties": False}
 HI: dict[str, Any] = {"role": "user", "content": "hi"}
 BARE: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [HI]},
@@ -94,7 +93,6 @@ async def test_a_hint_at_the_right_name_within(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema", "json_schema"),
         ({"messages": [HI, {"role": "assistant", "content": "a", "prefix": True}]}, "messages[1].prefix", "continue_final"),
         ({"messages": [{"role": "assistant", "content": None, "audio": {"id": "a"}}]}, "messages[0].audio", "leave"),
         ({"messages": [*[{**HI, "annotations": [1]}] * 70, {**HI, "audio": {"id": "a"}}]}, "messages[70].audio", "leave"),

@@ -27,6 +27,8 @@ TAGS = {"structures": [{"begin": "<a>", "schema": {"type": "null"}, "end": "</a>
     [
         ({"response_format": {"type": "json_object"}}, {"json_object": True}),
         ({"response_format": NAMED}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": None}}, {"json_object": True}),
         ({"response_format": {"type": "structural_tag", **TAGS}}, {"structural_tag": TAGS}),
         ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, {"json": SCHEMA}),
@@ -76,6 +78,12 @@ async def test_what_asks_for_nothing_costs_nothing(serve: Serve, fields: dict[st
             "response_format.json_schema.schema",
             "'uniqueItems' (at #)",
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": {"uniqueItems": True}}},
+            "response_format.schema",
+            "'uniqueItems' (at #)",
+        ),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema", "'json_object'"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
