@@ -24,10 +24,12 @@ Words = NDArray[np.int32]
 
 _LOOKS_FROM = 192  # tokens before the limit: an answer that ends on its own before that costs nothing
 _LONGEST_END = 192
+_LONGEST_TEXT = 24  # tokens within one text, on the way to an end: one that needs more will not come to one
 _OPENS_NOTHING = 16  # tokens more than its end takes: from here on nothing new is opened
 _ENDS = 4  # tokens more than its end takes: from here on it ends; half a character takes three to complete
 _NEAR = 8  # tokens before the limit: every token is looked at, and other ends than the first that comes to mind
 _FEW = 64  # tokens that are tried one by one
+_TRIED = 24  # tokens that are tried before all are looked at
 _LOOKED_FOR = 8  # of them: those whose end takes more than looking
 _GROWTH = 4  # by so many tokens an end comes nearer with each token of an answer, as a rule at most
 _NEVER = 1 << 20
@@ -41,6 +43,7 @@ class Closing:
 
     looks_at: int = _LOOKS_FROM  # tokens left when its end is looked for next
     end: list[int] = field(default_factory=list)  # what is left to say, once it is ending
+    known: list[int] = field(default_factory=list)  # the end that was found last
     is_cut: bool = False  # tokens were ruled out because of the limit, a few tokens before it
 
 
@@ -66,6 +69,11 @@ class Ends:
         self._blank: Words = np.packbits(blank, bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
+        # Of each order, those that are tried before all others.
+        firsts = (np.argsort(ranks, kind="stable")[:_TRIED].tolist() for ranks in self._ranks)
+        self._first: list[list[int]] = [
+            [token for token in first if self._ranks[0][token] < _NEVER] for first in firsts
+        ]
 
     def restrict(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """Of the tokens that `matcher` leaves, those that lead to an end in time; `num_left` with this one. True: it is the last,
@@ -74,11 +82,10 @@ class Ends:
             return self._say(closing, bits)
         if num_left > closing.looks_at:
             return False
-        end = self._find(matcher, _LONGEST_END)
-        is_in_reach = end is not None and len(end) <= num_left
-        room = num_left - len(end) if end is not None and is_in_reach else 0
-        closing.looks_at = num_left - (1 if num_left <= _NEAR else _pause(end, room) if is_in_reach else _GROWTH)
-        if end is None or not is_in_reach:  # it may come nearer yet, by another way than the one that was tried
+        end = self._end_of(closing, matcher, num_left)
+        room = num_left - len(end or ())
+        closing.looks_at = num_left - (1 if num_left <= _NEAR else _pause(end, room, num_left))
+        if end is None:  # it may come nearer yet, or be another than the one that was tried
             if num_left <= _NEAR and (fitting := self._fitting(matcher, bits, [], num_left)):
                 self._narrow(closing, bits, fitting)
             return False
@@ -94,7 +101,7 @@ class Ends:
         if not end:
             return self._may_end(closing, matcher, bits, num_left)
         if len(end) > 1 and len(self._tokens(bits)) > _FEW:
-            closing.end, closing.is_cut = end, True
+            closing.end, closing.is_cut = list(end), True
             return self._say(closing, bits)
         self._narrow(closing, bits, self._fitting(matcher, bits, end, num_left))
         return False
@@ -162,31 +169,60 @@ class Ends:
             tokens = tokens[tokens < self._vocab_size]
         return tokens[~np.isin(tokens, without)] if len(without) else tokens
 
+    def _end_of(self, closing: Closing, matcher: "LLMatcher", num_left: int) -> list[int] | None:
+        """One that is known from before, if it still is one: a text goes on, and what closes it stays the same."""
+        if matcher.is_accepting():
+            return []
+        known = closing.known
+        if 0 < len(known) <= num_left and matcher.validate_tokens(known) == len(known):
+            after = matcher.deep_copy()
+            if after.consume_tokens(known) and after.is_accepting():
+                return known
+        found = self._find(matcher, min(_LONGEST_END, num_left))
+        closing.known = found or []
+        return found
+
     def _find(self, matcher: "LLMatcher", longest: int) -> list[int] | None:
         """Tokens after which the answer may end, at most so many. None: none were found."""
-        for text_ranks in self._ranks[1:]:
-            if (found := self._try(matcher.deep_copy(), text_ranks, longest)) is not None:
+        for orders in ((0, 1), (0, 2)):
+            found, has_stalled = self._try(matcher.deep_copy(), *orders, longest)
+            if found is not None or not has_stalled:
                 return found
         return None
 
-    def _try(self, matcher: "LLMatcher", text_ranks: NDArray[np.int32], longest: int) -> list[int] | None:
+    def _try(self, matcher: "LLMatcher", plain: int, text: int, longest: int) -> tuple[list[int] | None, bool]:
+        """→ the tokens, and whether it was a text that came to no end. `plain`, `text`: which order holds outside and within."""
         found: list[int] = []
+        num_in_text = 0
         while not matcher.is_accepting():
-            matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            allowed = self._tokens(self._bits)
-            is_text = all(_is_set(self._bits, sign) for sign in self._text_signs)
-            ranks = (text_ranks if is_text else self._ranks[0])[allowed]
-            if not len(ranks) or len(found) == longest:
-                return None
-            token = int(allowed[ranks.argmin()])
-            if ranks.min() == _NEVER or not matcher.consume_token(token):
-                return None
+            if len(found) == longest:
+                return None, num_in_text > 0
+            is_text = all(map(self._is_next, [matcher] * len(self._text_signs), self._text_signs))
+            num_in_text = num_in_text + 1 if is_text else 0
+            token = self._nearest(matcher, text if is_text else plain)
+            if token < 0 or num_in_text > _LONGEST_TEXT or not matcher.consume_token(token):
+                return None, num_in_text > 0
             found.append(token)
-        return found
+        return found, False
+
+    def _is_next(self, matcher: "LLMatcher", token: int) -> bool:
+        return bool(matcher.validate_tokens([token]))
+
+    def _nearest(self, matcher: "LLMatcher", order: int) -> int:
+        """Of the tokens that may follow, the one that is nearest to an end by this order. −1: there is none."""
+        for token in self._first[order]:  # one of them, as a rule: a look at all tokens takes longer
+            if self._is_next(matcher, token):
+                return token
+        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        allowed = self._tokens(self._bits)
+        ranks = self._ranks[order][allowed]
+        return int(allowed[ranks.argmin()]) if len(ranks) and ranks.min() < _NEVER else -1
 
 
-def _pause(end: list[int] | None, room: int) -> int:
+def _pause(end: list[int] | None, room: int, num_left: int) -> int:
     """Tokens after which to look again."""
+    if end is None:
+        return max(_GROWTH, num_left // 16)
     return max(1, (room - _OPENS_NOTHING) // _GROWTH) if end else 1
 
 
