@@ -70,9 +70,11 @@ class KVCache:
         num_warm_pages: int | None = None,
         windows: tuple[int, ...] = (0,),
         max_step_tokens: int = 1,
+        root: bytes = ROOT,
     ) -> None:
         """`windows`: of each group; 0: it keeps everything. `max_step_tokens`: what a step computes of one sequence.
-        `num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page."""
+        `num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page. `root`: what all keys
+        begin with; where it is a secret, a key tells nothing of what it stands for."""
         self.pool = PagePool(num_pages, num_warm_pages)
         self.page_size = page_size
         self.windows, self.max_step_tokens = windows, max_step_tokens
@@ -91,6 +93,8 @@ class KVCache:
             0,
             [],
         )  # page keys of the last sequence that asked to be admitted
+        self.root = root
+        self.keys_made: list[bytes] | None = None  # every key since somebody asked for them; None: nobody does
         self.queried_tokens = 0
         self.hit_tokens = 0
 
@@ -99,7 +103,7 @@ class KVCache:
     def admit(self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True) -> Admission | None:
         """Room for all of `tokens`, or for what a window and a step hold of them, leaving at least `spare` pages free.
         None: it does not fit now. `reuse` False: nothing that others published counts, all of it will be computed."""
-        num_found, key = self._match(sequence, tokens) if reuse else (0, ROOT)
+        num_found, key = self._match(sequence, tokens) if reuse else (0, self.root)
         num_cached = num_found * self.page_size
         tables = [self._found(group, num_cached) for group in range(len(self.windows))]
         fresh = [self._room(group, table.first, len(tokens)) - num_found for group, table in enumerate(tables)]
@@ -151,7 +155,7 @@ class KVCache:
                 self.pool.share(page)
         self.tables[child] = tables
         done, _ = self._published[parent]
-        self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, ROOT)
+        self._published[child] = self._published[parent] if done <= num_tokens // self.page_size else (0, self.root)
         return [table.whole() for table in tables]
 
     def publish(self, sequence: int, tokens: list[int], computed: int) -> None:
@@ -190,7 +194,7 @@ class KVCache:
         del self.host_tables[sequence]
         tables = [PageTable(host.first, self.pool.take(count)) for host, count in zip(hosts, needed, strict=True)]
         self.tables[sequence] = tables
-        self._published[sequence] = (0, ROOT)
+        self._published[sequence] = (0, self.root)
         host_pages = _pages_in(hosts)
         self.host_free += host_pages
         device_pages = [page for t, host in zip(tables, hosts, strict=True) for page in t.pages[: len(host.pages)]]
@@ -272,7 +276,7 @@ class KVCache:
     def _match(self, sequence: int, tokens: list[int]) -> tuple[int, bytes]:
         """The longest prefix, in pages, that every group can serve, and its key: those without a window need all of it."""
         if not self.prefix_caching:
-            return 0, ROOT
+            return 0, self.root
         keys, index = self._keys(sequence, tokens), self.pool.index
         found = len(keys)
         for window, tag in zip(self.windows, self._tags, strict=True):
@@ -280,7 +284,7 @@ class KVCache:
                 found = next((i for i in range(found) if keys[i] + tag not in index), found)
         while (missing := self._last_missing(found, keys)) is not None:
             found = missing  # whatever is longer needs that page too
-        return found, keys[found - 1] if found else ROOT
+        return found, keys[found - 1] if found else self.root
 
     def _last_missing(self, num_pages: int, keys: list[bytes]) -> int | None:
         """The last page that a prefix of so many lacks in a group with a window; None: it lacks none."""
@@ -304,7 +308,7 @@ class KVCache:
         """Keys of the pages that may be shared. Remembered for one sequence: a queue's head asks again at every step."""
         if self._head[:2] != (sequence, len(tokens)):
             keys: list[bytes] = []
-            key = ROOT
+            key = self.root
             for i in range(
                 (len(tokens) - 1) // self.page_size
             ):  # −1: the last token is always computed, to sample after it
@@ -316,7 +320,10 @@ class KVCache:
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
         """A cryptographic chain: a client must not be able to craft a prompt that finds another prompt's pages."""
         content = array("q", tokens[i * self.page_size : (i + 1) * self.page_size]).tobytes()
-        return blake2b(parent + content, digest_size=16).digest()
+        key = blake2b(parent + content, digest_size=16).digest()
+        if self.keys_made is not None:
+            self.keys_made.append(key)
+        return key
 
 
 def _pages_in(tables: list[PageTable]) -> list[int]:

@@ -1,0 +1,261 @@
+"""A scheduler's state between two steps as plain values, and back: who goes on from there plans what this one will plan.
+Knows nothing of files, nor of how much of a request may be told: whoever asks says how its wishes and tokens are written."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from octavo.cache.snapshot import CacheState
+from octavo.cache.snapshot import restore as restore_cache
+from octavo.cache.snapshot import take as take_cache
+from octavo.messages import Candidates, PoolingParams, SamplingParams
+from octavo.schedule.beam_group import BeamGroup
+from octavo.schedule.beams import BeamSearch, Ended, Path
+from octavo.schedule.repetition import Loops, loops_of
+from octavo.schedule.request import Request
+from octavo.schedule.scheduler import Scheduler, WaitReason
+from octavo.schedule.shelf import Shelf
+
+Wishes = dict[str, Any]
+"""SamplingParams without what is as it always is."""
+
+# Plain values of a Request that are kept as they are, in this order.
+_KEPT = (
+    "sequence", "id", "index", "seed", "stop_ids", "pooling", "is_whole", "prompt_len", "max_len", "min_len", "computed",
+    "epoch", "row", "capacity", "num_published", "num_cached", "num_preemptions", "num_scored", "is_swapped", "rank",
+)  # fmt: skip
+_kept_of = attrgetter(*_KEPT)
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """How much is told: wishes and tokens as they are, or so that plans stay the same and nothing of a text is left."""
+
+    wishes: Callable[[SamplingParams], Wishes]
+    tokens: Callable[[list[int]], list[int]]
+    candidates: Callable[[Candidates, Container[int]], Candidates]  # of a beam whose stop ids are these
+    grammar: Callable[[str], str]  # the same name for the same grammar
+
+
+class RequestState(msgspec.Struct, array_like=True, gc=False):
+    kept: tuple[
+        int, str, int, int, list[int], PoolingParams | None, bool, int, int, int, int,
+        int, int, int, int, int, int, int, bool, int,
+    ]  # fmt: skip
+    params: Wishes
+    num_tokens: int
+    tokens: list[int]  # empty: they are not told
+    followers: list[int]  # sequences
+
+
+class Node(msgspec.Struct, array_like=True, gc=False):
+    """A Path; paths share their beginnings."""
+
+    before: int  # which node; −1: none
+    token: int
+    total: float
+    length: int
+
+
+class BeamState(msgspec.Struct, array_like=True, gc=False):
+    requests: list[int]  # sequences, the leader first
+    is_spread: bool
+    holders: list[int]
+    found: dict[int, Candidates]
+    has_turned: bool
+    told: dict[int, list[list[int]]]
+    nodes: list[Node]
+    beams: list[int]
+    ended: list[tuple[float, int, bool]]
+
+
+class ShelfState(msgspec.Struct, array_like=True, gc=False):
+    """Grammars by their names."""
+
+    max_used: int
+    max_unused: int
+    held: dict[str, str]
+    later: dict[str, str]
+    users: dict[str, int]
+    ordered: list[str]
+    ready: list[str]
+    unused: list[str]  # in the order in which they go
+
+
+class SchedulerState(msgspec.Struct, array_like=True, gc=False):
+    """What the constructor is not told."""
+
+    step: int
+    next_sequence: int
+    num_preemptions: int
+    head_waits_for: WaitReason | None
+    free_rows: list[int]
+    leaves: list[int]
+    watched: list[int]
+    requests: list[RequestState]  # of one id beside each other, in the order in which these came
+    waiting: list[int]  # sequences
+    aside: list[int]
+    shelf: ShelfState
+    beams: list[BeamState]
+    cache: CacheState
+
+
+def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
+    """Nothing may be in flight. To be encoded at once: parts of it belong to the scheduler."""
+    assert not scheduler._in_flight, "a step is under way"
+    groups = {
+        id(request.special): request.special
+        for request in scheduler.requests()
+        if isinstance(request.special, BeamGroup)
+    }
+    return SchedulerState(
+        scheduler._step,
+        scheduler._next_sequence,
+        scheduler.num_preemptions,
+        scheduler.head_waits_for,
+        scheduler._free_rows,
+        scheduler._leaves,
+        sorted(scheduler._watched),
+        [_told(request, manner) for request in scheduler.requests()],
+        list(scheduler.waiting._waiting),
+        list(scheduler.aside),
+        _told_shelf(scheduler.shelf, manner.grammar),
+        [_told_beams(group, manner) for group in groups.values()],
+        take_cache(scheduler.cache),
+    )
+
+
+def restore(
+    scheduler: Scheduler,
+    state: SchedulerState,
+    params_of: Callable[[Wishes], SamplingParams],
+    tokens_of: Callable[[RequestState], list[int]],
+) -> None:
+    """Into a fresh scheduler with a fresh cache, made with the same numbers."""
+    restore_cache(scheduler.cache, state.cache)
+    scheduler._step, scheduler._next_sequence = state.step, state.next_sequence
+    scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
+    scheduler._free_rows, scheduler._leaves = list(state.free_rows), list(state.leaves)
+    scheduler._watched = set(state.watched)
+    requests: dict[int, Request] = {}
+    for told in state.requests:
+        request = _request(told, params_of(told.params), tokens_of(told))
+        requests[request.sequence] = request
+        scheduler._groups.setdefault(request.id, []).append(request)
+    for told in state.requests:
+        requests[told.kept[0]].followers = [requests[sequence] for sequence in told.followers]
+    for sequence in state.waiting:
+        scheduler.waiting.add(requests[sequence])
+    scheduler.aside = {sequence: requests[sequence] for sequence in state.aside}
+    scheduler.shelf = _shelf(state.shelf)
+    running = [request for request in requests.values() if request.row >= 0]
+    scheduler.running = sorted(running, key=lambda request: (request.rank, request.sequence))
+    for beams in state.beams:
+        _restore_beams(beams, requests)
+
+
+def _told(request: Request, manner: Manner) -> RequestState:
+    assert request.pending == 0, "a step is under way"
+    return RequestState(
+        _kept_of(request),
+        manner.wishes(request.params),
+        len(request.tokens),
+        manner.tokens(request.tokens),
+        [follower.sequence for follower in request.followers],
+    )
+
+
+def _request(told: RequestState, params: SamplingParams, tokens: list[int]) -> Request:
+    request = Request.__new__(Request)
+    for name, value in zip(_KEPT, told.kept, strict=True):
+        setattr(request, name, value)
+    request.params, request.tokens = params, tokens
+    request.pending, request.is_finished = 0, False
+    request.prompt_logprobs = []  # nothing of a plan depends on what they say
+    begun = tokens[request.prompt_len :]
+    request.special = request.pooling or loops_of(params.repetition_detection, begun)
+    request.followers = []
+    return request
+
+
+def _told_shelf(shelf: Shelf, name: Callable[[str], str]) -> ShelfState:
+    return ShelfState(
+        shelf._max_used,
+        shelf._max_unused,
+        {request_id: name(grammar) for request_id, grammar in shelf._held.items()},
+        {request_id: name(grammar) for request_id, grammar in shelf._later.items()},
+        {name(grammar): count for grammar, count in shelf._users.items()},
+        [name(grammar) for grammar in shelf._ordered],
+        [name(grammar) for grammar in shelf._ready],
+        [name(grammar) for grammar in shelf._unused],
+    )
+
+
+def _shelf(state: ShelfState) -> Shelf:
+    shelf = Shelf(state.max_used, state.max_unused)
+    shelf._held, shelf._later, shelf._users = dict(state.held), dict(state.later), dict(state.users)
+    shelf._ordered, shelf._ready = set(state.ordered), set(state.ready)
+    shelf._unused = OrderedDict.fromkeys(state.unused)
+    return shelf
+
+
+def _told_beams(group: BeamGroup, manner: Manner) -> BeamState:
+    stop_ids = group.search._stop_ids
+    nodes: list[Node] = []
+    places: dict[int, int] = {}
+
+    def place(path: Path | None) -> int:
+        if path is None:
+            return -1
+        if id(path) not in places:
+            steps = [step for step in path._steps() if id(step) not in places]
+            for step in steps:
+                before = -1 if step.before is None else places[id(step.before)]
+                (token,) = manner.candidates(Candidates([step.token], [0.0]), stop_ids).token_ids
+                places[id(step)] = len(nodes)
+                nodes.append(Node(before, token, step.total, step.length))
+        return places[id(path)]
+
+    return BeamState(
+        [request.sequence for request in group.requests],
+        group.is_spread,
+        [request.sequence for request in group._holders],
+        {sequence: manner.candidates(found, stop_ids) for sequence, found in group._found.items()},
+        group._has_turned,
+        group._told,
+        nodes,
+        [place(path) for path in group.search.beams],
+        [(ended.score, place(ended.path), ended.is_stopped) for ended in group.search.ended],
+    )
+
+
+def _restore_beams(state: BeamState, requests: dict[int, Request]) -> None:
+    members = [requests[sequence] for sequence in state.requests]
+    leader = members[0]
+    group = BeamGroup.__new__(BeamGroup)
+    assert leader.params.max_tokens is not None
+    group.search = BeamSearch(leader.params, leader.stop_ids, leader.params.max_tokens)
+    paths: list[Path] = []
+    for node in state.nodes:
+        before = None if node.before < 0 else paths[node.before]
+        paths.append(Path(before, node.token, node.total, node.length, None))
+    group.search.beams = [None if at < 0 else paths[at] for at in state.beams]
+    group.search.ended = [Ended(score, paths[at], is_stopped) for score, at, is_stopped in state.ended]
+    group.requests, group.is_spread = members, state.is_spread
+    group._holders = [requests[sequence] for sequence in state.holders]
+    group._found, group._has_turned = dict(state.found), state.has_turned
+    group._told = {sequence: [list(table) for table in tables] for sequence, tables in state.told.items()}
+    for request in members:
+        request.special = group
+
+
+class ToldLoops(Loops):
+    """Where the tokens are not told: a token of this value stands for the one with which an answer was found to loop."""
+
+    LOOP = -(2**62)
+    __slots__ = ()
+
+    def add(self, token: int) -> bool:
+        return token == self.LOOP
