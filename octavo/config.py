@@ -295,6 +295,22 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecorderConfig:
+    record_bytes: int | str = knob(
+        64 * 2**20,
+        "most that is kept on disk of what was scheduled, for octavo replay; 0: nothing",
+        kind="bytes",
+        least=0,
+    )
+    record_folder: str = knob(
+        "", "where; empty: recordings/ in the cache folder, where nothing of a server that stops in order stays"
+    )
+    record_tokens: bool = knob(
+        False, "record token ids and all wishes, so that the model can compute them again; off: nothing of any text"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -302,6 +318,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     batches: BatchConfig = field(default_factory=BatchConfig)
+    recorder: RecorderConfig = field(default_factory=RecorderConfig)
 
     def __post_init__(self) -> None:
         """What can be refused without looking at a model or a machine."""

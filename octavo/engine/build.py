@@ -45,6 +45,7 @@ def start_engine(
         report.num_warm_pages,
         report.windows,
         report.max_num_batched_tokens,
+        os.urandom(16),
     )
     # Below one page a copy saves nothing worth its bookkeeping.
     scheduler = Scheduler(

@@ -33,14 +33,16 @@ from octavo.weights.source import resolve
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+_OF_SERVERS = ("server", "batches", "recorder")  # sections of the configuration that mean nothing here
 
 
 class LLM:
     """`LLM()` runs the embedded model; `LLM("folder", max_model_len=2048, …)` takes any option of the configuration."""
 
     def __init__(self, model: str = "", **options: Any) -> None:
+        of_servers = {name for section in _OF_SERVERS for name in configuration.field_names(section)}
         for name in options:
-            if name in configuration.field_names("server") | configuration.field_names("batches"):
+            if name in of_servers:
                 raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
         self.config = configuration.replace(configuration.Config(), model=model, **options)
         source = resolve(

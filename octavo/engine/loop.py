@@ -15,6 +15,7 @@ from octavo.engine.backlog import Backlog
 from octavo.engine.live import Endings, look, page_owners
 from octavo.engine.progress import progress_of
 from octavo.engine.pulse import Pulse
+from octavo.engine.recorder import Done, Recorder
 from octavo.errors import Overloaded
 from octavo.executor.base import Executor
 from octavo.messages import (
@@ -69,6 +70,7 @@ class EngineLoop:
         self._num_audited = 0  # steps before the last look
         self._in_flight: deque[StepPlan] = deque()
         self._last_plan: StepPlan | None = None
+        self._recorder: Recorder | None = None
 
     @property
     def has_work(self) -> bool:
@@ -90,27 +92,43 @@ class EngineLoop:
             self.executor.submit(plan)
             self._in_flight.append(plan)
             self._last_plan = plan
-        depth = 1 if self.executor.overlap else 0  # plans that may be in flight while the next is made
+        recorder = self._recorder
+        told: list[Done] = []
+        # Plans that may be in flight while the next is made. A recorder that wants the state wants it between two steps.
+        depth = 1 if self.executor.overlap and not (recorder is not None and recorder.is_due) else 0
         # Where nothing overlaps, handing a step over is computing it.
         host_seconds = (clock() if depth else planned) - started
         deltas: list[TokenDelta] = []
+        now = planned
         while len(self._in_flight) > depth or (self._in_flight and plan.is_empty):
             result = self.executor.collect()
             collected = clock()
             pace.collected(collected)
             done = self._in_flight.popleft()
             committed = self.scheduler.commit(done, result)
+            num_tokens = sum(done.counts)
+            if recorder is not None:
+                told.append((result, committed, self.scheduler.ended, num_tokens, pace.last_seconds))
             now = clock()
-            self._note_commit(done, committed, result.grammar_seconds, now)
+            self._note_commit(done, num_tokens, committed, result.grammar_seconds, now)
             host_seconds += now - collected
             deltas += committed
+        if recorder is not None:
+            recorder.turned(self.scheduler, plan, told, self._in_flight, now)
         pace.turned(host_seconds)
         self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), self.scheduler.num_waiting)
         return deltas
 
+    def record(self, recorder: Recorder) -> None:
+        """From now on it hears all that the scheduler is told."""
+        self._recorder = recorder
+        recorder.take(self.scheduler)
+
     def add(self, request: GenerateRequest) -> None:
         self.scheduler.add(request)
         now = self._clock()
+        if self._recorder is not None:
+            self._recorder.arrived(request, now)
         self.metrics.arrived(request, now)
         is_aside = bool(request.params.grammar) and not self.scheduler.shelf.is_ready(request.id)
         self.journal.queued(request, now, is_aside)
@@ -133,6 +151,8 @@ class EngineLoop:
     def abort(self, abort: Abort) -> None:
         if self.scheduler.abort(abort.request_id, abort.index):
             now = self._clock()
+            if self._recorder is not None:
+                self._recorder.aborted(abort, now)
             self.metrics.aborted(abort.request_id, abort.index, abort.reason, now)
             scheduler = self.scheduler
             self.journal.returned(scheduler.returned, now)
@@ -191,6 +211,8 @@ class EngineLoop:
             case ReadPage():
                 return msgspec.json.encode(page_owners(self.scheduler, self.metrics, control.page)).decode()
             case ResetPrefixCache():
+                if self._recorder is not None:
+                    self._recorder.forgotten()
                 return str(self.scheduler.cache.reset_prefixes())
 
     def state(self) -> EngineState:
@@ -226,11 +248,16 @@ class EngineLoop:
 
     def close(self) -> None:
         self.executor.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _take_prepared(self) -> None:
         num_taken = 0
         while not self._prepared.empty() or not (self._in_flight or self.scheduler.has_work):
-            self.scheduler.prepared(self._prepared.get())
+            grammar = self._prepared.get()
+            self.scheduler.prepared(grammar)
+            if self._recorder is not None:
+                self._recorder.prepared(grammar)
             num_taken += 1
         if num_taken:
             self._tend_shelf(self._clock())
@@ -269,8 +296,9 @@ class EngineLoop:
         if scheduler.forked:
             journal.forked(scheduler.forked)
 
-    def _note_commit(self, plan: StepPlan, deltas: list[TokenDelta], grammar_seconds: float, now: float) -> None:
-        num_tokens = sum(plan.counts)
+    def _note_commit(
+        self, plan: StepPlan, num_tokens: int, deltas: list[TokenDelta], grammar_seconds: float, now: float
+    ) -> None:
         self.metrics.step(now, num_tokens, deltas)
         self.journal.grammar_seconds += grammar_seconds
         self.journal.committed(plan.step, len(plan.rows), num_tokens, now)

@@ -6,6 +6,7 @@ On standard output goes one JSON line, the EngineReport, once the engine is read
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Literal
@@ -22,17 +24,23 @@ from typing import Literal
 import msgspec
 import zmq
 
+from octavo import __version__
 from octavo.config import Config
 from octavo.engine.backlog import Backlog
-from octavo.engine.build import start_engine
+from octavo.engine.black_box import BlackBox
+from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.pulse import Pulse
+from octavo.engine.recorder import Recorder, Segments
+from octavo.engine.recording import FORMAT, Header
 from octavo.errors import ConfigError
 from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.observe import logs
 from octavo.weights.source import ModelSource
 
 _PR_SET_PDEATHSIG = 1
+RECORDED = ("model", "cache", "scheduler", "parallel")
+"""Sections of the configuration that a recording tells: never the server's, which has keys."""
 
 
 class EngineOrder(msgspec.Struct, frozen=True):
@@ -46,6 +54,9 @@ class EngineOrder(msgspec.Struct, frozen=True):
     address: str  # where to listen for API processes
     num_servers: int = 0  # API processes that will say hello
     pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
+    number: int = 1  # of this server's engines
+    record_to: str = ""  # folder; empty: nothing is recorded
+    box_fd: int = -1  # inherited memory; see octavo.engine.black_box
 
 
 class ZmqOutbox:
@@ -103,6 +114,8 @@ def main() -> int:
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
+    if order.record_to:
+        engine.loop.record(start_recorder(order, engine))
     # What is alive now stays alive: the collector need not look at it again, nor look often.
     gc.collect()
     gc.freeze()
@@ -116,6 +129,26 @@ def main() -> int:
         engine.loop.close()
         outbox.close()
     return 0
+
+
+def start_recorder(order: EngineOrder, engine: Engine) -> Recorder:
+    config, with_tokens = order.config.recorder, order.config.recorder.record_tokens
+    header = Header(
+        format=FORMAT,
+        version=__version__,
+        wall=time.time(),
+        clock=time.monotonic(),
+        engine=str(order.number),
+        with_tokens=with_tokens,
+        model=order.model_name,
+        model_path=order.model_path,
+        model_kind=order.model_kind,
+        options={section: dataclasses.asdict(getattr(order.config, section)) for section in RECORDED},
+        report=engine.report,
+        root=engine.loop.scheduler.cache.root if with_tokens else b"",
+    )
+    segments = Segments(Path(order.record_to), f"{order.number:03d}", int(config.record_bytes))
+    return Recorder(segments, header, BlackBox(order.box_fd))
 
 
 def _end_with_parent() -> None:

@@ -19,6 +19,7 @@ from octavo.config import AUTO, Config, ServerConfig
 from octavo.engine.budget import budget_lines
 from octavo.engine.children import describe_exit, spawn
 from octavo.engine.fleet import Fleet, Member, ServerOrder
+from octavo.engine.flights import Flights
 from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
@@ -106,6 +107,7 @@ class _Supervisor:
         self._pulse_fd = shared_memory()
         self._pulse = Pulse(self._pulse_fd)
         self._watch = Watch(self._pulse, config.server.step_timeout)
+        self._flights = Flights(config.recorder)
         self._selector = selectors.DefaultSelector()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         template = ServerOrder(
@@ -134,6 +136,7 @@ class _Supervisor:
         self._selector.close()
         self._pulse.close()
         os.close(self._pulse_fd)
+        self._flights.close(self._num_engines)
 
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
@@ -166,8 +169,11 @@ class _Supervisor:
             self._engine_address(),
             self._num_servers,
             self._pulse_fd,
+            self._num_engines,
+            str(self._flights.live or ""),
+            *self._flights.box_fds,
         )
-        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd,))
+        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd, *self._flights.box_fds))
         self._listen_to(self._engine, self._engine_spoke)
 
     def _start_server(self, member: Member) -> None:
@@ -201,6 +207,7 @@ class _Supervisor:
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
+        self._say(self._flights.words)
         self._say_if_ready()
 
     def _server_spoke(self, member: Member) -> None:
@@ -250,6 +257,8 @@ class _Supervisor:
         )
         self._verdict = ""
         self._complain(message)
+        if (path := self._flights.seal("crash", self._num_engines)) is not None:
+            self._say(f"what led to it is recorded: octavo replay {path}")
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""

@@ -29,6 +29,7 @@ class Pace:
     def __init__(self) -> None:
         self.host = Histogram(HOST_BOUNDS)
         self.busy_seconds = 0.0
+        self.last_seconds = 0.0  # for which the last step was computed
         self._handed_over: list[float] = []  # of the steps in flight
         self._last_end = 0.0
 
@@ -38,7 +39,8 @@ class Pace:
     def collected(self, now: float) -> None:
         """The oldest step's result is there."""
         start = max(self._handed_over.pop(0), self._last_end)
-        self.busy_seconds += now - start
+        self.last_seconds = now - start
+        self.busy_seconds += self.last_seconds
         self._last_end = now
 
     def turned(self, host_seconds: float) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from octavo.errors import ConfigError
 from octavo.models import check_family
 from octavo.weights import embedded, folder, hub
+from octavo.weights.embedded import cache_folder as cache_folder
 
 
 @dataclass(frozen=True, slots=True)
