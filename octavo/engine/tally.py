@@ -1,0 +1,66 @@
+"""Tally: what a run of the scheduler came to, recorded or imagined: steps, waits, first tokens, pages.
+Knows nothing of where the run came from; times are what it is told."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from octavo.messages import StepPlan, TokenDelta
+from octavo.schedule import Scheduler
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens = 0  # computed
+        self.num_rows = 0  # summed over the steps
+        self.num_requests = 0
+        self.num_refused = 0  # those that the settings have no room for
+        self.num_output = 0
+        self.most_rows = 0
+        self.most_pages = 0
+        self.preemptions = 0
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.seconds = 0.0  # in which something was there to do
+        self.waits: Counter[str] = Counter()  # requests × steps, by what they waited for
+        self.first_steps: list[int] = []  # steps up to and with the one that gave a request's first token
+        self.first_seconds: list[float] = []
+        self._arrived: dict[str, tuple[int, float]] = {}  # those without a token: (steps before it, when)
+
+    def arrived(self, name: str, seconds: float) -> None:
+        self.num_requests += 1
+        self._arrived[name] = (self.num_steps, seconds)
+
+    def left(self, name: str) -> None:
+        self._arrived.pop(name, None)
+
+    def planned(self, scheduler: Scheduler, plan: StepPlan) -> None:
+        pool = scheduler.cache.pool
+        self.most_pages = max(self.most_pages, pool.num_used)
+        if plan.is_empty:
+            return
+        self.num_steps += 1
+        self.num_rows += len(plan.rows)
+        self.num_tokens += sum(plan.counts)
+        self.most_rows = max(self.most_rows, len(plan.rows))
+        if waiting := len(scheduler.waiting):
+            self.waits[scheduler.head_waits_for or "order"] += 1
+            self.waits["order"] += waiting - 1
+
+    def gave(self, deltas: Iterable[TokenDelta], seconds: float) -> None:
+        """What a step gave, and when."""
+        for delta in deltas:
+            if delta.token_ids or delta.finish is not None:
+                self.num_output += len(delta.token_ids)
+                if (arrival := self._arrived.pop(delta.request_id, None)) is not None:
+                    self.first_steps.append(self.num_steps - arrival[0])
+                    self.first_seconds.append(seconds - arrival[1])
+
+    def end(self, scheduler: Scheduler, preemptions_before: int = 0) -> None:
+        self.preemptions = scheduler.num_preemptions - preemptions_before
+
+
+def at(values: list[float] | list[int], share: float) -> float | None:
+    """The value that this share of them lies at or below. None: there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
