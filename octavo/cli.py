@@ -1,4 +1,4 @@
-"""`octavo serve | chat | complete | top | bench | run-batch | doctor`: reads the command line, runs the command, turns errors into one line and a code.
+"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: reads the command line, runs the command, turns errors into one line and a code.
 Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
 
 import argparse
@@ -52,6 +52,7 @@ def build_parser() -> Parser:
     add_bench(commands)
     _add_run_batch(commands)
     _add_doctor(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -254,6 +255,51 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from octavo.doctor import model
 
     return model.run(config, deep=arguments.deep, as_json=arguments.json)
+
+
+# ── replay ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _add_replay(commands: Any) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="make a recorded server's plans again, and see what other settings would have changed",
+        description="Make the plans of a recording again, step by step, and say whether they are the same. FILE is what the log names "
+        "when an engine ended, or a running server's live-… folder. Exit code 1: something differs.",
+    )
+    parser.add_argument("file", metavar="FILE", help="a recording")
+    parser.add_argument(
+        "--model",
+        nargs="?",
+        const="",
+        metavar="MODEL",
+        help="compute the tokens too, by the recorded model or by MODEL",
+    )
+    parser.add_argument("--steps", metavar="A:B", help="show these steps in words")
+    parser.add_argument("--request", metavar="ID", help="show what happened to one request")
+    parser.add_argument(
+        "--what-if",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="what would have changed with another max_num_seqs, max_num_batched_tokens, num_pages, num_host_pages, "
+        "enable_prefix_caching or scheduling_policy; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from octavo import replay
+
+    return replay.run(
+        arguments.file,
+        model=arguments.model,
+        steps=arguments.steps,
+        request=arguments.request,
+        what_if=arguments.what_if,
+        as_json=arguments.json,
+    )
 
 
 if __name__ == "__main__":

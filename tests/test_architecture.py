@@ -23,7 +23,7 @@ LEVELS = {
     "worker": 4,
     "executor": 5,
     **dict.fromkeys(("engine", "sim"), 6),
-    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "top_screen", "doctor"), 7),
+    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "top_screen", "doctor", "replay"), 7),
 }
 # Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
 CORRIDORS = {
@@ -39,6 +39,7 @@ CORRIDORS = {
     ("top", "talk"),
     ("top", "top_screen"),
     ("cli", "doctor"),
+    ("cli", "replay"),
     ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
     ("bench", "flags"),
 }
@@ -52,7 +53,15 @@ LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
-PRINTING = ("octavo.cli", "octavo.talk", "octavo.top", "octavo.bench", "octavo.doctor", "octavo.engine.supervisor")
+PRINTING = (
+    "octavo.cli",
+    "octavo.talk",
+    "octavo.top",
+    "octavo.bench",
+    "octavo.doctor",
+    "octavo.replay",
+    "octavo.engine.supervisor",
+)
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -20,9 +22,10 @@ NUM_STREAMS = 64
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Two API processes; an engine that does not turn for two seconds is killed."""
-    arguments = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20")
+def server(tmp_path_factory):
+    """Two API processes; an engine that does not turn for two seconds is killed. What it does is recorded with its tokens."""
+    arguments = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20", "--record-tokens")
+    arguments += ("--record-folder", str(tmp_path_factory.mktemp("recordings")))
     with Server(*arguments, module="tests.e2e.mortal_engine") as server:
         yield server
         assert server.terminate() == 0, server.lines
@@ -120,6 +123,16 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
     check_interrupted([journey for id, journey in after.items() if id not in before])
     assert server.wait_until_idle() == (0, 0, 0)
     assert server.get("/health")[0] == 200
+    # What led to it was left in a file: the same plans to the last, and, by the model, the same tokens.
+    (line,) = (line for line in server.lines if "what led to it is recorded" in line)
+    command = line.partition(": octavo ")[2].split()
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo.cli", *command, "--model", "--json"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["plans"]["same"] == found["plans"]["steps"] > 20 and not found["notes"], found["plans"]
+    assert found["tokens"]["same"] == found["tokens"]["compared"] > NUM_STREAMS * 12, found["tokens"]
 
 
 def test_streams_of_a_stopped_engine_go_on(server, untroubled):

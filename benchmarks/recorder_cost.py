@@ -1,0 +1,81 @@
+"""What the flight recorder adds to the host time of a step: steady decode with it and without it, in turn, in one run.
+Knows nothing of models: host_step.py has the loop and the executor.
+
+Usage: python benchmarks/recorder_cost.py [--rows 256] [--steps 6000] [--tokens] [--waiting 0]"""
+
+import argparse
+import gc
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.host_step import WARMUP, build, fill
+from octavo.bench.report import facts, percentile
+from octavo.engine.black_box import BlackBox
+from octavo.engine.loop import EngineLoop
+from octavo.engine.recorder import Recorder, Segments
+from octavo.engine.recording import FORMAT, Header
+from octavo.messages import EngineReport
+
+BLOCK = 20  # steps; short, so that whatever else the machine does falls on both sides
+
+
+def start_recorder(report: EngineReport, folder: str, with_tokens: bool) -> Recorder:
+    """As the engine process does it."""
+    options = {"cache": {"enable_prefix_caching": True}}
+    header = Header(FORMAT, "none", 0.0, 0.0, "1", with_tokens, "none", "", "folder", options, report, b"")
+    return Recorder(Segments(Path(folder), "1", 64 * 2**20), header, BlackBox())
+
+
+def measure(loop: EngineLoop, recorder: Recorder, num_steps: int) -> tuple[list[float], list[float]]:
+    """Processor time of the stepping thread: (without, with) the recorder, of each step."""
+    cache = loop.scheduler.cache
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for step in range(num_steps):
+        is_on = step // BLOCK % 2
+        if step % BLOCK == 0:
+            loop._recorder = recorder if is_on else None
+            cache.keys_made = [] if is_on and not recorder._with_tokens else None
+        started = time.thread_time()
+        loop.step()
+        ended = time.thread_time()
+        if step % BLOCK:  # the first of a block pays for the change
+            seconds[is_on].append(ended - started)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--waiting", type=int, default=0)
+    parser.add_argument("--tokens", action="store_true", help="as with --record-tokens")
+    arguments = parser.parse_args()
+    loop, executor = build(arguments.rows, arguments.steps + WARMUP, False, time.perf_counter, (0,))
+    fill(loop, arguments.rows, arguments.waiting, arguments.steps + WARMUP + 8, False)
+    for _ in range(WARMUP):
+        loop.step()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
+        recorder = start_recorder(executor.start(), folder, arguments.tokens)
+        states = []
+        for _ in range(9):
+            started = time.thread_time()
+            loop.record(recorder)
+            states.append(time.thread_time() - started)
+        off, on = measure(loop, recorder, arguments.steps)
+        recorder.close()
+        written = sum(file.stat().st_size for file in Path(folder).iterdir())
+    machine = facts()["machine"]
+    print(f"{machine['processor']}, {machine['cores']} cores; {arguments.rows} rows, {arguments.waiting} waiting")
+    for share in (10, 50):
+        without, with_it = percentile(off, share) * 1e6, percentile(on, share) * 1e6
+        more = f"{with_it - without:+.1f} µs, {(with_it / without - 1) * 100:+.2f} %"
+        print(f"p{share} of {len(off)} steps: {without:.1f} µs without, {with_it:.1f} µs with the recorder: {more}")
+    print(f"a state: {percentile(states, 50) * 1e3:.1f} ms; {written / len(on):.0f} bytes a step, states included")
+
+
+if __name__ == "__main__":
+    main()
