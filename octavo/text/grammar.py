@@ -17,6 +17,7 @@ from octavo.text.json_schema import prepare
 from octavo.text.lark import settle
 from octavo.text.multiples import Budget
 from octavo.text.patterns import plain_classes, slashed, without_anchors
+from octavo.text.schemas import rebuilt
 from octavo.text.structural_tag import tags_rules
 from octavo.text.vocabulary import Vocabulary
 
@@ -123,7 +124,7 @@ def _schema_rule(schema: object, param: str, style: Mapping[str, Any], budget: B
     if not isinstance(prepared, dict):
         raise InvalidRequest(f"{param} is false: no answer meets it", param=param)
     if style.get("disable_additional_properties"):
-        prepared = _closed(prepared)
+        prepared = rebuilt(prepared, _closed)
     guidance: dict[str, Any] = {"whitespace_flexible": False} if style.get("disable_any_whitespace") else {}
     pattern = style.get("whitespace_pattern")
     if not guidance:
@@ -131,16 +132,10 @@ def _schema_rule(schema: object, param: str, style: Mapping[str, Any], budget: B
     return f"%json {json.dumps({'x-guidance': guidance, **prepared}, ensure_ascii=False)}"
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     """No property that is not listed, wherever nothing is said of them."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: value if key in ("const", "enum") else _closed(value) for key, value in schema.items()}
-    if isinstance(found.get("properties"), dict) and found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    return found
+    is_list = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    return {**schema, "additionalProperties": schema.get("additionalProperties", False)} if is_list else schema
 
 
 def regex_terminal(value: object, param: str) -> str:

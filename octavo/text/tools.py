@@ -11,13 +11,12 @@ from typing import Any, Literal
 import msgspec
 
 from octavo.errors import InvalidRequest, Unsupported
+from octavo.text.schemas import rebuilt
 
 _MAX_NAME = 64  # characters, as OpenAI has it
-_SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
                    "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
 """What else may say, or hide, that an object has further properties."""
-_VALUES = {"enum", "const", "default", "examples"}  # hold data, in which "$ref" is only a key
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -148,43 +147,27 @@ def call_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | N
     return None if schema is None else {**schema["items"], "$defs": schema["$defs"]}
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: dict[str, Any]) -> Any:
     """Where a schema lists properties and leaves others open, others are not wanted: no function has a parameter for them, and a
     model that is kept to the schema alone would go on making them up."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    closed = {
-        key: {name: _closed(part) for name, part in value.items()}
-        if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping)
-        else value
-        if key in _VALUES
-        else _closed(value)
-        for key, value in schema.items()
-    }
-    if "properties" in closed and closed.keys().isdisjoint(_ADD_PROPERTIES):
-        closed["additionalProperties"] = False
-    return closed
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        is_open = "properties" in part and part.keys().isdisjoint(_ADD_PROPERTIES)
+        return {**part, "additionalProperties": False} if is_open else part
+
+    return rebuilt(schema, close)
 
 
-def _moved(schema: Any, place: str) -> Any:
+def _moved(schema: dict[str, Any], place: str) -> Any:
     """A schema that has become a part of another one: what its references call the root is now `place`."""
-    if isinstance(schema, list):
-        return [_moved(part, place) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = f"#/$defs/{place}{value[1:]}"
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
-            moved[key] = {name: _moved(part, place) for name, part in value.items()}
-        elif key in _VALUES:
-            moved[key] = value
-        else:
-            moved[key] = _moved(value, place)
-    return moved
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        match part.get("$ref"):
+            case str(target) if target == "#" or target.startswith("#/"):
+                return {**part, "$ref": f"#/$defs/{place}{target[1:]}"}
+        return part
+
+    return rebuilt(schema, move)
 
 
 def template_form(tools: Sequence[Tool]) -> list[dict[str, Any]]:
