@@ -304,7 +304,7 @@ class EngineLoop:
         self.journal.committed(plan.step, len(plan.rows), num_tokens, now)
         if now >= self._history.due:
             scheduler = self.scheduler
-            self._history.note(now, self.metrics.totals(), scheduler.cache.pool.num_used, len(scheduler.waiting))
+            self._history.note(now, self.metrics.totals(), scheduler.cache.pool.num_used, scheduler.num_waiting)
         if self.scheduler.ended:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
             self.journal.ended(self.scheduler.ended, reasons, now)
