@@ -24,13 +24,13 @@ Words = NDArray[np.int32]
 
 _LOOKS_FROM = 192  # tokens before the limit: an answer that ends on its own before that costs nothing
 _LONGEST_END = 192
-_LONGEST_TEXT = 24  # tokens within one text, on the way to an end: one that needs more will not come to one
+_LONGEST_TEXT = 32  # tokens within one text, on the way to an end: then the characters that some texts need are tried
 _OPENS_NOTHING = 16  # tokens more than its end takes: from here on nothing new is opened
 _ENDS = 4  # tokens more than its end takes: from here on it ends; half a character takes three to complete
 _NEAR = 8  # tokens before the limit: every token is looked at, and other ends than the first that comes to mind
 _FEW = 64  # tokens that are tried one by one
-_TRIED = 24  # tokens that are tried before all are looked at
 _LOOKED_FOR = 8  # of them: those whose end takes more than looking
+_TRIED = 24  # tokens that are tried, on the way to an end, before all are looked at
 _GROWTH = 4  # by so many tokens an end comes nearer with each token of an answer, as a rule at most
 _NEVER = 1 << 20
 _SIGNS = b"@:/.-+0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"  # in the order in which they are tried
@@ -184,14 +184,16 @@ class Ends:
 
     def _find(self, matcher: "LLMatcher", longest: int) -> list[int] | None:
         """Tokens after which the answer may end, at most so many. None: none were found."""
-        for orders in ((0, 1), (0, 2)):
-            found, has_stalled = self._try(matcher.deep_copy(), *orders, longest)
+        for text_order, longest_text in ((1, _LONGEST_TEXT), (2, longest)):
+            found, has_stalled = self._try(matcher.deep_copy(), text_order, longest, longest_text)
             if found is not None or not has_stalled:
                 return found
         return None
 
-    def _try(self, matcher: "LLMatcher", plain: int, text: int, longest: int) -> tuple[list[int] | None, bool]:
-        """→ the tokens, and whether it was a text that came to no end. `plain`, `text`: which order holds outside and within."""
+    def _try(
+        self, matcher: "LLMatcher", text_order: int, longest: int, longest_text: int
+    ) -> tuple[list[int] | None, bool]:
+        """→ the tokens, and whether it was a text that came to no end."""
         found: list[int] = []
         num_in_text = 0
         while not matcher.is_accepting():
@@ -199,8 +201,8 @@ class Ends:
                 return None, num_in_text > 0
             is_text = all(map(self._is_next, [matcher] * len(self._text_signs), self._text_signs))
             num_in_text = num_in_text + 1 if is_text else 0
-            token = self._nearest(matcher, text if is_text else plain)
-            if token < 0 or num_in_text > _LONGEST_TEXT or not matcher.consume_token(token):
+            token = self._nearest(matcher, text_order if is_text else 0)
+            if token < 0 or num_in_text > longest_text or not matcher.consume_token(token):
                 return None, num_in_text > 0
             found.append(token)
         return found, False

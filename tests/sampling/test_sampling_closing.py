@@ -95,6 +95,12 @@ def test_a_short_answer_is_chosen_and_not_made() -> None:
     assert words(pairs, 1) == {("", True)}  # no more fits, and it is not the grammar that ends
 
 
+def test_texts_that_must_be_long_or_hold_a_certain_character_come_to_an_end() -> None:
+    for schema in ({"type": "string", "minLength": 90}, {"type": "string", "format": "email"}):
+        at = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
+        assert Ends(VOCABULARY, SIZE)._find(at, 120) is not None, schema
+
+
 def test_the_end_that_is_looked_for_is_short() -> None:
     """A comma that is due is no detour; space would be one."""
     found = Ends(VOCABULARY, SIZE)._find(matcher(), 100)
