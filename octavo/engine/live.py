@@ -179,4 +179,5 @@ def _standing(scheduler: Scheduler, metrics: EngineMetrics, num_open_pages: int,
         spare_pages=len(scheduler.running) // 2 * groups,
         num_preempted=num_preempted,
         is_cpu=report.device.startswith("cpu"),
+        has_swap=report.num_host_pages > 0,
     )

@@ -28,6 +28,7 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
     spare_pages: int  # that whoever enters has to leave to those who run
     num_preempted: int  # lately
     is_cpu: bool = False
+    has_swap: bool = False  # whoever has to leave may go to host memory
 
 
 def advice(standing: Standing) -> str:
@@ -79,8 +80,11 @@ def _budget(standing: Standing) -> str:
 
 def _preempted(standing: Standing) -> str:
     times = "once" if standing.num_preempted == 1 else f"{standing.num_preempted:,} times"
-    told = (
-        f"In the last {LATELY_SECONDS:.0f} s a row had to leave {times} because pages ran out, and is computed again."
+    told = f"In the last {LATELY_SECONDS:.0f} s a row had to leave {times} because pages ran out"
+    told += (
+        ", and waits in host memory or is computed again."
+        if standing.has_swap
+        else ", and is computed again (--swap-space would keep it in host memory)."
     )
     if standing.reason == "pages":
         return told  # what would help has been said

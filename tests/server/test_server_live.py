@@ -207,7 +207,8 @@ STANDING = Standing(
         ({"reason": "pages", "is_cpu": True, "num_waiting": 1}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
         ({"reason": "budget"}, ["the 512 tokens of a step", "--max-num-batched-tokens"]),
         ({}, ["3 requests wait for the step that runs, and no longer."]),
-        ({"num_waiting": 0, "num_preempted": 2}, ["a row had to leave 2 times because pages ran out", "--max-num-seqs, now 8"]),
+        ({"num_waiting": 0, "num_preempted": 2}, ["a row had to leave 2 times because pages ran out, and is computed again (--swap-space", "--max-num-seqs, now 8"]),
+        ({"num_waiting": 0, "num_preempted": 1, "has_swap": True}, ["had to leave once", "waits in host memory or is computed"]),
     ],
 )  # fmt: skip
 def test_advice_says_what_is_lacking_and_what_to_change(changed: dict[str, Any], words: list[str]) -> None:

@@ -162,7 +162,7 @@ export class Batch extends Grid {
 
   lay(width, height) {
     const count = Math.max(1, this.rows.length);
-    for (const [columns, pitches] of [[1, [20, 16, 13, 11]], [2, [16, 13, 11]]]) {
+    for (const [columns, pitches] of [[1, [20, 16, 13, 12]], [2, [16, 13, 12]]]) {
       const pitch = pitches.find((pitch) => count <= columns * Math.floor(height / pitch));
       if (pitch && (columns === 1 || width >= 560)) return this.settle(pitch, columns, width, height, true);
     }
