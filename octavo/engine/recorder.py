@@ -163,7 +163,9 @@ class Recorder:
 
     def _outcome(self, scheduler: Scheduler, done: Done) -> Outcome:
         result, deltas, ended, num_tokens, seconds = done
-        ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
+        ends: list[tuple[str, int, FinishReason]] = []
+        if ended:
+            ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
         candidates = result.candidates
         if candidates and not self._with_tokens:
             stop_ids = {stop for each in (*scheduler.requests(), *ended) if each.special for stop in each.stop_ids}
@@ -173,7 +175,7 @@ class Recorder:
             int(seconds * 1e6),
             num_tokens,
             tokens,
-            ends if ended else [],
+            ends,
             result.last,
             list(result.failures),
             candidates,
