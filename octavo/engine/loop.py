@@ -252,8 +252,11 @@ class EngineLoop:
             self._recorder.close()
 
     def _take_prepared(self) -> None:
-        num_taken = 0
-        while not self._prepared.empty() or not (self._in_flight or self.scheduler.has_work):
+        """All that is ready. Waits for one only where somebody needs it and there is nothing else to do: whoever wanted what is
+        ready may have left, and then nothing more will come."""
+        num_taken, scheduler = 0, self.scheduler
+        has_work = bool(self._in_flight) or scheduler.has_work
+        while not self._prepared.empty() or (scheduler.aside and not num_taken and not has_work):
             grammar = self._prepared.get()
             self.scheduler.prepared(grammar)
             if self._recorder is not None:

@@ -25,7 +25,7 @@ from octavo.engine.recording import Arrived, Marked, Recording, Turned, chunks_i
 from octavo.engine.replay import Planned, Replay
 from octavo.engine.what_if import Settings, fit, learn
 from octavo.errors import ConfigError
-from octavo.messages import GenerateRequest, RepetitionDetectionParams, SamplingParams
+from octavo.messages import Abort, GenerateRequest, RepetitionDetectionParams, SamplingParams
 from tests.engine.recorded import Recorded
 from tests.schedule.workload import Workload
 from tests.worker.tiny import write_tiny_llama
@@ -291,6 +291,17 @@ def test_every_turn_and_every_state_is_there(tmp_path):
     assert sum(turned.digest != 0 for turned in recording.records if isinstance(turned, Turned)) == (
         recorded.loop.scheduler.num_steps
     )
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(tmp_path):
+    recorded = Recorded(Workload(3), tmp_path, False)
+    recorded.load.arrivals = []
+    params = SamplingParams(max_tokens=3, seed=0, grammar="start: /a/")
+    recorded.loop.add(GenerateRequest("r", [1, 2], params, []))
+    recorded.loop.abort(Abort("r"))
+    recorded.executor.preparing.popleft()()
+    assert recorded.loop.has_work and recorded.loop.step() == [] and not recorded.loop.has_work
+    recorded.loop.close()
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
