@@ -118,7 +118,7 @@ class AloneCampaign:
             alone = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             began = time.monotonic()
             os.kill(doomed, signal.SIGKILL)
-            while is_alive(doomed):  # who connects in that very moment goes down with it
+            while Path(f"/proc/{doomed}").exists():  # who connects while it goes down goes down with it
                 time.sleep(0.001)
             answer = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             seconds = time.monotonic() - began
