@@ -1,6 +1,7 @@
 """Every type that crosses a process boundary; wishes are defined in params.py, and what ranks are told in plans.py.
 Knows nothing of sockets, tensors or HTTP; all of it is msgspec structs of plain values."""
 
+import hashlib
 import struct
 from typing import Literal
 
@@ -252,6 +253,13 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True, gc=False):
         0,
     )  # of each group of layers, which has a page table of its own; 0: it keeps everything
     scheduling_policy: str = "fcfs"
+    fingerprint: dict[str, str] = {}  # what the bits of answers depend on, part by part: the same parts, the same bits
+
+    @property
+    def system_fingerprint(self) -> str:
+        """The parts in short: OpenAI's field of that name."""
+        digest = hashlib.sha256(msgspec.json.encode(self.fingerprint, order="deterministic")).hexdigest()
+        return f"octavo-{self.fingerprint.get('numerics', '0')}-{digest[:12]}"
 
 
 class Dying(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -46,6 +46,7 @@ CHAT_TEMPLATE = (
 )
 REPORT = EngineReport(
     device="cpu (1 thread)",
+    fingerprint={"numerics": "1", "model": "scripted"},
     dtype="float32",
     vocab_size=VOCAB_SIZE,
     max_model_len=256,

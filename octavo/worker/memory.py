@@ -91,6 +91,7 @@ def _without_pages(config: CacheConfig, reports: list[LoadReport]) -> EngineRepo
         notes=first.notes,
         memory=_together([report.memory for report in reports if report.memory is not None]),
         hidden_size=first.hidden_size,
+        fingerprint=first.fingerprint,
         can_generate=first.can_generate,
     )
 

@@ -51,10 +51,15 @@ def _require(config: Config, native: Native | None, note: str) -> None:
             raise ConfigError(f"{flag} {value} needs native CPU kernels, which cannot be used here{why}: leave it out")
 
 
+def kinds_of(model: DecoderModel) -> Counter[Kind]:
+    """In how many bytes weights are held in which way."""
+    weights = {id(value): value for module in model.modules() for value in vars(module).values()}
+    return sum((w.bytes_of_kinds for w in weights.values() if isinstance(w, NativeWeight)), Counter[Kind]())
+
+
 def held(model: DecoderModel) -> str:
     """How the weights are held, for people."""
-    weights = {id(value): value for module in model.modules() for value in vars(module).values()}
-    kinds = sum((w.bytes_of_kinds for w in weights.values() if isinstance(w, NativeWeight)), Counter[Kind]())
+    kinds = kinds_of(model)
     by_words: Counter[str] = Counter()
     for kind, num_bytes in kinds.items():
         by_words[_words(kind)] += num_bytes

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+import msgspec
 import torch
 
 from octavo.attention.base import AttentionBackend
@@ -32,6 +33,7 @@ from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.cores import usable_cores
 from octavo.worker.determinism import about_determinism
+from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs, is_plain_greedy
 from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
 from octavo.worker.native import WholeSteps, find_native, held, record
@@ -86,7 +88,11 @@ class Runner:
         if self._native is not None:
             self._notes.append(held(self.model))
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
-        return self.report(context.dtype, self._measure() if self.device.is_cuda else None)
+        report = self.report(context.dtype, self._measure() if self.device.is_cuda else None)
+        if self.group.rank:
+            return report
+        parts = fingerprint_of(context, self.config.model, self.source, self.spec, self.model, report.kv_dtype)
+        return msgspec.structs.replace(report, fingerprint=parts)
 
     def open(self) -> Checkpoint:
         """Read what the files say of themselves, and settle what follows from it: spec and limits."""

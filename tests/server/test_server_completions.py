@@ -28,7 +28,7 @@ async def test_whole_answer_and_usage(serve: Serve) -> None:
         "total_tokens": 10,
         "prompt_tokens_details": {"cached_tokens": 2},
     }
-    assert "float32" in body["system_fingerprint"]
+    assert body["system_fingerprint"] == REPORT.system_fingerprint
 
 
 async def test_what_reaches_the_engine_is_resolved(serve: Serve) -> None:

@@ -9,7 +9,7 @@ import pytest
 from octavo.errors import EngineDead, Overloaded
 from octavo.messages import GenerateRequest, TokenDelta
 from octavo.server.errors_http import describe
-from tests.doubles import ScriptedEngine, byte_text, config, says
+from tests.doubles import REPORT, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -140,7 +140,9 @@ class TestRoutes:
         assert error_of(await client.get("/v1/models/a/b"), 404)["code"] == "model_not_found"
 
     async def test_version(self, serve: Serve) -> None:
-        assert (await serve().get("/version")).json()["version"]
+        found = (await serve().get("/version")).json()
+        assert found.pop("version")
+        assert found == {"system_fingerprint": REPORT.system_fingerprint, "fingerprint": REPORT.fingerprint}
 
 
 class TestRequestIds:

@@ -1,15 +1,21 @@
-"""GET /version.
-Knows nothing of the engine."""
-
-from typing import Literal
+"""GET /version: Octavo's own, and what the bytes of answers depend on, once the engine has said it.
+Knows nothing of how either is found out."""
 
 import msgspec
 from fastapi import APIRouter, Response
 
+from octavo.server.answers import json_answer
 from octavo.server.service import Service, version
 from octavo.server.shapes import Shape
 
-SHAPES = {"GET /version": Shape(dict[Literal["version"], str])}
+
+class Version(msgspec.Struct, frozen=True, omit_defaults=True):
+    version: str
+    system_fingerprint: str = ""  # absent while the engine starts
+    fingerprint: dict[str, str] = {}  # its parts: two servers in which they are the same give the same bytes
+
+
+SHAPES = {"GET /version": Shape(Version)}
 
 
 def router(service: Service) -> APIRouter:
@@ -17,6 +23,9 @@ def router(service: Service) -> APIRouter:
 
     @router.get("/version")
     async def read_version() -> Response:
-        return Response(msgspec.json.encode({"version": version()}), media_type="application/json")
+        report = service.engine.report
+        if report is None:
+            return json_answer(Version(version()))
+        return json_answer(Version(version(), report.system_fingerprint, report.fingerprint))
 
     return router

@@ -1,0 +1,62 @@
+"""What the bits of an answer depend on, named part by part: the same for two engines that give the same bits.
+Knows nothing of requests; threads, batches, pages and processes are not among the parts because no bit depends on them."""
+
+import importlib.metadata
+
+import torch
+
+from octavo.config import ModelConfig
+from octavo.kernels.cpu.library import isa
+from octavo.layers.context import BuildContext
+from octavo.layers.model import DecoderModel
+from octavo.spec import ModelSpec
+from octavo.weights.identity import weights_identity, words_identity
+from octavo.weights.source import ModelSource
+from octavo.worker.native import kinds_of
+
+NUMERICS = "1"
+"""Raised with every change after which the same model, request and machine may give other bits."""
+
+
+def fingerprint_of(
+    context: BuildContext, config: ModelConfig, source: ModelSource, spec: ModelSpec, model: DecoderModel, kv_dtype: str
+) -> dict[str, str]:
+    """`model`: filled. `kv_dtype`: what pages hold."""
+    on_gpu = context.device.type == "cuda"
+    parts = {
+        "numerics": NUMERICS,
+        "model": weights_identity(source, config.load_format == "dummy"),
+        "words": words_identity(source, config.tokenizer, config.chat_template),
+        "weights": _held(context, model),
+        "arithmetic": _name(context.dtype),
+        "kernels": _kernels(context),
+        "attention": context.attention.name,
+        "kv": kv_dtype,
+        "tensor_parallel": str(context.group.size),
+        "deterministic": "yes" if config.deterministic or not on_gpu else "no",
+    }
+    if spec.longest_len > spec.context_len:  # positions are turned otherwise in a stretched context
+        parts["context"] = str(context.max_len)
+    return parts
+
+
+def _held(context: BuildContext, model: DecoderModel) -> str:
+    if context.native is not None:
+        return "+".join(sorted(kind.name.lower() for kind in kinds_of(model)))
+    packed = context.quantization or ("mxfp4" if context.keeps_packed else "")
+    return "+".join(filter(None, (packed, _name(context.weight_dtype))))
+
+
+def _kernels(context: BuildContext) -> str:
+    if context.native is not None:
+        return f"native {isa()} torch {torch.__version__}"  # torch makes rotations and logprobs
+    if context.device.type != "cuda":
+        # torch's own products: their order of sums goes by the CPU, and may go by the threads.
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
+    triton = f"triton {importlib.metadata.version('triton')} " if context.kernels is not None else ""
+    return f"{triton}torch {torch.__version__} {torch.cuda.get_device_name(context.device)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
