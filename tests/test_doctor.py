@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from octavo import LLM
 from octavo.cli import main
+from octavo.doctor import determinism
+from octavo.doctor.ways import Setting, Way, together
 from tests.doubles import CHAT_TEMPLATE, EOS, VOCAB_SIZE, _byte_characters, write_byte_tokenizer
 from tests.engine.test_engine_embed import MEAN_POOLING, bert, write
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -242,3 +244,41 @@ def test_an_encoder_is_asked_how_it_pools_and_not_how_it_talks(
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     code, report, _ = diagnose(capsys, str(folder))
     assert code == 0 and finding(report, "pooling")[0] == "warning"
+
+
+# ── --determinism ───────────────────────────────────────────────────────────────────────────────────
+
+
+def examine(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    code = main(["doctor", "--determinism", "--json", "--device", "cpu", "--max-num-seqs", "16", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_cpu_gives_the_same_bytes_in_every_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = examine(capsys, str(folder), "--block-size", "4", "--kv-cache-memory-bytes", "16M")
+    assert (code, report["same"]) == (0, True), report["ways"]
+    assert report["fingerprint"]["deterministic"] == "yes"
+    names = " ".join(way["way"] for way in report["ways"])
+    for word in ("batches", "order", "chunks", "prefixes", "preempted", "swapped", "restart", "thread", "cores"):
+        assert word in names
+    (preempted,) = [way for way in report["ways"] if way["way"] == "preempted, computed again"]
+    assert int(preempted["message"].split()[0]) > 0
+
+
+def test_an_engine_that_computes_otherwise_is_found_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(asks: Any, _: Any) -> list[Setting]:
+        return [Setting("other", [Way("rounded", together(asks))], {"quantization": "int8"})]
+
+    monkeypatch.setattr(determinism, "settings", other)
+    assert main(["doctor", str(folder), "--determinism", "--device", "cpu", "--kv-cache-memory-bytes", "16M"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith(" ✗")]
+    assert "rounded" in line and "request 0 (greedy" in line and "token" in line
+    assert "1 of 6 ways differ" in lines[-1]
+
+
+def test_what_cannot_be_examined_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(folder), "--determinism", "--deep"]) == 2
+    assert "--deep and --determinism are two examinations" in capsys.readouterr().err

@@ -181,7 +181,9 @@ def run(config: Config, *, as_json: bool) -> int:
 
 
 def _headline(config: Config, report: EngineReport) -> list[str]:
-    lines = [f"octavo doctor --determinism {config.model.model}".rstrip(), f"   {report.device}, {report.dtype}"]
+    parts = ", ".join(f"{name} {value}" for name, value in report.fingerprint.items())
+    lines = [f"octavo doctor --determinism {config.model.model}".rstrip()]
+    lines += [f"   {report.device}; {report.system_fingerprint}: {parts}"]
     return lines + [f"   {note}" for note in report.notes if "determinis" in note]
 
 
@@ -214,6 +216,8 @@ def _as_json(config: Config, report: EngineReport, verdicts: list[Verdict]) -> d
         "model": config.model.model or "the embedded model",
         "device": report.device,
         "deterministic_flag": config.model.deterministic,
+        "system_fingerprint": report.system_fingerprint,
+        "fingerprint": report.fingerprint,
         "same": all(verdict.is_same for verdict in verdicts),
         "ways": [
             {"way": v.way, "same": v.is_same, "message": v.message, "seconds": round(v.seconds, 2)} for v in verdicts

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.cache.span import pages_of
 from octavo.messages import EngineReport, SamplingParams
 
 _SEED = 20
@@ -122,11 +123,12 @@ def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
     """All but the first engine, which has the configuration that was asked for."""
     every = together(asks)
     longest = max(len(ask.prompt) for ask in asks) + _NUM_TOKENS
+    max_model_len = min(report.max_model_len, longest + report.page_size)
     # Room for the longest and hardly more: as answers grow, others must leave again and again.
-    num_pages = -(-longest // report.page_size) + 1
+    num_pages = pages_of(max_model_len, report.page_size, report.windows, report.max_num_batched_tokens)
     little = {
         "kv_cache_memory_bytes": num_pages * report.page_bytes,
-        "max_model_len": min(report.max_model_len, longest + report.page_size),
+        "max_model_len": max_model_len,
         "enable_prefix_caching": False,
     }
     found = [
@@ -143,6 +145,7 @@ def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
             little | {"swap_space": 0.05},
         ),
         Setting("no prefixes", [Way("without prefix caching", every)], {"enable_prefix_caching": False}),
+        Setting("pages", [Way("with pages of twice the size", every)], {"page_size": 2 * report.page_size}),
         Setting("step by step", [Way("operation by operation", every)], {"enforce_eager": True}),
     ]
     if report.memory is not None:  # a GPU computes
