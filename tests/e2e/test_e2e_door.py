@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,26 @@ def ask(server: Server, trust: ssl.SSLContext, path: str, key: str = "", body: o
             return error.code
 
 
-def test_tls_and_keys(certificates: Certificates, tmp_path: Path) -> None:
+def answer(base: str, trust: ssl.SSLContext | None, body: object) -> dict[str, Any]:
+    """What does not change from one request to the next, of a connection of its own."""
+    headers = {"Authorization": "Bearer two", "Connection": "close"}
+    request = urllib.request.Request(base + "/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120, context=trust) as response:
+        found = json.loads(response.read())
+    return {name: found[name] for name in ("choices", "system_fingerprint")}
+
+
+def test_tls_and_keys_and_the_same_bytes_from_one_api_process_as_from_two(
+    certificates: Certificates, tmp_path: Path, server: Server
+) -> None:
+    """`server` has two processes, and other rows, pages and context besides: none of it reaches a byte."""
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 11, "temperature": 1.1, "logprobs": 3}
+    expected = [answer(server.base, None, body) for _ in range(4)]  # dealt out to the processes in turn
+    assert expected.count(expected[0]) == 4
+    check_tls_and_keys(certificates, tmp_path, body, expected[0])
+
+
+def check_tls_and_keys(certificates: Certificates, tmp_path: Path, body: object, expected: dict[str, Any]) -> None:
     keys = tmp_path / "keys"
     keys.write_text("from-file\n")
     with Server(
@@ -46,7 +66,7 @@ def test_tls_and_keys(certificates: Certificates, tmp_path: Path) -> None:
         assert ask(server, trust, "/health") == 200
         for key, status in (("", 401), ("three", 401), ("one", 200), ("two", 200), ("from-file", 200)):
             assert ask(server, trust, "/v1/models", key) == status, key
-        assert ask(server, trust, "/v1/completions", "two", {"prompt": "a", "max_tokens": 2}) == 200
+        assert answer(server.base, trust, body) == expected
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             ask(server, ssl.create_default_context(), "/health")
         with pytest.raises((urllib.error.URLError, ConnectionError)):  # plain HTTP gets no answer
