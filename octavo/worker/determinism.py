@@ -8,10 +8,15 @@ from octavo.spec import ModelSpec
 COST = "the cost, measured on an H200 with a 0.6B model: 0.50 to 0.70 of the tokens/s of loads without it, 0.39 where all share a prefix"
 
 
-def about_determinism(is_asked: bool, device: str, dtype: str, spec: ModelSpec) -> list[str]:
-    """Lines for people. `device` is "cpu" or "cuda". ConfigError where it cannot be had."""
+def about_determinism(is_asked: bool, device: str, dtype: str, spec: ModelSpec, has_native: bool) -> list[str]:
+    """Lines for people. `device` is "cpu" or "cuda"; `has_native`: a CPU's own kernels compute. ConfigError where it cannot
+    be had."""
     if not is_asked:
         return []
+    if device == "cpu" and not has_native:
+        return [
+            "--deterministic changes nothing on a CPU; torch computes, and octavo doctor --determinism shows how far it is so"
+        ]
     if device == "cpu":
         return ["--deterministic changes nothing on a CPU: the same request gives the same bytes there in any case"]
     if dtype == "float32":

@@ -22,7 +22,7 @@ def fingerprint_of(
     context: BuildContext, config: ModelConfig, source: ModelSource, spec: ModelSpec, model: DecoderModel, kv_dtype: str
 ) -> dict[str, str]:
     """`model`: filled. `kv_dtype`: what pages hold."""
-    on_gpu = context.device.type == "cuda"
+    is_invariant = context.kernels is not None and context.kernels.IS_INVARIANT
     parts = {
         "numerics": NUMERICS,
         "model": weights_identity(source, config.load_format == "dummy"),
@@ -33,7 +33,7 @@ def fingerprint_of(
         "attention": context.attention.name,
         "kv": kv_dtype,
         "tensor_parallel": str(context.group.size),
-        "deterministic": "yes" if config.deterministic or not on_gpu else "no",
+        "deterministic": "yes" if is_invariant or context.native is not None else "no",
     }
     if spec.longest_len > spec.context_len:  # positions are turned otherwise in a stretched context
         parts["context"] = str(context.max_len)

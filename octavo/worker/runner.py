@@ -130,9 +130,11 @@ class Runner:
         dtype: torch.dtype = getattr(torch, self.limits.dtype)
         self.weight_dtype = dtype
         place = self.device.torch_device
-        self._notes += about_determinism(config.model.deterministic, self.device.kind, self.limits.dtype, self.spec)
-        self._is_invariant = config.model.deterministic and self.device.is_cuda
         self._native, note = find_native(config, self.limits, self.device, self.group.rank)
+        self._is_invariant = config.model.deterministic and self.device.is_cuda
+        self._notes += about_determinism(
+            config.model.deterministic, self.device.kind, self.limits.dtype, self.spec, self._native is not None
+        )
         if note:
             self._notes.append(note)
         if self._native is not None:
