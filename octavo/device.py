@@ -58,10 +58,15 @@ class Device:
             torch.cuda.set_device(self.torch_device)
         self._side_stream = torch.cuda.Stream(self.torch_device) if self.is_cuda else None  # type: ignore[no-untyped-call]
 
+    @property
+    def chip(self) -> str:
+        """A GPU's name; "" for a CPU."""
+        return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
+
     def describe(self, num_threads: int) -> str:
         """In words, for people: "cpu (2 threads)"."""
         if self.is_cuda:
-            return f"{self.torch_device} ({torch.cuda.get_device_name(self.torch_device)})"
+            return f"{self.torch_device} ({self.chip})"
         return f"cpu ({num_threads} thread{'s' if num_threads != 1 else ''})"
 
     def memory_available(self) -> int:

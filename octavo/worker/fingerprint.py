@@ -19,9 +19,15 @@ NUMERICS = "1"
 
 
 def fingerprint_of(
-    context: BuildContext, config: ModelConfig, source: ModelSource, spec: ModelSpec, model: DecoderModel, kv_dtype: str
+    context: BuildContext,
+    config: ModelConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    model: DecoderModel,
+    kv_dtype: str,
+    chip: str,
 ) -> dict[str, str]:
-    """`model`: filled. `kv_dtype`: what pages hold."""
+    """`model`: filled. `kv_dtype`: what pages hold. `chip`: the GPU's name."""
     is_invariant = context.kernels is not None and context.kernels.IS_INVARIANT
     parts = {
         "numerics": NUMERICS,
@@ -29,7 +35,7 @@ def fingerprint_of(
         "words": words_identity(source, config.tokenizer, config.chat_template),
         "weights": _held(context, model),
         "arithmetic": _name(context.dtype),
-        "kernels": _kernels(context),
+        "kernels": _kernels(context, chip),
         "attention": context.attention.name,
         "kv": kv_dtype,
         "tensor_parallel": str(context.group.size),
@@ -47,7 +53,7 @@ def _held(context: BuildContext, model: DecoderModel) -> str:
     return "+".join(filter(None, (packed, _name(context.weight_dtype))))
 
 
-def _kernels(context: BuildContext) -> str:
+def _kernels(context: BuildContext, chip: str) -> str:
     if context.native is not None:
         return f"native {isa()} torch {torch.__version__}"  # torch makes rotations and logprobs
     if context.device.type != "cuda":
@@ -55,7 +61,7 @@ def _kernels(context: BuildContext) -> str:
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
     triton = f"triton {importlib.metadata.version('triton')} " if context.kernels is not None else ""
-    return f"{triton}torch {torch.__version__} {torch.cuda.get_device_name(context.device)}"
+    return f"{triton}torch {torch.__version__} {chip}"
 
 
 def _name(dtype: torch.dtype) -> str:

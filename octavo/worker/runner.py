@@ -91,7 +91,9 @@ class Runner:
         report = self.report(context.dtype, self._measure() if self.device.is_cuda else None)
         if self.group.rank:
             return report
-        parts = fingerprint_of(context, self.config.model, self.source, self.spec, self.model, report.kv_dtype)
+        parts = fingerprint_of(
+            context, self.config.model, self.source, self.spec, self.model, report.kv_dtype, self.device.chip
+        )
         return msgspec.structs.replace(report, fingerprint=parts)
 
     def open(self) -> Checkpoint:
