@@ -13,6 +13,7 @@ from octavo.messages import EngineReport, SamplingParams
 _SEED = 20
 # Around pages of 16 and tiles of 64; one beyond 256, where a GPU's attention is split.
 _PROMPT_LENS = (1, 2, 15, 16, 300, 33, 64, 65, 17, 90)
+_LITTLE_STEP = 64  # tokens, where pages are few
 _STEM_LEN = 48  # what some prompts begin with
 _NUM_TOKENS = 24  # of every answer
 _BATCHES = (2, 17, 64)
@@ -124,10 +125,13 @@ def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
     every = together(asks)
     longest = max(len(ask.prompt) for ask in asks) + _NUM_TOKENS
     max_model_len = min(report.max_model_len, longest + report.page_size)
-    # Room for the longest and hardly more: as answers grow, others must leave again and again.
-    num_pages = pages_of(max_model_len, report.page_size, report.windows, report.max_num_batched_tokens)
+    # Room for the longest and hardly more: as answers grow, others must leave again and again. Steps are small, for what
+    # lies behind a window is given back after a step, and must not be room for everybody else.
+    step_tokens = min(report.max_num_batched_tokens, max(_LITTLE_STEP, report.max_num_seqs))
+    num_pages = pages_of(max_model_len, report.page_size, report.windows, step_tokens)
     little = {
         "kv_cache_memory_bytes": num_pages * report.page_bytes,
+        "max_num_batched_tokens": step_tokens,
         "max_model_len": max_model_len,
         "enable_prefix_caching": False,
     }

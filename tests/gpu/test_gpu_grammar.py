@@ -72,4 +72,5 @@ def answers(folder: Path, **options: Any) -> list[Any]:
 
 
 def test_graphs_or_none_the_same_valid_answers(folder):
-    assert answers(folder) == answers(folder, enforce_eager=True)
+    answers(folder)  # valid; which rows share a step depends on how soon grammars are compiled, and on that the bits
+    assert answers(folder, deterministic=True) == answers(folder, deterministic=True, enforce_eager=True)
