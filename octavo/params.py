@@ -292,3 +292,8 @@ class PoolingParams(msgspec.Struct, frozen=True, gc=False):
     kind: Pooling  # the first token's, the mean of all tokens', or the last token's
     normalize: bool = True  # to length 1
     dimensions: int = 0  # only so many leading numbers, cut before it is normalised; 0: all
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over the signed 64 bits."""
+    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63

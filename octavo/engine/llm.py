@@ -25,7 +25,7 @@ from octavo.engine.build import start_engine
 from octavo.engine.door import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import ConfigError, EngineDead, InvalidRequest
 from octavo.messages import Abort, BeamSearchParams, GenerateRequest, SamplingParams, TokenDelta
-from octavo.schedule.request import choice_seed
+from octavo.params import choice_seed
 from octavo.text import Text, TextDelta, load_text
 from octavo.text.grammar import grammar_of
 from octavo.text.sentence import Sentence, read_sentence

@@ -4,6 +4,7 @@ Knows nothing of pages' owners, of time, or of text."""
 from typing import TYPE_CHECKING
 
 from octavo.messages import GenerateRequest, Logprobs, PoolingParams, SamplingParams
+from octavo.params import choice_seed
 from octavo.schedule.repetition import Loops, loops_of
 
 if TYPE_CHECKING:
@@ -102,8 +103,3 @@ class Request:
         new = scores[self.num_scored - start :]
         self.num_scored += len(new)
         self.prompt_logprobs += new
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over the signed 64 bits."""
-    return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63

@@ -12,7 +12,7 @@ from typing import Any
 from octavo.config import Config
 from octavo.engine.client import EngineClient
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
-from octavo.messages import EngineReport
+from octavo.messages import Control, EngineReport
 from octavo.observe.http_metrics import UNCOUNTED
 from octavo.observe.journeys import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
@@ -26,6 +26,7 @@ from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
 
+ANSWER_SECONDS = 10.0  # what Prometheus waits for a scrape, by default
 DRAIN_RETRY_AFTER = 5
 """Seconds after which a client that met a draining server should find its successor."""
 
@@ -77,6 +78,16 @@ class Service:
     def fingerprint(self) -> str:
         """The same as long as equal requests with equal seeds give equal bytes. GET /version has its parts."""
         return self.report.system_fingerprint
+
+    async def query(self, control: Control, seconds: float | None = None) -> str:
+        """The engine's answer. Raises EngineUnavailable while it starts, or where it does not answer for so long."""
+        seconds = ANSWER_SECONDS if seconds is None else seconds
+        _ = self.report  # while the engine starts there is nobody to ask
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.engine.control(control)
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not answered for {seconds:.0f} s", 5) from None
 
     def accept(self) -> None:
         """Raises EngineUnavailable unless new work is taken."""

@@ -9,8 +9,8 @@ import msgspec
 from octavo.cache import KVCache, audit
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
+from octavo.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.request import choice_seed
 from octavo.schedule.shelf import Shelf
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from octavo.engine.pulse import Pulse
-from octavo.server.endpoints import health, metrics
+from octavo.server import service
+from octavo.server.endpoints import health
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
 
@@ -58,7 +59,7 @@ async def test_metrics_are_the_engines(serve: Serve, monkeypatch: pytest.MonkeyP
     response = await client.get("/metrics")
     assert response.text == "# no metrics\n"
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    monkeypatch.setattr(metrics, "ANSWER_SECONDS", 0.02)
+    monkeypatch.setattr(service, "ANSWER_SECONDS", 0.02)
     engine.answers_control = False
     assert error_of(await client.get("/metrics"), 503)
 

@@ -2,26 +2,21 @@
 Knows nothing of any endpoint: requests are answered by the application that would serve them."""
 
 import asyncio
-import contextlib
 import fcntl
 import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import BinaryIO
 
 import msgspec
 from tqdm import tqdm
 
 from octavo.config import Config
-from octavo.engine.children import describe_exit, spawn
-from octavo.engine.client import ZmqClient
-from octavo.engine.folder import SocketFolder
-from octavo.engine.process import EngineOrder
+from octavo.engine.own import OwnEngine
 from octavo.errors import ConfigError, EngineDead, OctavoError
-from octavo.messages import EngineReport
 from octavo.server.app import build_app
 from octavo.server.batch.answers import answer_lines
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
@@ -29,13 +24,11 @@ from octavo.server.batch.records import Record, Seen, Tally, encode_record, open
 from octavo.server.endpoints.batches import batch_routes, seeded_routes
 from octavo.server.inside import ask
 from octavo.server.prepare import prepare
-from octavo.text import Text
-from octavo.weights.source import ModelSource, resolve
 
 EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
+EXIT_REFUSED = 2  # by the engine, which has said what to change
 LINES_PER_ROW = 2
 """Lines under way for each row of the engine: while one set is computed, the next is parsed and waits."""
-ENGINE_MODULE = "octavo.engine.process"
 
 
 class Stopped(Exception):
@@ -129,14 +122,18 @@ class _Job:
         if all(line is None for line in self._unanswered()):
             return None  # no need to load a model in order to ask it nothing
         self._lines.seek(0)
-        model = self._config.model
-        source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
-        name = model.served_model_name or source.name
-        async with _Engine(self._config, source, name) as engine:
-            if engine.exit_code is not None:
-                return engine.exit_code
-            app = build_app(engine.client, engine.text, self._config, name)
-            slots = asyncio.Semaphore(self._max_concurrency or LINES_PER_ROW * engine.report.max_num_seqs)
+        async with OwnEngine(self._config) as engine:
+            try:
+                text = await engine.alongside(
+                    prepare(engine.client, engine.model_path, self._config, engine.default_sampling)
+                )
+            except EngineDead:
+                if await engine.ended() != EXIT_REFUSED:
+                    raise
+                return EXIT_REFUSED
+            assert engine.client.report is not None
+            app = build_app(engine.client, text, self._config, engine.name)
+            slots = asyncio.Semaphore(self._max_concurrency or LINES_PER_ROW * engine.client.report.max_num_seqs)
             self._started = time.monotonic()
             self._bar = tqdm(
                 total=num_lines, initial=self._num_before, desc="requests", unit="", dynamic_ncols=True,
@@ -184,69 +181,6 @@ class _Job:
             f"{num_now} in {seconds:.1f} s, {rate:.0f} output tokens/s",
             file=sys.stderr,
         )
-
-
-class _Engine:
-    """An engine process, and the text room beside it, for as long as the context lasts."""
-
-    client: ZmqClient
-    text: Text
-    report: EngineReport
-
-    def __init__(self, config: Config, source: ModelSource, name: str) -> None:
-        self._config, self._source, self._name = config, source, name
-        self._folder = SocketFolder()
-        self.exit_code: int | None = None  # of an engine that did not start; it has said why
-
-    async def __aenter__(self) -> "_Engine":
-        address = f"ipc://{self._folder.path}/engine"
-        source = self._source
-        order = EngineOrder(self._config, str(source.path), source.kind, source.name, self._name, address, 1)
-        self._process = spawn(ENGINE_MODULE, order)
-        self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
-        self.client = ZmqClient(address, f"ipc://{self._folder.path}/api-0")
-        try:
-            await self.alongside(self._prepare())
-        except EngineDead:
-            code = self._process.wait()
-            await self.__aexit__()
-            if code != 2:
-                raise
-            self.exit_code = code
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self.client.close()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        await asyncio.wait({self._ended}, timeout=5)
-        if not self._ended.done():
-            self._process.kill()
-        self._process.stdout.close()
-        await self._ended
-        self._folder.close()
-
-    async def alongside(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, unless the engine ends before it does: then EngineDead."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise EngineDead(f"the engine ended unexpectedly ({describe_exit(self._ended.result())})")
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    async def _prepare(self) -> None:
-        source = self._source
-        self.text = await prepare(self.client, source.path, self._config, source.default_sampling)
-        assert self.client.report is not None
-        self.report = self.client.report
 
 
 def _count_lines(file: BinaryIO) -> int:

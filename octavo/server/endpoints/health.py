@@ -75,11 +75,7 @@ async def check_turning(service: Service) -> None:
     pulse = service.engine.pulse
     if pulse is not None and _is_seen_turning(pulse, service.config.server.step_timeout):
         return
-    try:
-        async with asyncio.timeout(PING_SECONDS):
-            await service.engine.control(Ping(call=0))
-    except TimeoutError:
-        raise EngineUnavailable(f"the engine has not answered for {PING_SECONDS:.0f} s", 5) from None
+    await service.query(Ping(call=0), PING_SECONDS)
     service.heard()
 
 

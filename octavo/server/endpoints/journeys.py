@@ -1,8 +1,6 @@
 """GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited.
 Knows nothing of how that is measured."""
 
-import asyncio
-
 import msgspec
 from fastapi import APIRouter, Request, Response
 
@@ -13,7 +11,6 @@ from octavo.observe.stages import EngineJourney
 from octavo.server.service import Service
 from octavo.server.shapes import Shape
 
-ANSWER_SECONDS = 10.0
 MAX_LIMIT = 1000
 PARAMETERS = ("state", "limit")
 
@@ -39,7 +36,7 @@ def router(service: Service) -> APIRouter:
     @router.get("/v1/requests")
     async def several(request: Request) -> Response:
         state, limit = _query(request)
-        found = _journeys.decode(await _ask(service, ReadJourneys(call=0, state=state, limit=limit)))
+        found = _journeys.decode(await service.query(ReadJourneys(call=0, state=state, limit=limit)))
         # What is not yet with the engine is known to its own API process alone, for the milliseconds that this takes.
         if state in ("", "running"):
             found = [journey.tell() for journey in service.journeys.still_here()] + found
@@ -51,7 +48,7 @@ def router(service: Service) -> APIRouter:
 async def _find(service: Service, request_id: str) -> Journey:
     if (mine := service.journeys.find(request_id)) is not None:
         return mine.tell(await _engine_part(service, mine.id) if mine.requests else ())
-    found = _journeys.decode(await _ask(service, ReadJourneys(call=0, request_id=request_id)))
+    found = _journeys.decode(await service.query(ReadJourneys(call=0, request_id=request_id)))
     if not found:
         raise NotFound(
             f"no request {request_id[:200]!r} is on its way here, nor among the last that are kept (--journey-bytes)"
@@ -62,7 +59,7 @@ async def _find(service: Service, request_id: str) -> Journey:
 async def _engine_part(service: Service, request_id: str) -> list[EngineJourney]:
     """What the engine has to say of a request that is here. Nothing, while there is none."""
     try:
-        return _parts.decode(await _ask(service, ReadJourneys(call=0, request_id=request_id, is_raw=True)))
+        return _parts.decode(await service.query(ReadJourneys(call=0, request_id=request_id, is_raw=True)))
     except EngineUnavailable:
         return []
 
@@ -82,12 +79,3 @@ def _query(request: Request) -> tuple[str, int]:
 
 def _json(body: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-async def _ask(service: Service, control: ReadJourneys) -> str:
-    _ = service.report  # while the engine starts there is nobody to ask
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            return await service.engine.control(control)
-    except TimeoutError:
-        raise EngineUnavailable(f"the engine has not answered for {ANSWER_SECONDS:.0f} s", 5) from None

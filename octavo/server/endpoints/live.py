@@ -1,8 +1,6 @@
 """GET /v1/live: the server as it is, a few times a second, as server-sent events; GET /v1/live/pages/{page}: who holds a page.
 Knows nothing of what the events say."""
 
-import asyncio
-
 import msgspec
 from fastapi import APIRouter, Response
 
@@ -12,8 +10,6 @@ from octavo.server.live import MAX_WATCHERS
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import EventStream
-
-ANSWER_SECONDS = 10.0
 
 
 class PageOwners(msgspec.Struct, frozen=True):
@@ -41,11 +37,7 @@ def router(service: Service) -> APIRouter:
         num_pages = service.report.num_pages
         if not (page.isascii() and page.isdigit() and len(page) < 12 and int(page) < num_pages):
             raise NotFound(f"there is no page {page[:60]!r}: they go from 0 to {num_pages - 1}", param="page")
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                owners = await service.engine.control(ReadPage(call=0, page=int(page)))
-        except TimeoutError:
-            raise EngineUnavailable(f"the engine has not answered for {ANSWER_SECONDS:.0f} s", 5) from None
+        owners = await service.query(ReadPage(call=0, page=int(page)))
         body = PageOwners(int(page), msgspec.json.decode(owners, type=list[str]))
         return Response(msgspec.json.encode(body), media_type="application/json")
 
