@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from octavo.messages import Logprobs
+from octavo.server.aside import one_of
 from octavo.text import Text
 
 
@@ -72,11 +73,11 @@ def completion_logprobs(
         for other, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
             top.setdefault(_words(text.spell(other)), logprob)  # parts of characters may look the same
         shown.token_logprobs.append(entry.logprobs[0])
-        shown.top_logprobs.append(top)
+        shown.top_logprobs.append(one_of(len(token_ids), top))
     return shown
 
 
-def prompt_logprobs(text: Text, entries: Iterable[Logprobs]) -> list[dict[str, PromptLogprob] | None]:
+def prompt_logprobs(text: Text, entries: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None]:
     """By token id, of every prompt token; the first has none."""
     shown: list[dict[str, PromptLogprob] | None] = [None]
     for entry in entries:
@@ -84,7 +85,7 @@ def prompt_logprobs(text: Text, entries: Iterable[Logprobs]) -> list[dict[str, P
         by_id: dict[str, PromptLogprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             by_id.setdefault(str(token_id), PromptLogprob(logprob, rank, _words(text.spell(token_id))))
-        shown.append(by_id)
+        shown.append(one_of(len(entries), by_id))
     return shown
 
 

@@ -103,12 +103,12 @@ class Form:
 
 
 async def read_form(request: Request, file_field: str, open_target: Callable[[], Target]) -> Form:
-    """`open_target` is called once the header says that a form comes. Memory: one piece of the body; writing it holds nobody up."""
+    """`open_target` is called once the header says that a form comes. Memory: one piece of the body; opening and writing it hold nobody up."""
     kind, options = multipart.parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise InvalidRequest("the body must be multipart/form-data, and its header must name the boundary")
     try:
-        form = Form(options[b"boundary"], file_field, open_target())
+        form = Form(options[b"boundary"], file_field, await asyncio.to_thread(open_target))
     except FormParserError as error:
         raise _malformed(str(error)) from None
     async for piece in request.stream():

@@ -197,11 +197,15 @@ async def _turn(service: Service, origin: int) -> None:
         await asyncio.sleep(TURN_SECONDS)
 
 
-async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
+def settle_collector() -> None:
     # What is alive now stays alive: the collector need not look at it again.
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 100)  # what a token makes and drops has no cycles: look rarely; see _turn()
+
+
+async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
+    settle_collector()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
     turning = asyncio.create_task(_turn(service, order.origin))

@@ -1,11 +1,14 @@
 """Logprobs, token ids and echoes over HTTP: OpenAI's and vLLM's shapes, streamed and whole, and what is refused."""
 
+import asyncio
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import pytest
 
 from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
+from octavo.server import aside
 from tests.doubles import EOS, TURN, ScriptedEngine
 from tests.server.conftest import Serve, error_of, events
 
@@ -142,6 +145,44 @@ async def test_prompt_logprobs(serve: Serve) -> None:
     assert answer["prompt_token_ids"][0] == TURN and answer["choices"][0]["token_ids"] == ANSWER
     assert len(answer["prompt_logprobs"]) == len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
     assert answer["prompt_logprobs"][1] == {"117": {"logprob": -117 / 1024, "rank": 3, "decoded_token": "u"}}
+
+
+async def test_what_is_said_in_bulk_is_the_same(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long lists are made in a thread and encoded item by item: nobody can see it."""
+    client = serve(ScriptedEngine(scored))
+    asked = [
+        (COMPLETIONS, {**BODIES[COMPLETIONS], "prompt_logprobs": 2}),
+        (COMPLETIONS, {**BODIES[COMPLETIONS], "echo": True, "logprobs": 2, "n": 2}),
+        (COMPLETIONS, {**BODIES[COMPLETIONS], "echo": True, "logprobs": 2, "stream": True}),
+        (CHAT, {**BODIES[CHAT], "prompt_logprobs": 2}),
+        ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [*b"hello"]}),
+    ]
+
+    async def answers() -> list[Any]:
+        found = []
+        for path, body in asked:
+            response = await client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            if body.get("stream"):  # how many tokens an event has is a matter of time
+                choices = [chunk["choices"][0] for chunk in events(response.content)]
+                tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
+                found.append({"text": "".join(choice["text"] for choice in choices), "tops": tops})
+            else:
+                found.append({**response.json(), "id": 0, "created": 0})
+        return found
+
+    in_one_go, num_threads = await answers(), 0
+
+    async def count(work: Callable[[], Any]) -> Any:
+        nonlocal num_threads
+        num_threads += 1
+        return await asyncio.get_running_loop().run_in_executor(None, work)
+
+    monkeypatch.setattr(aside, "LONG_LIST", 1)
+    monkeypatch.setattr(asyncio, "to_thread", count)
+    assert await answers() == in_one_go
+    assert num_threads >= len(asked)
 
 
 async def test_sampling_fields_reach_the_engine(serve: Serve) -> None:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
 from octavo.server.answer_events import AnswerPiece, Answers
+from octavo.server.aside import aside
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
 from octavo.server.chats import (
@@ -209,7 +210,8 @@ class _Response:
         ]
         scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
         if self._fields.prompt_logprobs is not None:
-            scores = prompt_logprobs(self._text, self._answers.generation.prompt_logprobs[0])
+            entries = self._answers.generation.prompt_logprobs[0]
+            scores = await aside(len(entries), lambda: prompt_logprobs(self._text, entries))
         return ChatCompletion(*self._head, choices, self._answers.usage(), scores, self._prompt_ids())
 
     def _event(

@@ -2,6 +2,7 @@
 Knows nothing of the engine beyond Generation."""
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
+from octavo.server.aside import aside
 from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, PromptProgress, Usage
@@ -173,9 +175,9 @@ class _Response:
         frames = Frames(lambda index, text: Completion(*self._head, [Choice(index, text)], quiet))
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
-                if every:
-                    usage = self._usage()
-                    yield b"".join([self._event(piece, usage) for piece in pieces])
+                if every or self._num_scored:
+                    usage = self._usage() if every else quiet
+                    yield await aside(self._num_scored, functools.partial(self._events, pieces, usage))
                 else:
                     yield b"".join(
                         [
@@ -190,8 +192,16 @@ class _Response:
 
     async def collect(self) -> Completion:
         wholes = await self._generation.whole()
-        choices = [self._choice(whole.as_piece()) for whole in wholes]
+        choices = await aside(self._num_scored, lambda: [self._choice(whole.as_piece()) for whole in wholes])
         return Completion(*self._head, choices, self._usage())
+
+    def _events(self, pieces: list[Piece], usage: Usage | UnsetType | None) -> bytes:
+        return b"".join([self._event(piece, usage) for piece in pieces])
+
+    @property
+    def _num_scored(self) -> int:
+        """Prompt tokens that something is to be told of."""
+        return sum(map(len, self._generation.prompt_logprobs))
 
     def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
         # A choice without text, beside progress: clients that look into every chunk's first choice find one.

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.engine.door import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.answers import json_answer
+from octavo.server.aside import aside
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chats import Chat, check_variables, encode, read_ending, text_for
 from octavo.server.fields import Dialect, RequestFields, read_fields
@@ -17,9 +18,6 @@ from octavo.server.requests import LONG_TEXT
 from octavo.server.service import Service
 from octavo.server.shapes import Messages, Shape, Tools
 from octavo.text.tools import parse_tool_choice, parse_tools
-
-LONG_LIST = 20_000
-"""Token ids beyond which decoding would hold up the other streams of this process."""
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
@@ -73,18 +71,26 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, tokenize_dialect, service.config.server)
         service.check_model(fields.model)
         ids = await _encode(service, fields)
-        names = service.text.token_names(ids) if fields.return_token_strs else None
-        return json_answer(Tokens(len(ids), service.report.max_model_len, ids, names), fields.ignored)
+        longest = service.report.max_model_len
+
+        def tell() -> Response:
+            names = service.text.token_names(ids) if fields.return_token_strs else None
+            return json_answer(Tokens(len(ids), longest, ids, names), fields.ignored)
+
+        return await aside(len(ids), tell)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         service.accept()
         fields = await read_fields(request, detokenize_dialect, service.config.server)
         service.check_model(fields.model)
-        check_ids(fields.tokens, service.report, "tokens")
-        decode, ids = service.text.decode, fields.tokens
-        text = await asyncio.to_thread(decode, ids, False) if len(ids) > LONG_LIST else decode(ids, False)
-        return json_answer(Detokenized(text), fields.ignored)
+        report = service.report
+
+        def tell() -> Response:
+            check_ids(fields.tokens, report, "tokens")
+            return json_answer(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
+
+        return await aside(len(fields.tokens), tell)
 
     return router
 
