@@ -47,7 +47,7 @@ class ModelConfig:
     )
     max_model_len: int | str = knob(
         AUTO,
-        "longest prompt plus output, in tokens (8k = 8192); auto: what model and memory allow",
+        "longest prompt plus output, tokens (8k = 8192); auto: what model and memory allow",
         kind="tokens",
         least=1,
     )
@@ -297,10 +297,7 @@ class BatchConfig:
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
     record_bytes: int | str = knob(
-        64 * 2**20,
-        "most that is kept on disk of what was scheduled, for octavo replay; 0: nothing",
-        kind="bytes",
-        least=0,
+        64 * 2**20, "most to keep on disk of what was scheduled, for octavo replay; 0: nothing", kind="bytes", least=0
     )
     record_folder: str = knob(
         "", "where; empty: recordings/ in the cache folder, where nothing of a server that stops in order stays"
