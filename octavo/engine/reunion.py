@@ -52,12 +52,17 @@ class Reunion:
                     begun = [None if abort.index in (-1, index) else tokens for index, tokens in enumerate(before)]
                     is_left = any(tokens is not None for tokens in begun)
                     requests[at : at + 1] = [msgspec.structs.replace(request, begun=begun)] if is_left else []
+                    self._close_ranks()
                     return
 
     def lose(self, origin: int) -> None:
         """Its API process has ended: nobody waits for what it brought."""
         for requests in (self._survivors, self._newcomers, *(self._groups or ())):
             requests[:] = [request for request in requests if request.origin != origin]
+        self._close_ranks()
+
+    def _close_ranks(self) -> None:
+        """A group whose last has left is none."""
         if self._groups is not None:
             self._groups = deque(group for group in self._groups if group)
 

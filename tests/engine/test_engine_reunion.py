@@ -51,6 +51,15 @@ def test_a_client_that_leaves_meanwhile_is_not_taken_along():
     assert reunion.next_group() == [] and reunion.is_over
 
 
+def test_a_group_whose_last_client_left_is_passed_over():
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", [request("a", 1.0, strikes=2), request("b", 2.0, strikes=2), request("c", 3.0)]))
+    assert names(reunion.next_group()) == ["b"]
+    reunion.drop(Abort("a"))
+    reunion.note([TokenDelta("b", 0, [1] * PROOF_TOKENS)])
+    assert names(reunion.next_group()) == ["c"] and reunion.is_over
+
+
 def test_who_ends_takes_what_it_brought_along():
     reunion = Reunion(2)
     mine, theirs = [request("a", 1.0), request("b", 2.0)], [msgspec.structs.replace(request("c", 3.0), origin=1)]
