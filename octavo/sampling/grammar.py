@@ -239,9 +239,9 @@ class Grammars:
         return row.ready
 
     def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
-        if len(matchers) == 1:
-            matcher, number = matchers[0]
-            matcher.unsafe_compute_mask_ptr(bits[number].ctypes.data, bits.shape[1] * bits.itemsize)
+        if len(matchers) == 1 or self._num_threads == 1:
+            for matcher, number in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[number].ctypes.data, bits.shape[1] * bits.itemsize)
         elif matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 

@@ -269,7 +269,7 @@ class Runner:
             self.device,
             self.staging,
             self.layout.windows,
-            Grammars(vocab_size, self._vocabulary, limits.cpu_threads),
+            Grammars(vocab_size, self._vocabulary, limits.cpu_threads if self.device.is_cuda else 1),  # a CPU is busy
         )
         can_capture = self.device.is_cuda and self.attention.can_capture
         # Ranks talk to each other in the middle of a step; that is not captured yet.
