@@ -5,6 +5,7 @@ Who ends takes its clients' connections with it. Another takes its place under t
 that nothing meant for one is ever taken for another's."""
 
 import contextlib
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -49,6 +50,13 @@ class Member:
         self.started = 0.0
         self.is_ready = False
         self.restart_at: float | None = None
+        self.channel: socket.socket | None = None  # over which it will be dealt connections, once it is ready
+
+    def close_channel(self) -> None:
+        """Of a process that was never ready."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = None
 
     @property
     def has_ended(self) -> bool:
@@ -88,7 +96,8 @@ class Fleet:
         member.number += 1
         member.is_ready, member.restart_at, member.started, member.verdict = False, None, time.monotonic(), ""
         self._pulse.forget(member.origin)
-        channel = self._reception.add()
+        member.close_channel()
+        member.channel, channel = self._reception.channel()
         order = msgspec.structs.replace(
             self._template,
             fd=channel.fileno(),
@@ -106,12 +115,26 @@ class Fleet:
         channel.close()
         return member.process
 
+    def welcome(self, member: Member) -> None:
+        """It can answer: connections are dealt to it from now on."""
+        member.is_ready = True
+        if member.channel is not None:
+            self._reception.deal_to(member.channel)
+        member.channel = None
+
     def look(self) -> None:
-        """Kill those whose event loop does not turn: they would be dealt connections, and answer none."""
+        """Kill those whose event loop does not turn: they would be dealt connections, and answer none. And those that never start."""
+        limit = self._template.config.server.start_timeout
         for member in self.members:
-            if not member.is_ready or member.verdict or member.process is None or member.has_ended:
+            if member.verdict or member.process is None or member.has_ended:
                 continue
-            if (problem := member.watch.look(member.process.pid)) is not None:
+            if not member.is_ready:
+                if limit and time.monotonic() - member.started > limit:
+                    member.verdict = (
+                        f"API process {member.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
+                    )
+                    member.process.kill()
+            elif (problem := member.watch.look(member.process.pid)) is not None:
                 member.verdict = f"API process {member.origin} hangs and is killed: {problem}"
                 member.process.kill()
 

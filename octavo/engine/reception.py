@@ -20,12 +20,15 @@ class Reception:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="octavo-reception", daemon=True)
 
-    def add(self) -> socket.socket:
-        """The end of a new channel that an API process is to inherit; the caller closes it then."""
+    def channel(self) -> tuple[socket.socket, socket.socket]:
+        """Our end, and the one that an API process is to inherit; the caller closes that then, and deals to ours once the process
+        can answer."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        return ours, theirs
+
+    def deal_to(self, ours: socket.socket) -> None:
         self._channels.append(ours)
-        return theirs
 
     def open(self, backlog: int) -> None:
         """Raises OSError where the port was taken meanwhile."""

@@ -213,7 +213,7 @@ class _Supervisor:
     def _server_spoke(self, member: Member) -> None:
         assert member.process is not None and member.process.stdout is not None
         if member.process.stdout.readline():
-            member.is_ready = True
+            self._fleet.welcome(member)
             if self._has_served:
                 say(f"API process {member.origin} is back after {time.monotonic() - member.started:.1f} s")
             return self._say_if_ready()

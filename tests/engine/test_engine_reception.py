@@ -11,6 +11,13 @@ from octavo.engine.reception import Reception, take_connections
 SECONDS = 20.0
 
 
+def add(reception: Reception) -> socket.socket:
+    """The end of a process that is ready."""
+    ours, theirs = reception.channel()
+    reception.deal_to(ours)
+    return theirs
+
+
 @pytest.fixture
 def reception() -> Iterator[Reception]:
     listener = socket.socket()
@@ -47,7 +54,7 @@ def until(is_true: Callable[[], bool]) -> None:
 
 
 def test_a_burst_is_shared_evenly(reception: Reception) -> None:
-    channels = [reception.add() for _ in range(3)]
+    channels = [add(reception) for _ in range(3)]
     reception.open(64)
     clients = connect(reception, 30)
     shares = [take(channel, 10) for channel in channels]
@@ -65,7 +72,7 @@ def test_a_burst_is_shared_evenly(reception: Reception) -> None:
 
 
 def test_a_process_that_ended_is_passed_over(reception: Reception) -> None:
-    gone, alive = reception.add(), reception.add()
+    gone, alive = add(reception), add(reception)
     reception.open(64)
     gone.close()
     clients = connect(reception, 6)
@@ -75,18 +82,18 @@ def test_a_process_that_ended_is_passed_over(reception: Reception) -> None:
 
 
 def test_with_nobody_left_a_client_waits_for_the_next(reception: Reception) -> None:
-    reception.add().close()
+    add(reception).close()
     reception.open(64)
     clients = connect(reception, 3)
     until(lambda: not reception._channels)
-    channel = reception.add()
+    channel = add(reception)
     taken = take(channel, 3)
     assert len(taken) == 3
     close(clients, taken, [channel])
 
 
 def test_what_finds_no_room_waits(reception: Reception) -> None:
-    channel = reception.add()
+    channel = add(reception)
     reception._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few messages
     reception.open(64)
     clients = connect(reception, 40)
@@ -96,7 +103,7 @@ def test_what_finds_no_room_waits(reception: Reception) -> None:
 
 
 def test_the_end_of_the_channel_is_told(reception: Reception) -> None:
-    channel = reception.add()
+    channel = add(reception)
     channel.setblocking(False)
     assert take_connections(channel) == []
     reception._channels[0].close()
@@ -106,7 +113,7 @@ def test_the_end_of_the_channel_is_told(reception: Reception) -> None:
 
 
 def test_closing_frees_the_port(reception: Reception) -> None:
-    reception.add().close()
+    add(reception).close()
     reception.open(64)
     address = reception._listener.getsockname()
     reception.close()
