@@ -126,11 +126,13 @@ class Flights:
         when = time.strftime("%Y%m%d-%H%M%S", time.localtime(segments[-1].stat().st_mtime))
         target = self._folder / f"{why}-{when}-server-{live.name.split('-')[1]}-engine-{int(engine)}{ENDING}"
         part = target.with_suffix(".part")
+        part.unlink(missing_ok=True)
         try:
-            with part.open("wb") as file:
-                os.chmod(part, 0o600)
+            # Nobody else's from the beginning, whatever lies or is linked there.
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
                 for segment in segments:
-                    file.write(segment.read_bytes())
+                    with segment.open("rb") as source:
+                        shutil.copyfileobj(source, file)
                 if box is not None:
                     _write_last_words(file, segments[-1], box)
             part.rename(target)

@@ -222,13 +222,14 @@ class Recorder:
 
     def _flush(self) -> None:
         segments, box = self._segments, self._box
+        head = box.head  # before the states are looked at: what one was taken for must not come into the file before it
         with contextlib.suppress(queue.Empty):
             while True:
                 position, state = self._states.get_nowait()
                 self._flush_to(position)
                 segments.begin(state_chunk(state, position))
                 self._is_rolling = False
-        self._flush_to(box.head)
+        self._flush_to(head)
         # The stepping thread may have lost track, or the disk: once there is room again, it shall begin anew.
         if segments.wants_state or (self._is_lost and not self.is_due and segments.can_retry):
             self.is_due = True
@@ -307,7 +308,10 @@ class Segments:
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
-            self._files.append((self._path, self._size))
+            if self._size:
+                self._files.append((self._path, self._size))
+            else:  # the disk is full
+                self._path.unlink(missing_ok=True)
         self._file, self._size = -1, 0
 
     def complain(self, why: str) -> None:

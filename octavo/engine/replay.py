@@ -105,6 +105,15 @@ class Replay:
     """Follows a recording once, to its end or to the first plan that is not the same."""
 
     def __init__(self, recording: Recording) -> None:
+        """Raises ConfigError where the state cannot be taken up."""
+        try:
+            self._begin(recording)
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the recording's state cannot be taken up, as if another version had written it ({type(error).__name__}: {error})"
+            ) from error
+
+    def _begin(self, recording: Recording) -> None:
         self.header = header = recording.header
         self.cache = ToldCache(header)
         report = header.report
