@@ -87,11 +87,14 @@ class BatchRunner:
             try:
                 while True:
                     self._news.clear()
-                    if not is_mine and (is_mine := _took(lock)):
-                        await asyncio.to_thread(self._files.tidy)
-                        await asyncio.to_thread(self._batches.tidy)
-                    if is_mine:
-                        self._look(slots)
+                    try:
+                        if not is_mine and (is_mine := _took(lock)):
+                            await asyncio.to_thread(self._files.tidy)
+                            await asyncio.to_thread(self._batches.tidy)
+                        if is_mine:
+                            self._look(slots)
+                    except OSError as error:  # no more open files, say: batches wait, and are looked for again
+                        log.warning("batches cannot be looked for: %s", error.strerror)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
                             await self._news.wait()
