@@ -5,7 +5,7 @@ from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 
 # Measured: benchmarks/gpu.md, "What --deterministic costs".
-COST = "the cost, measured on an H200 with a 0.6B model: 0.50 to 0.70 of the tokens/s of loads without it, 0.39 where all share a prefix"
+COST = "the cost on an H200: 0.74 to 0.82 of the tokens/s with an 8B model, 0.5 to 0.7 with one of 0.6B, 0.26 to 0.39 where all share a prefix"
 
 
 def about_determinism(is_asked: bool, device: str, dtype: str, spec: ModelSpec, has_native: bool) -> list[str]:
