@@ -11,6 +11,10 @@ from pydantic import BaseModel
 from tests.clients.conftest import MODEL
 from tests.e2e.servers import Server
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Pydantic serializer warnings:UserWarning"
+)  # openai's own, of what it parsed
+
 HI = {"role": "user", "content": "A city?"}
 
 

@@ -83,7 +83,8 @@ class Server:
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.reception = Reception(listener)
-        channel = self.reception.add()
+        ours, channel = self.reception.channel()
+        self.reception.deal_to(ours)
         order = ServerOrder(
             config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m"
         )
