@@ -252,8 +252,7 @@ class ServerConfig:
     )
     start_timeout: float = knob(
         1800.0,
-        "seconds that an engine gets to load: the server ends if its first one takes longer, a later one is started anew; 0: "
-        "any time",
+        "seconds an engine or API process gets to start: the server ends if its first engine takes longer; 0: any time",
         least=0,
         most=MAX_SECONDS,
     )
