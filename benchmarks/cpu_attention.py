@@ -15,7 +15,7 @@ from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
 from octavo.kernels.cpu.attention import AttentionCall, Pages, TurnCall, functions, new_pages, turn_and_store
-from octavo.kernels.cpu.library import Threads, isa, library
+from octavo.kernels.cpu.library import Kind, Threads, isa, library
 
 SHAPES = ["9/3/64", "14/2/64", "32/4/64", "12/2/128"]  # heads, KV heads, head size: SmolLM2-135M's first
 PAGE = 16
@@ -162,21 +162,17 @@ def attention(pool: Threads, heads: tuple[int, int, int], load: Load) -> None:
 
 
 def between(pool: Threads, num_rows: int) -> None:
-    x, gate_up, logits = torch.randn(num_rows, 576), torch.randn(num_rows, 3072), torch.randn(num_rows, 49152)
-    weight, table, ids = torch.randn(576), torch.randn(49152, 576), torch.randint(0, 49152, (num_rows,))
+    x, gate_up, weight = torch.randn(num_rows, 576), torch.randn(num_rows, 3072), torch.randn(576)
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
         "rms_norm": (
             lambda: elementwise.rms_norm(pool, x, weight, 1e-5),
             lambda: torch.nn.functional.rms_norm(x, (576,), weight, 1e-5),
         ),
-        "rms_norm_quantise": (lambda: elementwise.rms_norm_quantise(pool, x, weight, 1e-5), None),
+        "rms_norm_prepare": (lambda: elementwise.rms_norm_prepare(pool, x, weight, 1e-5, Kind.CODES8), None),
         "silu_mul": (
             lambda: elementwise.silu_mul(pool, gate_up),
             lambda: torch.nn.functional.silu(gate_up[:, :1536]) * gate_up[:, 1536:],
         ),
-        "silu_mul_quantise": (lambda: elementwise.silu_mul_quantise(pool, gate_up), None),
-        "argmax": (lambda: elementwise.argmax(pool, logits), lambda: logits.argmax(-1)),
-        "gather_rows": (lambda: elementwise.gather_rows(pool, table, ids), lambda: table[ids]),
     }
     for name, (native, plain) in pairs.items():
         times = microseconds({"native": native} | ({"torch": plain} if plain else {}))

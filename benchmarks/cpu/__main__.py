@@ -4,7 +4,7 @@ Knows nothing of how anything is measured."""
 import argparse
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import FrameType
 
 from benchmarks.cpu import loads, peers
@@ -46,6 +46,7 @@ def build_parser() -> Parser:
     add("--llama-server", default="", metavar="FILE", help="llama.cpp's own server (default: llama-server on the PATH); without one, llama-cpp-python's")  # fmt: skip
     add("--llama-python", default="", metavar="FILE", help="interpreter with llama-cpp-python[server] (default: this one)")  # fmt: skip
     add("--vllm-python", default="", metavar="FILE", help="interpreter with vllm (default: this one)")
+    add("--loads", type=_load_names, default=[load.name for load in loads.FULL], metavar="NAME,…", help=f"which loads they get (default: {','.join(load.name for load in loads.FULL)})")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="rounds over all servers (default: 3)")
     add("--patience", type=number, default=0.0, metavar="X", help="on a machine that others use: seconds to wait for it to be quiet before each start and load, and try a disturbed load again (default: 0)")  # fmt: skip
     add("--quick", action="store_true", help="one round of small loads: a rehearsal, not a measurement")
@@ -54,10 +55,18 @@ def build_parser() -> Parser:
 
 
 def _names(text: str) -> list[str]:
+    return _some_of(peers.NAMES, text)
+
+
+def _load_names(text: str) -> list[str]:
+    return _some_of([load.name for load in loads.FULL], text)
+
+
+def _some_of(known: Collection[str], text: str) -> list[str]:
     names = text.split(",")
     for name in names:
-        if name not in peers.NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(peers.NAMES)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
     return names
 
 
@@ -65,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     """How many measurements failed."""
     results = Results(arguments.result)
     source = resolve(arguments.model)
-    wanted = loads.QUICK if arguments.quick else loads.FULL
+    wanted = tuple(load for load in (loads.QUICK if arguments.quick else loads.FULL) if load.name in arguments.loads)
     given = peers.setting(arguments, source, wanted)
     results.put("model", {"path": str(source.path), "name": source.name})
     here = [name for name in ("limits", "growth", "profile") if getattr(arguments, name)]

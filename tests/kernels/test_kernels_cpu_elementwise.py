@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from octavo.kernels.cpu import elementwise
 from octavo.kernels.cpu.build import NoCompiler, library_path
-from octavo.kernels.cpu.library import Threads, use_isa
+from octavo.kernels.cpu.library import Kind, Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
 
 try:
@@ -94,6 +94,13 @@ def test_silu_mul(isa, pools, rows, size) -> None:
     torch.testing.assert_close(found, F.silu(x[:, :size]) * x[:, size:], atol=1e-6, rtol=1e-5)
 
 
+def quantised(
+    pool: Threads, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, tile_rows: int = 1
+) -> torch.Tensor:
+    """Records [T * D / 32, 48]: 32 codes, scale, scaled sum, minus sum, unused."""
+    return elementwise.rms_norm_prepare(pool, x, weight, epsilon, Kind.CODES8, tile_rows).view(-1, 48)
+
+
 def check_records(records: torch.Tensor, x: torch.Tensor) -> None:
     """Row after row."""
     found = records.numpy().view(RECORD)[:, 0]
@@ -111,13 +118,12 @@ def test_quantised(isa, pools, rows) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, 576) * 4, torch.rand(576) + 0.5
     x[0, :32] = 0.0
-    check_records(on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, None, 0.0)), x)
+    check_records(on_all(pools, lambda pool: quantised(pool, x, None, 0.0)), x)
     normed = elementwise.rms_norm(pools[0], x, weight, 1e-5)
-    records = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5))
+    records = on_all(pools, lambda pool: quantised(pool, x, weight, 1e-5))
     check_records(records, normed)
-    check_records(on_all(pools, lambda pool: elementwise.silu_mul_quantise(pool, x)), elementwise.silu_mul(pools[0], x))
     # In tiles: the same records in another order.
-    tiled = on_all(pools, lambda pool: elementwise.rms_norm_quantise(pool, x, weight, 1e-5, tile_rows=4))
+    tiled = on_all(pools, lambda pool: quantised(pool, x, weight, 1e-5, tile_rows=4))
     num_tiles, expected = -(-rows // 4), []
     by_row = records.view(rows, 18, 48)
     for tile in range(num_tiles):
@@ -131,22 +137,5 @@ def test_quantised(isa, pools, rows) -> None:
 def test_what_is_broken_stays_broken_in_its_own_group(isa, pools, value) -> None:
     x = torch.randn(2, 64)
     x[0, 40] = value
-    found = elementwise.rms_norm_quantise(pools[0], x, None, 0.0).numpy().view(RECORD)[:, 0]
+    found = quantised(pools[0], x, None, 0.0).numpy().view(RECORD)[:, 0]
     assert np.isnan(found["scale"]).tolist() == [False, True, False, False]
-
-
-@pytest.mark.parametrize("size", [1, 5, 49152, 1003])
-def test_argmax(isa, pools, size) -> None:
-    torch.manual_seed(size)
-    logits = torch.randn(9, size).mul(3).round()  # many are equal: the first counts
-    logits[1] = -torch.inf
-    logits[2, size // 2] = torch.nan
-    logits[3, -1] = torch.inf
-    found = on_all(pools, lambda pool: elementwise.argmax(pool, logits))
-    expected = [int(np.argmax(row.numpy())) for row in logits]
-    assert found.tolist() == expected
-
-
-def test_gather_rows(isa, pools) -> None:
-    table, ids = torch.randn(50, 72), torch.randint(0, 50, (200,))
-    assert torch.equal(on_all(pools, lambda pool: elementwise.gather_rows(pool, table, ids)), table[ids])

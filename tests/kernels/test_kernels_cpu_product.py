@@ -257,20 +257,20 @@ def test_quantising_weights_loses_what_the_bits_allow(threads, kind, allowed):
     assert not back[3, :32].any()
 
 
+@pytest.mark.parametrize(("kind", "depth"), [(Kind.CODES8, 1152), (Kind.FLOAT32, 1152), (Kind.FLOAT32, 1141)])
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 6, 17, 64])
-def test_fused_records_are_what_prepare_makes_of_the_unfused(threads, isa, num_rows):
-    x, weight = activations(num_rows, 1152, seed=9), torch.rand(1152) + 0.5
-    tile_rows = library.packed_tile_rows()
+def test_fused_records_are_what_prepare_makes_of_the_unfused(threads, isa, num_rows, kind, depth):
+    x, weight = activations(num_rows, depth, seed=9), torch.rand(depth) + 0.5
+    tile_rows = library.tile_rows(kind)
     pairs = {
-        "as it is": (elementwise.rms_norm_quantise(threads, x, None, 0.0, tile_rows), x),
+        "as it is": (elementwise.rms_norm_prepare(threads, x, None, 0.0, kind, tile_rows), x),
         "normed": (
-            elementwise.rms_norm_quantise(threads, x, weight, 1e-5, tile_rows),
+            elementwise.rms_norm_prepare(threads, x, weight, 1e-5, kind, tile_rows),
             elementwise.rms_norm(threads, x, weight, 1e-5),
         ),
-        "gated": (elementwise.silu_mul_quantise(threads, x, tile_rows), elementwise.silu_mul(threads, x)),
     }
     for name, (records, unfused) in pairs.items():
-        assert torch.equal(records.flatten(), prepare(threads, unfused, Kind.CODES8).memory), name
+        assert torch.equal(records.flatten(), prepare(threads, unfused, kind).memory), name
 
 
 # ── numbers that are none ───────────────────────────────────────────────────────────────────────────
@@ -297,7 +297,7 @@ def test_what_is_broken_stays_broken_in_its_own_row(threads, isa, weights, kind,
 def test_broken_records_are_the_same_fused_or_not(threads, isa, value):
     x = torch.randn(7, 576)
     x[3, 40] = value
-    records = elementwise.rms_norm_quantise(threads, x, None, 0.0, library.packed_tile_rows())
+    records = elementwise.rms_norm_prepare(threads, x, None, 0.0, Kind.CODES8, library.tile_rows(Kind.CODES8))
     assert torch.equal(records.flatten(), prepare(threads, x, Kind.CODES8).memory)
 
 

@@ -120,7 +120,7 @@ class Little:
         self.weights = {name: weight_of(kernels, randn(*shape) / 8, kind)[0] for name, shape in shapes.items()}
         self.norm = Norm(randn(HIDDEN), None, 1e-5)
         self.frequencies = randn(8).abs()
-        store = torch.zeros(64, 2, 2, 4 * 16)
+        store = torch.zeros(192, 2, 2, 4 * 16)
         self.heads = Heads(4, 2, 16, 0.25, 0, 0.0, None, store, 4, store.stride(0) * 4)
 
     def forward(self, inputs: dict[str, torch.Tensor], step: Step) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Little:
 
 def inputs_of(counts: list[int], rng: random.Random) -> tuple[dict[str, torch.Tensor], Step, list[torch.Tensor]]:
     """Rows that begin with this step, each on pages of its own."""
-    total, pages = sum(counts), iter(rng.sample(range(64), 64))
+    total, pages = sum(counts), iter(rng.sample(range(192), 192))
     table = torch.tensor([[next(pages) for _ in range(4)] for _ in counts], dtype=torch.int32)
     positions = torch.cat([torch.arange(count) for count in counts])
     slots = torch.cat(
@@ -163,22 +163,43 @@ def inputs_of(counts: list[int], rng: random.Random) -> tuple[dict[str, torch.Te
 def test_a_tape_gives_the_bits_that_its_operations_give(kind: Kind, num_threads: int) -> None:
     kernels, rng = native(num_threads), random.Random(3)
     model = Little(kernels, kind)
-    tape = Tape(max_tokens=24, max_samples=6)
-    blank = {name: torch.zeros(24, dtype=torch.int64) for name in ("input_ids", "positions", "slots")}
+    tape = Tape(max_tokens=48, max_samples=40)
+    blank = {name: torch.zeros(48, dtype=torch.int64) for name in ("input_ids", "positions", "slots")}
     blank["sample_at"] = torch.zeros(tape.max_samples, dtype=torch.int64)
-    stand_in = Step(24, 6, 1, *(blank[name].data_ptr() for name in blank))
+    stand_in = Step(48, 40, 1, *(blank[name].data_ptr() for name in blank))
     with kernels.recording(tape, blank):
         logits = model.forward(blank, stand_in)
     (logits,) = tape.finish([logits])
     # Buffers share memory: far less than all of them together.
-    assert tape.num_ops == 13 and tape.num_bytes < 24 * (HIDDEN * 6 + 2 * INNER) * 4 + 6 * (VOCAB + HIDDEN) * 4
-    for counts in ([1], [14, 3], [1, 1, 1], [9, 1, 1, 1, 1, 1], [16, 8], [2]):
+    assert tape.num_bytes < 48 * (HIDDEN * 6 + 2 * INNER) * 4 + 40 * (VOCAB + HIDDEN) * 4
+    # What attention leaves and the residual: from there on only what is sampled is computed.
+    assert tape.names()[5:] == ["attend", "gather", "gather", "linear", "linear", "linear", "norm", "linear", "cap"]
+    for counts in ([1], [14, 3], [1, 1, 1], [9, 1, 1, 1, 1, 1], [16, 8], [2], [1] * 40):
         inputs, step, kept = inputs_of(counts, rng)
-        expected = model.forward(inputs, step)
         model.heads.store.zero_()
-        tape.run(kernels.threads, step)
-        assert torch.equal(logits[: len(counts)], expected), counts
+        expected, pages = model.forward(inputs, step), model.heads.store.clone()
+        for num_samples in (len(counts), 0):  # the last rows of a step, or all, may not be sampled
+            model.heads.store.zero_()
+            step.num_samples = num_samples
+            tape.run(kernels.threads, step)
+            assert torch.equal(logits[:num_samples], expected[:num_samples]), counts
+            assert torch.equal(model.heads.store, pages), counts
         assert len(kept) == 3
+
+
+def test_samples_stay_at_the_end_where_rows_are_needed_after_them() -> None:
+    kernels = native()
+    model, tape = Little(kernels, Kind.FLOAT32), Tape(8, 2)
+    blank = {name: torch.zeros(8, dtype=torch.int64) for name in ("input_ids", "positions", "slots", "sample_at")}
+    with kernels.recording(tape, blank):
+        heads = kernels.linear(kernels.embed(blank["input_ids"], model.weights["table"]), [model.weights["qkv"]])
+        attended = kernels.attend(
+            model.heads, heads.view(8, 8, 16), None, Step(8, 2, 1, slots=blank["slots"].data_ptr())
+        )
+        sampled = kernels.gather(kernels.norm(attended, model.norm), blank["sample_at"])
+        kernels.norm(attended, model.norm)
+    tape.finish([sampled])
+    assert tape.names()[3:] == ["attend", "norm", "gather", "norm"]
 
 
 def test_what_cannot_be_recorded_is_named() -> None:

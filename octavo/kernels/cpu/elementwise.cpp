@@ -43,24 +43,6 @@ void for_rows(Threads* threads, int64_t num_rows, int64_t size, Body body) {
   else parallel_for(threads, num_rows, body);
 }
 
-// fill(row, numbers) makes a row's numbers in a buffer that is quantised to the row's records of its tile.
-template <typename Fill>
-void quantise_rows(Threads* threads, int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups, Fill fill) {
-  const ElementwiseVariant& variant = elementwise_variant();
-  const int64_t num_groups = size / 32, tiles = num_tiles(num_rows, tile_rows);
-  for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
-    static thread_local std::vector<float> numbers;
-    if ((int64_t)numbers.size() < size) numbers.resize((size_t)size);
-    int64_t tile = 0;
-    for (int64_t row = begin; row < end; ++row) {
-      while (tile_begin(tile + 1, tiles, num_rows) <= row) ++tile;
-      const int64_t first = tile_begin(tile, tiles, num_rows), height = tile_begin(tile + 1, tiles, num_rows) - first;
-      const float* made = fill(variant, row, numbers.data());
-      product_kernels().quantise(made, num_groups, groups + first * num_groups + (row - first), height);
-    }
-  });
-}
-
 }  // namespace
 }  // namespace octavo
 
@@ -108,39 +90,23 @@ void octavo_silu_mul(Threads* threads, const float* x, int64_t x_stride, int64_t
   });
 }
 
-void octavo_rms_norm_quantise(Threads* threads, const float* x, int64_t x_stride, const float* weight, float epsilon,
-                              int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups) {
-  const auto fill = [&](const ElementwiseVariant& variant, int64_t row, float* numbers) {
-    const float* from = x + row * x_stride;
-    if (weight == nullptr) return from;
-    variant.rms_norm(from, weight, epsilon, size, numbers);
-    return (const float*)numbers;
-  };
-  quantise_rows(threads, num_rows, size, tile_rows, groups, fill);
-}
-
-void octavo_silu_mul_quantise(Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
-                              int32_t tile_rows, OctavoGroup* groups) {
-  const auto fill = [&](const ElementwiseVariant& variant, int64_t row, float* numbers) {
-    variant.silu_mul(x + row * x_stride, x + row * x_stride + size, size, numbers);
-    return (const float*)numbers;
-  };
-  quantise_rows(threads, num_rows, size, tile_rows, groups, fill);
-}
-
-void octavo_argmax(Threads* threads, const float* logits, int64_t stride, int64_t num_rows, int64_t size,
-                   int64_t* chosen) {
+void octavo_rms_norm_prepare(Threads* threads, int kind, const float* x, int64_t x_stride, const float* weight, float epsilon,
+                             int64_t num_rows, int64_t size, int32_t tile_rows, void* prepared) {
   const ElementwiseVariant& variant = elementwise_variant();
+  const auto prepare_row = product_kernels().prepare_row;
+  const int64_t tiles = num_tiles(num_rows, tile_rows), row_bytes = octavo_prepared_bytes(kind, 1, size);
+  const int64_t record_bytes = is_packed(kind) ? (int64_t)sizeof(OctavoGroup) : (int64_t)sizeof(float) * kSlice;
   for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) chosen[row] = variant.argmax(logits + row * stride, size);
-  });
-}
-
-void octavo_gather_rows(Threads* threads, const float* table, const int64_t* ids, int64_t num_ids, int64_t size, float* y,
-                        int64_t y_stride) {
-  for_rows(threads, num_ids, size, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float> numbers;
+    if ((int64_t)numbers.size() < size) numbers.resize((size_t)size);
+    int64_t tile = 0;
     for (int64_t row = begin; row < end; ++row) {
-      memcpy(y + row * y_stride, table + ids[row] * size, sizeof(float) * (size_t)size);
+      while (tile_begin(tile + 1, tiles, num_rows) <= row) ++tile;
+      const int64_t first = tile_begin(tile, tiles, num_rows), height = tile_begin(tile + 1, tiles, num_rows) - first;
+      const float* from = x + row * x_stride;
+      if (weight != nullptr) variant.rms_norm(from, weight, epsilon, size, numbers.data());
+      uint8_t* records = static_cast<uint8_t*>(prepared) + first * row_bytes + (row - first) * record_bytes;
+      prepare_row(kind, weight != nullptr ? numbers.data() : from, size, records, height);
     }
   });
 }

@@ -22,21 +22,11 @@ void octavo_cap(octavo::Threads* threads, float* x, int64_t x_stride, int64_t nu
 void octavo_silu_mul(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size, float* y,
                      int64_t y_stride);
 
-// The same two, and x itself, as records of 32 quantised numbers for a product with packed weights: what octavo_prepare
-// makes of their results. Size is a multiple of 32. weight NULL: x as it is. Rows lie in tiles of at most tile_rows, of
-// nearly equal height, and a tile holds the records of its rows group after group; 1: row after row.
-void octavo_rms_norm_quantise(octavo::Threads* threads, const float* x, int64_t x_stride, const float* weight,
-                              float epsilon, int64_t num_rows, int64_t size, int32_t tile_rows, OctavoGroup* groups);
-void octavo_silu_mul_quantise(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size,
-                              int32_t tile_rows, OctavoGroup* groups);
-
-// Of each row of logits: the first of the largest, or the first NaN, as torch has it.
-void octavo_argmax(octavo::Threads* threads, const float* logits, int64_t stride, int64_t num_rows, int64_t size,
-                   int64_t* chosen);
-
-// y [num_ids, size] = rows of table [*, size]. (Of packed tables: octavo_read_columns.)
-void octavo_gather_rows(octavo::Threads* threads, const float* table, const int64_t* ids, int64_t num_ids, int64_t size,
-                        float* y, int64_t y_stride);
+// RMSNorm, or x itself where weight is NULL, as a product with weights of that kind takes it: what octavo_prepare makes of the
+// result, in one pass. Where activations are quantised, size is a multiple of 32. Rows lie in tiles of at most tile_rows, of
+// nearly equal height, and a tile holds the records of its rows one after the other for each piece of K; 1: row after row.
+void octavo_rms_norm_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, const float* weight,
+                             float epsilon, int64_t num_rows, int64_t size, int32_t tile_rows, void* prepared);
 }
 
 namespace octavo {
@@ -49,7 +39,6 @@ struct ElementwiseVariant {
   void (*rms_norm_add)(const float* x, const float* weight, float epsilon, int64_t size, float* y);
   void (*cap)(float* x, int64_t size, float limit);
   void (*silu_mul)(const float* gate, const float* up, int64_t size, float* y);
-  int64_t (*argmax)(const float* x, int64_t size);
   void (*gate)(const float* gate, const float* up, float alpha, float limit, float offset, int64_t size, float* y);
 };
 

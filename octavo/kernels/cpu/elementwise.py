@@ -1,15 +1,14 @@
-"""What a step does between products, natively: norms, gates, quantising, the largest logit, rows of a table.
+"""What a step does between products, natively: norms, gates, caps, and activations as products take them.
 Knows nothing of models. float32 tensors whose last dimension is contiguous."""
 
 import ctypes
 import functools
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 
-from octavo.kernels.cpu.library import Threads, library
+from octavo.kernels.cpu.library import Kind, Threads, library
 
-GROUP_BYTES = 48  # OctavoGroup: 32 codes, scale, scaled sum, minus sum, unused
 _STRIDED = (c_void_p, c_int64)
 
 ARGUMENTS = {
@@ -17,10 +16,7 @@ ARGUMENTS = {
     "octavo_rms_norm_add": (c_void_p, *_STRIDED, c_void_p, c_float, c_int64, c_int64, *_STRIDED),
     "octavo_cap": (c_void_p, *_STRIDED, c_int64, c_int64, c_float),
     "octavo_silu_mul": (c_void_p, *_STRIDED, c_int64, c_int64, *_STRIDED),
-    "octavo_rms_norm_quantise": (c_void_p, *_STRIDED, c_void_p, c_float, c_int64, c_int64, c_int32, c_void_p),
-    "octavo_silu_mul_quantise": (c_void_p, *_STRIDED, c_int64, c_int64, c_int32, c_void_p),
-    "octavo_argmax": (c_void_p, *_STRIDED, c_int64, c_int64, c_void_p),
-    "octavo_gather_rows": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, *_STRIDED),
+    "octavo_rms_norm_prepare": (c_void_p, c_int, *_STRIDED, c_void_p, c_float, c_int64, c_int64, c_int32, c_void_p),
 }
 
 
@@ -67,38 +63,22 @@ def silu_mul(threads: Threads, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def rms_norm_quantise(
-    threads: Threads, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, tile_rows: int = 1
+def rms_norm_prepare(
+    threads: Threads, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, kind: Kind, tile_rows: int = 1
 ) -> torch.Tensor:
-    """[T, D] → records [T * D / 32, 48] bytes, in the order of the tiles. Weight None: x as it is."""
+    """[T, D] → bytes [T, *], in the order of the tiles. Weight None: x as it is."""
     rows, size = x.shape
-    records = torch.empty(rows * size // 32, GROUP_BYTES, dtype=torch.uint8)
-    functions().octavo_rms_norm_quantise(
-        threads.pointer, pointer(x), x.stride(0), pointer(weight), epsilon, rows, size, tile_rows, pointer(records)
+    prepared = torch.empty(rows, library().octavo_prepared_bytes(kind, 1, size), dtype=torch.uint8)
+    functions().octavo_rms_norm_prepare(
+        threads.pointer,
+        kind,
+        pointer(x),
+        x.stride(0),
+        pointer(weight),
+        epsilon,
+        rows,
+        size,
+        tile_rows,
+        pointer(prepared),
     )
-    return records
-
-
-def silu_mul_quantise(threads: Threads, x: torch.Tensor, tile_rows: int = 1) -> torch.Tensor:
-    rows, size = x.shape[0], x.shape[1] // 2
-    records = torch.empty(rows * size // 32, GROUP_BYTES, dtype=torch.uint8)
-    functions().octavo_silu_mul_quantise(
-        threads.pointer, pointer(x), x.stride(0), rows, size, tile_rows, pointer(records)
-    )
-    return records
-
-
-def argmax(threads: Threads, logits: torch.Tensor) -> torch.Tensor:
-    """[S, V] → [S] int64."""
-    chosen = torch.empty(logits.shape[0], dtype=torch.int64)
-    functions().octavo_argmax(threads.pointer, pointer(logits), logits.stride(0), *logits.shape, pointer(chosen))
-    return chosen
-
-
-def gather_rows(threads: Threads, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """table [V, D], contiguous; ids [T] int64 → [T, D]."""
-    y = torch.empty(ids.shape[0], table.shape[1])
-    functions().octavo_gather_rows(
-        threads.pointer, pointer(table), pointer(ids), ids.shape[0], table.shape[1], pointer(y), table.shape[1]
-    )
-    return y
+    return prepared

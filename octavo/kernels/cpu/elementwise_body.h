@@ -62,26 +62,6 @@ static void silu_mul(const float* gate, const float* up, int64_t size, float* y)
   }
 }
 
-static int64_t argmax(const float* x, int64_t size) {
-  vec top = set1(-__builtin_inff());
-  bool is_broken = false;
-  int64_t i = 0;
-  for (; i + W <= size; i += W) {
-    const vec a = load(x + i);
-    is_broken |= has_nan(a);
-    top = max(a, top);
-  }
-  float largest = reduce_max(top);
-  for (; i < size; ++i) {
-    is_broken |= x[i] != x[i];
-    largest = x[i] > largest ? x[i] : largest;
-  }
-  for (i = 0; i < size; ++i) {
-    if (is_broken ? x[i] != x[i] : x[i] == largest) return i;
-  }
-  return 0;
-}
-
 // What is no number stays none: of two numbers min and max take the second where either is none.
 OCTAVO_INLINE vec gated_within(vec gate, vec up, vec alpha, vec limit, vec offset) {
   const vec g = min(limit, gate), u = max(sub(set1(0.0f), limit), min(limit, up));
@@ -99,7 +79,7 @@ static void gate(const float* gate, const float* up, float alpha, float limit, f
   }
 }
 
-static constexpr ElementwiseVariant elementwise = {rms_norm, rms_norm_add, cap, silu_mul, argmax, gate};
+static constexpr ElementwiseVariant elementwise = {rms_norm, rms_norm_add, cap, silu_mul, gate};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

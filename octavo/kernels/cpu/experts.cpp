@@ -158,7 +158,7 @@ void multiply(Threads* threads, const Room& room, int64_t num_used, const Octavo
   auto body = [&](int index, int num_shares) {
     for (int64_t i = 0; i < num_used; ++i) {
       const OctavoProduct* next = i + 1 < num_used ? room.products + i + 1 : nullptr;
-      share(room.products + i, next, room.claimed + i, index, num_shares);
+      share(room.products + i, next, nullptr, room.claimed + i, index, num_shares);
     }
   };
   run_on(threads, body);

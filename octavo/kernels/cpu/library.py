@@ -98,7 +98,7 @@ _SIGNATURES = {
     "octavo_threads_delete": (None, [_POINTER]),
     "octavo_isa": (ctypes.c_char_p, []),
     "octavo_use_isa": (_INT, [ctypes.c_char_p]),
-    "octavo_packed_tile_rows": (ctypes.c_int32, []),
+    "octavo_tile_rows": (ctypes.c_int32, [_INT]),
     "octavo_packed_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "octavo_prepared_bytes": (_LONG, [_INT, _LONG, _LONG]),
     "octavo_pack": (None, [_POINTER, _INT, _POINTER, _LONG, _LONG, _POINTER]),
@@ -132,9 +132,9 @@ def use_isa(name: str) -> bool:
     return bool(library().octavo_use_isa(name.encode()))
 
 
-def packed_tile_rows() -> int:
-    """Rows of a tile of activations for packed weights, at most: what records made elsewhere must be ordered by."""
-    rows: int = library().octavo_packed_tile_rows()
+def tile_rows(kind: Kind) -> int:
+    """The most rows whose activations lie together for products with weights of that kind."""
+    rows: int = library().octavo_tile_rows(kind)
     return rows
 
 

@@ -40,10 +40,10 @@ const ProductKernels& product_kernels() {
   return *chosen;
 }
 
-void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next) {
+void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead) {
   const auto share = product_kernels().product_share;
   alignas(64) int64_t num_claimed = 0;
-  auto body = [&](int index, int num_shares) { share(product, next, &num_claimed, index, num_shares); };
+  auto body = [&](int index, int num_shares) { share(product, next, ahead, &num_claimed, index, num_shares); };
   run_on(threads, body);
 }
 
@@ -59,7 +59,9 @@ int octavo_use_isa(const char* name) {
   return found != nullptr;
 }
 
-int32_t octavo_packed_tile_rows(void) { return product_kernels().packed_tile_rows; }
+int32_t octavo_tile_rows(int kind) {
+  return is_packed(kind) ? product_kernels().packed_tile_rows : product_kernels().float_tile_rows;
+}
 
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth) {
   return round_up(num_columns, kPanel) / kPanel * panel_bytes(kind, depth);

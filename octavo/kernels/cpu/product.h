@@ -74,8 +74,8 @@ typedef struct {
 // "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0: cannot).
 const char* octavo_isa(void);
 int octavo_use_isa(const char* name);
-// Rows of a tile of activations prepared for packed weights, at most; changes with the instruction set.
-int32_t octavo_packed_tile_rows(void);
+// The most rows whose activations lie together for products of that kind; changes with the instruction set.
+int32_t octavo_tile_rows(int kind);
 
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
@@ -111,26 +111,34 @@ constexpr int kGroup = 32;   // K-values with a scale of their own
 constexpr int kOuter = 256;  // K-values with an outer scale
 constexpr int kSlice = 16;   // K-values of a record of plain activations
 
+// Memory that something after a product reads, asked for meanwhile: runs of num_lines cache lines, some with every step
+// of a tile. One for each share, and apart, as each is written all the time.
+struct alignas(64) Ahead {
+  const uint8_t *const *run, *const *end;  // the one to go on with; where they end
+  int64_t line;                            // of that run
+  int64_t num_lines;
+};
+
 // Shares of the work, for callers that are inside Threads::run already.
 struct ProductKernels {
   const char* name;
   int packed_tile_rows, float_tile_rows;
   void (*prepare_share)(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                         int thread, int num_threads);
-  // x [32 · num_groups], quantised to records that lie `step` apart.
-  void (*quantise)(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t step);
+  // x [depth] as records that lie `step` apart: quantised where the kind is packed.
+  void (*prepare_row)(int kind, const float* x, int64_t depth, void* records, int64_t step);
   // next: the product after this one, whose weights are fetched towards the end; or null.
-  // num_claimed: 0 at first, one for all shares.
-  void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
-                        int num_shares);
+  // ahead: what each share asks for besides; or null. num_claimed: 0 at first, one for all shares.
+  void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
+                        int index, int num_shares);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
   int64_t (*dot_all)(int64_t num_dots);
 };
 
 const ProductKernels& product_kernels();
 
-// next: the product after this one, or null.
-void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next);
+// next: the product after this one, or null. ahead: one for each thread, or null.
+void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead = nullptr);
 
 static inline bool is_gated(int finish) { return finish == OCTAVO_FINISH_GATED || finish == OCTAVO_FINISH_GATED_GELU; }
 

@@ -168,8 +168,8 @@ inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bo
 }
 
 template <typename Tile>
-void share_of_product(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
-                      int num_shares) {
+void share_of_product(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
+                      int index, int num_shares) {
   const RunTiles<Tile, 1> single;
   const RunTiles<Tile, 2> pair;
   const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, Tile::kRows);
@@ -179,6 +179,7 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, i
   const auto* records = static_cast<const typename Tile::Record*>(product->activations);
 
   Fetch after = {};
+  if (ahead) after.ahead = ahead + index;
   after.num_lines = mine.per_unit * mine.num_bytes / 64 / (num_steps * tiles) + 1;  // a part with every tile
   if (next) {
     const Units others = units_of(next, num_rows, index, num_shares);
@@ -202,9 +203,11 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, i
   }
 }
 
-void product_share(const OctavoProduct* product, const OctavoProduct* next, int64_t* num_claimed, int index,
-                   int num_shares) {
-  const auto run = [&](auto tile) { share_of_product<decltype(tile)>(product, next, num_claimed, index, num_shares); };
+void product_share(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
+                   int index, int num_shares) {
+  const auto run = [&](auto tile) {
+    share_of_product<decltype(tile)>(product, next, ahead, num_claimed, index, num_shares);
+  };
   switch (product->kind) {
     case OCTAVO_FLOAT32: return run(FloatTile<OCTAVO_FLOAT32>());
     case OCTAVO_BFLOAT16: return run(FloatTile<OCTAVO_BFLOAT16>());
@@ -247,8 +250,13 @@ void quantise(const float* x, int64_t num_groups, OctavoGroup* groups, int64_t s
 }
 
 void lay_out(const float* x, int64_t depth, Slice* slices, int64_t step) {
-  for (int64_t i = 0; i * kSlice < depth; ++i)
-    for (int64_t k = 0; k < kSlice; ++k) slices[i * step].values[k] = i * kSlice + k < depth ? x[i * kSlice + k] : 0.0f;
+  static_assert(kSlice == kPanel, "a slice is a vector");
+  for (int64_t k = 0; k < depth; k += kSlice, slices += step) L::store(slices->values, load_some(x + k, depth - k));
+}
+
+void prepare_row(int kind, const float* x, int64_t depth, void* records, int64_t step) {
+  if (is_packed(kind)) quantise(x, depth / kGroup, static_cast<OctavoGroup*>(records), step);
+  else lay_out(x, depth, static_cast<Slice*>(records), step);
 }
 
 void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
@@ -261,12 +269,8 @@ void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows,
     const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
     for (int64_t row = begin; row < end; ++row) {
       if (row < share.begin || row >= share.end) continue;
-      const int64_t at = begin * num_steps + row - begin;
-      if (packed) {
-        quantise(x + row * x_stride, num_steps, static_cast<OctavoGroup*>(prepared) + at, end - begin);
-      } else {
-        lay_out(x + row * x_stride, depth, static_cast<Slice*>(prepared) + at, end - begin);
-      }
+      const int64_t at = begin * num_steps + row - begin, size = packed ? sizeof(OctavoGroup) : sizeof(Slice);
+      prepare_row(kind, x + row * x_stride, depth, static_cast<uint8_t*>(prepared) + at * size, end - begin);
     }
   }
 }

@@ -7,7 +7,21 @@
 struct Fetch {
   const uint8_t *at, *limit, *then;
   int64_t num_lines, second, then_second;
+  Ahead* ahead;
 };
+
+// Lines of what lies ahead that are asked for with every step. With 12 and more, tiles begin to wait for them.
+constexpr int kAheadLines = 8;
+
+inline void fetch_ahead(Ahead* ahead) {
+  if (!ahead || ahead->run == ahead->end) return;
+  const uint8_t* at = *ahead->run + ahead->line * 64;
+  for (int line = 0; line < kAheadLines; ++line) __builtin_prefetch(at + line * 64, 0, 2);
+  ahead->line += kAheadLines;
+  if (ahead->line < ahead->num_lines) return;
+  ahead->line = 0;
+  ++ahead->run;
+}
 
 // Whether there is something to fetch, from fetch.at on.
 inline bool may_fetch(Fetch& fetch) {
@@ -144,6 +158,7 @@ struct PackedTile {
     const int64_t num_groups = product->depth / kGroup;
     for (int64_t group = 0; group < num_groups; ++group, records += ROWS) {
       fetch_some(fetch);
+      if (ROWS > 1) fetch_ahead(fetch.ahead);
       if (work.kForm.is_nested && group % (kOuter / kGroup) == 0) work.next_outer();
       work.add_group(records, total);
     }
@@ -187,6 +202,7 @@ struct FloatTile {
     for (int64_t slice = 0; slice < num_slices; ++slice, records += ROWS) {
       const bool streams = ROWS == 1 && may_fetch(fetch);
       if (ROWS > 1) fetch_some(fetch);
+      if (ROWS > 1) fetch_ahead(fetch.ahead);
 #pragma GCC unroll 2
       for (int k = 0; k < kSlice; k += 2) {
         // One row waits for memory alone: a line is asked for with every line that is used, and not for longer than that.

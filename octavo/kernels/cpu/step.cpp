@@ -7,6 +7,7 @@
 
 #include <chrono>
 
+#include "ahead.h"
 #include "elementwise.h"
 
 namespace octavo {
@@ -77,28 +78,21 @@ void normalise(Threads* threads, const OctavoNorm& norm, const float* x, int64_t
   });
 }
 
-// Whether products of that kind take activations as floats, and not quantised.
-bool is_plain(int32_t kind) {
-  return octavo_prepared_bytes(kind, 1, kGroup) == octavo_prepared_bytes(OCTAVO_FLOAT32, 1, kGroup);
-}
-
-void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after) {
+void linear(Threads* threads, const OctavoLinear& op, int64_t num_rows, const OctavoProduct* after, Ahead* ahead) {
   const int32_t kind = op.products[0].kind;
-  if (!is_plain(kind) && !op.norm.bias) {
-    octavo_rms_norm_quantise(threads, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
-                             product_kernels().packed_tile_rows, static_cast<OctavoGroup*>(op.prepared));
-  } else if (op.norm.weight) {
+  if (op.norm.bias) {
     normalise(threads, op.norm, op.x, op.x_stride, num_rows, op.depth, op.normed, op.depth);
     octavo_prepare(threads, kind, op.normed, op.depth, num_rows, op.depth, op.prepared);
   } else {
-    octavo_prepare(threads, kind, op.x, op.x_stride, num_rows, op.depth, op.prepared);
+    octavo_rms_norm_prepare(threads, kind, op.x, op.x_stride, op.norm.weight, op.norm.epsilon, num_rows, op.depth,
+                            octavo_tile_rows(kind), op.prepared);
   }
   for (int64_t i = 0; i < op.num_products; ++i) {
     OctavoProduct product = op.products[i];
     product.num_rows = num_rows;
     product.activations = op.prepared;
     const OctavoProduct* next = i + 1 < op.num_products ? op.products + i + 1 : after;
-    run_product(threads, &product, next);
+    run_product(threads, &product, next, ahead);
   }
 }
 
@@ -132,14 +126,27 @@ const OctavoProduct* next_product(const OctavoOp* op, const OctavoOp* end) {
   return nullptr;
 }
 
-int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step) {
+// Rows of one token from which on products have time to fetch something besides their weights.
+constexpr int64_t kManyRows = 24;
+
+// Told before the first operation and after every attention: what the operations up to the next one ask for.
+void plan_ahead(PagesAhead& ahead, int num_threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step) {
+  ahead.forget();
+  if (step.num_rows < kManyRows || step.num_tokens != step.num_rows) return;
+  while (op < end && op->code != OCTAVO_ATTEND) ++op;
+  if (op == end) return;
+  const int32_t* page_table = step.page_table + op->group * step.num_rows * step.table_stride;
+  ahead.plan(op->attention, page_table, step.table_stride, step.seq_lens, step.num_rows, num_threads);
+}
+
+int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step, Ahead* ahead) {
   const int64_t count = op->count == OCTAVO_PER_TOKEN ? step.num_tokens : step.num_samples;
   const OctavoMove& move = op->move;
   switch (op->code) {
     case OCTAVO_EMBED: embed(threads, op->embed, step); return 0;
     case OCTAVO_ROTATE: rotate(threads, op->rotate, step); return 0;
     case OCTAVO_LINEAR:
-      if (count > 0) linear(threads, op->linear, count, next_product(op, end));
+      if (count > 0) linear(threads, op->linear, count, next_product(op, end), ahead);
       return 0;
     case OCTAVO_GATE:
       octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
@@ -165,9 +172,11 @@ using namespace octavo;
 
 int64_t octavo_run(Threads* threads, const OctavoOp* ops, int64_t num_ops, const OctavoStep* step, double* seconds) {
   using Clock = std::chrono::steady_clock;
+  static thread_local PagesAhead ahead;  // kept from call to call: nothing should be allocated
   for (int64_t i = 0; i < num_ops; ++i) {
+    if (i == 0 || ops[i - 1].code == OCTAVO_ATTEND) plan_ahead(ahead, threads->size(), ops + i, ops + num_ops, *step);
     const auto start = seconds ? Clock::now() : Clock::time_point();
-    if (run(threads, ops + i, ops + num_ops, *step) != 0) return 1 + i;
+    if (run(threads, ops + i, ops + num_ops, *step, ahead.shares()) != 0) return 1 + i;
     if (seconds) seconds[i] += std::chrono::duration<double>(Clock::now() - start).count();
   }
   return 0;

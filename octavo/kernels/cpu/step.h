@@ -1,6 +1,6 @@
 // A step as a list of operations, run in one call: the C interface. What the list holds is fixed when it is made; how many
 // tokens and samples a step has, and where its inputs are, comes with the step.
-// Knows nothing of models, nor of who allocated what. Nothing here allocates.
+// Knows nothing of models, nor of who allocated what. Nothing here allocates, but for lists kept from step to step.
 #pragma once
 #include <stdint.h>
 

@@ -35,6 +35,7 @@ class _Buffer:
     first: int = -1  # the operation that writes it first
     last: int = -1  # the one that needs it last
     offset: int = -1  # its place in the end
+    width: int = 0  # floats of a row; 0: it has none
 
 
 class Tape:
@@ -56,7 +57,7 @@ class Tape:
     def buffer(self, count: ops.Count, width: int) -> Tensor:
         """[rows, width] float32 with room for the largest step. To compute with it raises NotRecordable."""
         height = self.max_tokens if count == ops.Count.PER_TOKEN else self.max_samples
-        start = self._take(height * width * 4, count)
+        start = self._take(height * width * 4, count, width)
         memory = (ctypes.c_float * (height * width)).from_address(start)
         return torch.frombuffer(memory, dtype=torch.float32).view(height, width).as_subclass(_Room)
 
@@ -64,7 +65,7 @@ class Tape:
         """The address of bytes that only the next operation needs."""
         return self._take(num_bytes, ops.Count.PER_TOKEN)
 
-    def _take(self, num_bytes: int, count: ops.Count) -> int:
+    def _take(self, num_bytes: int, count: ops.Count, width: int = 0) -> int:
         num_bytes = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
         if num_bytes > self._room_left:
             size = max(_REGION, num_bytes)
@@ -76,7 +77,7 @@ class Tape:
         start = self._next
         self._next += num_bytes
         self._room_left -= num_bytes
-        bisect.insort(self._buffers, _Buffer(start, num_bytes, count), key=lambda buffer: buffer.start)
+        bisect.insort(self._buffers, _Buffer(start, num_bytes, count, width=width), key=lambda buffer: buffer.start)
         return start
 
     def count_of(self, x: Tensor) -> ops.Count:
@@ -87,19 +88,24 @@ class Tape:
 
     def add(self, op: ops.Op, reads: list[Field], writes: list[Field], keep: object = None) -> None:
         """`keep`: what the operation points to besides buffers, and must live as long."""
-        for fields, is_write in ((reads, False), (writes, True)):
-            for structure, name in fields:
-                self._use(getattr(structure, name), is_write)
+        self._use(len(self._ops), reads, writes)
         self._ops.append(op)
         self._fields.append((reads, writes))
         self._kept.append(keep)
 
-    def _use(self, address: int | None, is_write: bool) -> None:
-        buffer = self._find(address)
-        assert buffer is not None and (is_write or buffer.first >= 0), "an operation reads what none has written"
-        if buffer.first < 0:
-            buffer.first = len(self._ops)
-        buffer.last = len(self._ops)
+    def _use(self, index: int, reads: list[Field], writes: list[Field]) -> None:
+        for fields, is_write in ((reads, False), (writes, True)):
+            for structure, name in fields:
+                buffer = self._buffer_of(structure, name)
+                assert is_write or buffer.first >= 0, "an operation reads what none has written"
+                if buffer.first < 0:
+                    buffer.first = index
+                buffer.last = index
+
+    def _buffer_of(self, structure: ctypes.Structure, name: str) -> _Buffer:
+        buffer = self._find(getattr(structure, name))
+        assert buffer is not None, "an operation reads or writes what is no buffer"
+        return buffer
 
     def _find(self, address: int | None) -> _Buffer | None:
         if not address:
@@ -109,28 +115,71 @@ class Tape:
             return None
         return self._buffers[index]
 
+    # ── only what is sampled ────────────────────────────────────────────────────────────────────────
+
+    def _gather_early(self) -> None:
+        """Gather the rows that are sampled right after the last attention instead of at the end.
+
+        What is between the two is done row by row, and of a prompt's rows only the last is sampled: the others are
+        finished with once their keys and values lie in the pages. (A tape for which that is not so stays as it is.)"""
+        codes = [ops.Code(op.code) for op in self._ops]
+        if ops.Code.GATHER not in codes or ops.Code.ATTEND not in codes:
+            return
+        begin, end = len(codes) - codes[::-1].index(ops.Code.ATTEND), codes.index(ops.Code.GATHER)
+        move = self._ops[end].move
+        fields = [field for reads, writes in self._fields[begin:end] for field in (*reads, *writes)]
+        entering = {b.start: b for b in (self._buffer_of(*field) for field in fields) if b.first < begin}
+        gathered, result = self._buffer_of(move, "x"), self._buffer_of(move, "y")
+        is_whole = (move.x, move.x_stride, move.size) == (gathered.start, move.y_stride, result.width)
+        is_whole = is_whole and (gathered.start in entering or gathered.first >= begin)
+        used_later = any(b.last > end or b.width == 0 for b in entering.values())
+        if begin >= end or not is_whole or used_later or not _BY_ROW.issuperset(codes[begin:end]):
+            return
+        moved = {
+            start: self._take(self.max_samples * b.width * 4, ops.Count.PER_SAMPLE, b.width)
+            for start, b in entering.items()
+        }
+        for op in self._ops[begin:end]:
+            op.count = ops.Count.PER_SAMPLE
+        self._move_fields(begin, end, moved)
+        self._move_fields(end + 1, len(codes), {result.start: moved.get(gathered.start, gathered.start)})
+        gathers = [_gather(start, entering[start].width, to) for start, to in moved.items()]
+        self._ops[begin : end + 1] = [*gathers, *self._ops[begin:end]]
+        self._fields[begin : end + 1] = [
+            *(([(g.move, "x")], [(g.move, "y")]) for g in gathers),
+            *self._fields[begin:end],
+        ]
+        for buffer in self._buffers:
+            buffer.first = buffer.last = -1
+        for index, (reads, writes) in enumerate(self._fields):
+            self._use(index, reads, writes)
+
+    def _move_fields(self, begin: int, end: int, moved: dict[int, int]) -> None:
+        """Let operations begin … end read and write other buffers: by the start of the old ones."""
+        for structure, name in _once(self._fields[begin:end]):
+            buffer = self._buffer_of(structure, name)
+            to = moved.get(buffer.start, buffer.start)
+            setattr(structure, name, getattr(structure, name) - buffer.start + to)
+
     # ── from addresses to memory ────────────────────────────────────────────────────────────────────
 
     def finish(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Give every buffer its memory. → the results, which stay whole until the next run."""
+        self._gather_early()
         found = [self._find(result.data_ptr()) for result in results]
         for buffer in found:
             assert buffer is not None and buffer.first >= 0
             buffer.last = len(self._ops)
         self._memory = aligned(_place(self._buffers))
         base = self._memory.data_ptr()
-        for reads, writes in self._fields:
-            # A field may be named twice, as what is changed in place is: it is moved once.
-            for structure, name in {(ctypes.addressof(s), n): (s, n) for s, n in (*reads, *writes)}.values():
-                address = getattr(structure, name)
-                buffer = self._find(address)
-                assert buffer is not None
-                setattr(structure, name, base + buffer.offset + address - buffer.start)
+        for structure, name in _once(self._fields):
+            buffer = self._buffer_of(structure, name)
+            setattr(structure, name, base + buffer.offset + getattr(structure, name) - buffer.start)
         self._array = ops.array(self._ops)
         moved = []
-        for result, buffer in zip(results, found, strict=True):
-            assert buffer is not None
-            memory = self._memory[buffer.offset : buffer.offset + result.nbytes]
+        for result, kept in zip(results, found, strict=True):
+            assert kept is not None
+            memory = self._memory[kept.offset : kept.offset + result.nbytes]
             moved.append(memory.view(torch.float32).view(result.shape))
         return moved
 
@@ -149,6 +198,21 @@ class Tape:
     def names(self) -> list[str]:
         """Of each operation, for a profile."""
         return [ops.Code(op.code).name.lower() for op in self._ops]
+
+
+# Operations whose rows know nothing of each other, nor of what the step says about them.
+_BY_ROW = {ops.Code.LINEAR, ops.Code.GATE, ops.Code.NORM, ops.Code.CAP, ops.Code.EXPERTS}
+
+
+def _gather(x: int, width: int, y: int) -> ops.Op:
+    op = ops.Op(ops.Code.GATHER, ops.Count.PER_SAMPLE)
+    op.move = ops.Move(x, y, width, width, width)
+    return op
+
+
+def _once(fields: Sequence[tuple[list[Field], list[Field]]]) -> list[Field]:
+    """What operations read and write; what one changes in place is named twice, and is here once."""
+    return list({(ctypes.addressof(s), n): (s, n) for both in fields for side in both for s, n in side}.values())
 
 
 def _place(buffers: list[_Buffer]) -> int:

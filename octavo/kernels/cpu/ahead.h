@@ -1,0 +1,60 @@
+// Which pages the next attention will read: to be asked for by the products before it.
+// Knows nothing of how they are read, nor of what is multiplied meanwhile.
+//
+// Many rows of decoding leave most of the memory's bandwidth idle while they multiply, and want more than there is while
+// they attend, each over pages of its own. A layer's pages fit the last cache, so they are fetched there beforehand.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+
+namespace octavo {
+
+class PagesAhead {
+ public:
+  // call: the next attention, whose rows are those of the tables given. One share for each thread.
+  void plan(const OctavoAttention& call, const int32_t* page_table, int64_t table_stride, const int32_t* seq_lens,
+            int64_t num_rows, int num_shares) {
+    runs_.clear();
+    const int64_t most = most_bytes() / call.page_stride;
+    for (int64_t row = 0; row < num_rows && static_cast<int64_t>(runs_.size()) < most; ++row) {
+      const int32_t *table = page_table + row * table_stride, *before = table - (row > 0 ? table_stride : 0);
+      const int64_t unseen = call.window > 0 ? std::max<int64_t>(0, seq_lens[row] - call.window) : 0;
+      for (int64_t page = unseen / call.page_size; page * call.page_size < seq_lens[row]; ++page) {
+        if (row > 0 && table[page] == before[page]) continue;  // a prefix they share
+        runs_.push_back(static_cast<const uint8_t*>(call.pages) + table[page] * call.page_stride);
+      }
+    }
+    const int64_t count = std::min<int64_t>(runs_.size(), most);
+    shares_.resize(static_cast<size_t>(num_shares));
+    for (int index = 0; index < num_shares; ++index) {
+      const Share share = share_of(count, index, num_shares);
+      shares_[index] = {runs_.data() + share.begin, runs_.data() + share.end, 0, call.page_stride / 64};
+    }
+  }
+
+  void forget() { shares_.clear(); }
+
+  Ahead* shares() { return shares_.empty() ? nullptr : shares_.data(); }
+
+ private:
+  // Of one layer: what is fetched beyond a part of the last cache would drive out what was fetched first.
+  static int64_t most_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), int64_t{16} << 20);
+#else
+    constexpr int64_t size = int64_t{16} << 20;
+#endif
+    return size / 2;
+  }
+
+  std::vector<const uint8_t*> runs_;
+  std::vector<Ahead> shares_;  // of a product
+};
+
+}  // namespace octavo
