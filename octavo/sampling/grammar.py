@@ -14,15 +14,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
+from octavo.sampling.bits import WORD, Ints, Words, any_set, clear_bits, set_bits
 from octavo.sampling.closing import Closing, Ends
+from octavo.sampling.shortest import Shortest
 from octavo.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -30,11 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("octavo.grammar")
 
-Ints = NDArray[np.int64]
-Words = NDArray[np.int32]
-
 _MAX_USED = 32  # matchers of one grammar that are kept for the next rows
-_WORD = 32  # tokens that a word has bits for
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 UNLIKELIEST = -1e30
@@ -60,9 +57,14 @@ class Masks:
     last: list[int] = field(default_factory=list)
 
 
+class _Compiled(NamedTuple):
+    matcher: "LLMatcher"
+    shortest: Shortest | None  # answer, where even that is long
+
+
 @dataclass(slots=True)
 class _Row:
-    matcher: "Future[LLMatcher] | LLMatcher"
+    compiled: Future[_Compiled] | _Compiled
     tokens: list[int]  # of the output
     num_taken: int  # of them: those that the matcher has taken in
     grammar: str
@@ -107,7 +109,7 @@ class Grammars:
         self._begun: Future[Masks | None] | None = None
         self._pool = ThreadPoolExecutor(1, "octavo-grammar")
         # Those that were prepared, or why that failed. Kept until somebody says that they may go.
-        self._compiled: dict[str, LLMatcher | ValueError] = {}
+        self._compiled: dict[str, _Compiled | ValueError] = {}
         self._used: dict[str, list[LLMatcher]] = {}
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
@@ -121,7 +123,7 @@ class Grammars:
         self.leave(row)
         inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
         self.rows[row] = _Row(
-            self._matcher(params.grammar),
+            self._fresh(params.grammar),
             list(output_ids),
             0,
             params.grammar,
@@ -169,7 +171,7 @@ class Grammars:
         if not own:
             return None
         started = time.perf_counter()
-        bits = np.full((len(own), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
+        bits = np.full((len(own), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
         ready = self._advance([row for _, row in own])
         self._fill(ready, bits)
         last = []
@@ -223,9 +225,8 @@ class Grammars:
     def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
         """A matcher that served others may have learned all that it can hold. One that is new shows whether that is why. True: as
         _settle() has it."""
-        row.failure, row.may_be_used, row.num_taken, row.closing = "", False, 0, Closing()
-        row.num_past = len(row.tokens)
-        row.matcher, row.ready = self._matcher(row.grammar, False), None
+        row.failure, row.may_be_used, row.num_taken, row.num_past = "", False, 0, len(row.tokens)
+        row.compiled, row.ready = self._fresh(row.grammar, False), None
         for matcher, _ in self._advance([row]):
             self._fill([(matcher, 0)], bits[None])
             return self._settle(row, matcher, bits, row_len)
@@ -233,7 +234,8 @@ class Grammars:
 
     def _compiled_for(self, row: _Row) -> "LLMatcher | None":
         try:
-            row.ready = row.matcher.result() if isinstance(row.matcher, Future) else row.matcher
+            row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
+            row.closing = Closing.of(shortest)
         except Exception as error:
             row.failure = f"the grammar could not be compiled: {error}"
         return row.ready
@@ -259,13 +261,13 @@ class Grammars:
         banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
         if banned is None and row.ends_by_eos:
             return  # as most do: the grammar has set the bits already
-        if not row.ends_by_eos and _any_set(bits, self._eos_ids):
+        if not row.ends_by_eos and any_set(bits, self._eos_ids):
             # Whoever names a control token means it as an end: it may come where the grammar may end.
-            _set(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
-        if banned is None or not _any_set(bits, banned):
+            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
+        if banned is None or not any_set(bits, banned):
             return
         before = bits.copy()
-        _clear(bits, banned)
+        clear_bits(bits, banned)
         if not bits.any():  # the grammar has come to its end, and so has the answer
             bits[:] = before
 
@@ -327,17 +329,17 @@ class Grammars:
         if len(used) < _MAX_USED and matcher.reset():
             used.append(matcher)
 
-    def _matcher(self, grammar: str, may_be_used: bool = True) -> "Future[LLMatcher] | LLMatcher":
+    def _fresh(self, grammar: str, may_be_used: bool = True) -> Future[_Compiled] | _Compiled:
         """At once, where it was prepared. Else compiled for this row alone, and the step that needs it waits."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             return self._pool.submit(self._compile, grammar)
         if isinstance(compiled, ValueError):
-            failed: Future[LLMatcher] = Future()
+            failed: Future[_Compiled] = Future()
             failed.set_exception(compiled)
             return failed
         used = self._used.get(grammar) if may_be_used else None
-        return used.pop() if used else compiled.deep_copy()
+        return _Compiled(used.pop() if used else compiled.matcher.deep_copy(), compiled.shortest)
 
     def _prepare(self, grammar: str, forgets: list[str]) -> None:
         for other in forgets:
@@ -348,15 +350,15 @@ class Grammars:
         except ValueError as error:
             self._compiled[grammar] = error
 
-    def _compile(self, grammar: str) -> "LLMatcher":
+    def _compile(self, grammar: str) -> _Compiled:
         """Runs in the pool's one thread."""
         from llguidance import LLMatcher, LLParserLimits
 
-        self._ends  # noqa: B018 (made here, once, and not in the middle of a step)
+        ends = self._ends  # made here, once, and not in the middle of a step
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if compiled.is_error():
             raise ValueError(_said(compiled))
-        return compiled
+        return _Compiled(compiled, ends.shortest(compiled))
 
 
 def _warm(grammars: "weakref.ref[Grammars]") -> None:
@@ -370,22 +372,10 @@ def _said(matcher: "LLMatcher") -> str:
     return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
 
 
-def _any_set(bits: Words, ids: Ints) -> bool:
-    return bool((bits.view(np.uint32)[ids // _WORD] >> (ids % _WORD).astype(np.uint32) & 1).any())
-
-
-def _set(bits: Words, ids: Ints) -> None:
-    np.bitwise_or.at(bits.view(np.uint32), ids // _WORD, np.uint32(1) << (ids % _WORD).astype(np.uint32))
-
-
-def _clear(bits: Words, ids: Ints) -> None:
-    np.bitwise_and.at(bits.view(np.uint32), ids // _WORD, ~(np.uint32(1) << (ids % _WORD).astype(np.uint32)))
-
-
 def apply(logits: torch.Tensor, masks: Masks) -> None:
     """By torch, in place: what a row's grammar does not leave becomes impossible, and what it leaves never is. logits [S, V]"""
     words = torch.from_numpy(masks.bits).to(logits.device)
-    places = torch.arange(_WORD, dtype=torch.int32, device=logits.device)
+    places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
     for number, at in enumerate(masks.at.tolist()):
         allowed = (words[number, :, None] >> places & 1).bool().view(-1)[: logits.shape[1]]
         row = logits[at].nan_to_num_(nan=UNLIKELIEST, posinf=torch.finfo(logits.dtype).max, neginf=UNLIKELIEST)

@@ -24,10 +24,14 @@ def arrival(source: GenerateRequest, sequence: int) -> int:
     - The queue's head, if nobody is driven out meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over those who run.
       A step either spends its budget or takes everybody further.
 
-    A request whose grammar is still being compiled is not in the queue yet: its wait begins when it is, at its old place.
+    A prompt that must be computed whole, in one step, has the same bounds: at worst all who run end before it.
 
-    tests/schedule/test_scheduler_fairness.py holds both against random requests; what must be computed whole, and beams, are
-    left out there."""
+    A request whose grammar is still being compiled is not in the queue yet. How many grammars are compiled before it is, is
+    bounded in shelf.py, whatever comes after it. Then it enters the queue at its old place, and of the bounds above those count
+    who came before it, and those who passed it by and run.
+
+    tests/schedule/test_scheduler_fairness.py holds the bounds against random requests, test_scheduler_shelf.py those of the shelf.
+    Beam searches are left out: while one's scores are on their way it sits out a step, so it takes several turns for a token."""
     return sequence
 
 

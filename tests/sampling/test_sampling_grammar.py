@@ -192,7 +192,7 @@ def test_what_was_prepared_is_at_hand_until_it_may_go():
     assert told == [1, 2]
     own.enter(0, params(first), 0, [], [])
     own.enter(1, params("start: /[/"), 0, [], [])
-    assert not isinstance(own.rows[0].matcher, Future), "no thread is asked for it"
+    assert not isinstance(own.rows[0].compiled, Future), "no thread is asked for it"
     masks = own.masks(rows(0, 1), rows(0, 0))
     assert masks is not None and masks.failures.keys() == {1}
     own.leave(0)

@@ -5,7 +5,10 @@ will hold at most (prompt and max_tokens), `open` what it may still sample, `unc
 yet. `budget` is what a step may compute, `depth` how many plans are in flight while the next is made.
 
 one after the other   Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1: whatever happens, with pages for one request only
-all at once           ⌊Σ uncomputed / budget⌋ + max open + depth + 3: of the queue's head, if nobody is preempted meanwhile"""
+all at once           ⌊Σ uncomputed / budget⌋ + max open + depth + 3: of the queue's head, if nobody is preempted meanwhile
+
+Both hold for prompts of which a vector is wanted and that must be computed whole, in one step. They need all of a step's budget
+at worst, so all who run may have to end before them; they pass nobody by, and nobody passes them."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.cache import KVCache, audit
-from octavo.messages import GenerateRequest, SamplingParams, StepResult
+from octavo.messages import GenerateRequest, PoolingParams, SamplingParams, StepResult
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
 
@@ -32,6 +35,7 @@ class Asked:
     n: int
     stops_after: int  # tokens: then the model ends it
     leaves_after: int  # turns; 0: its client stays
+    is_whole: bool = False  # a vector of its prompt is wanted, computed in one step; where a step has room for it
 
 
 ASKED = st.builds(
@@ -43,6 +47,7 @@ ASKED = st.builds(
     st.integers(1, 3),
     st.integers(1, 40),
     st.sampled_from([0, 0, 0, 3, 15]),
+    st.sampled_from([False, False, True]),
 )
 
 
@@ -58,6 +63,7 @@ class Queue:
     turn: int = 0
     closest: int = 1000  # turns that were left to somebody when it was let in
     num_waits: int = 0
+    num_whole_waits: int = 0  # of them: prompts that must be computed whole, for want of budget
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # sequence → (since, bound, preemptions then)
 
     def __post_init__(self) -> None:
@@ -70,7 +76,11 @@ class Queue:
         prompt = [1] * asked.shared + [10 + (31 * len(self.stops) + i) % 97 for i in range(asked.own)]
         params = SamplingParams(n=min(asked.n, self.rows), seed=1, max_tokens=asked.max_tokens)
         costs = [self._alone(older) for older in self.scheduler.requests()]
-        self.scheduler.add(GenerateRequest(name, prompt, params, [STOP]))
+        source = GenerateRequest(name, prompt, params, [STOP])
+        if asked.is_whole and len(prompt) <= self.budget:
+            params = SamplingParams(seed=1, max_tokens=1)
+            source = GenerateRequest(name, prompt, params, [], pooling=PoolingParams("last"), is_whole=True)
+        self.scheduler.add(source)
         self.stops[name] = asked.stops_after
         self.untouched[self.scheduler.choices(name)[0].sequence] = (self.turn, sum(costs) + 1)
 
@@ -81,12 +91,12 @@ class Queue:
         for request in scheduler.admitted:
             self._let_in(request)
         if not plan.is_empty:
-            tokens = [
-                self._token(r)
-                for r, samples in zip(scheduler._in_flight[-1].requests, plan.samples, strict=True)
-                if samples
-            ]
-            self.flight.append((plan, StepResult(plan.step, tokens)))
+            issued = zip(scheduler._in_flight[-1].requests, plan.samples, plan.starts, plan.counts, strict=True)
+            sampling = [(request, start, count) for request, samples, start, count in issued if samples]
+            whole = [(start, count, request.prompt_len) for request, start, count in sampling if request.is_whole]
+            assert all(start == 0 and count == prompt_len for start, count, prompt_len in whole), "computed in pieces"
+            tokens = [self._token(request) for request, _, _ in sampling if not request.is_whole]
+            self.flight.append((plan, StepResult(plan.step, tokens, [b"vector"] * len(whole))))
         while len(self.flight) > self.depth or (self.flight and plan.is_empty):
             scheduler.commit(*self.flight.popleft())
         self.turn += 1
@@ -127,6 +137,7 @@ class Queue:
         since, _ = self.untouched.pop(request.sequence)
         if self.turn > since:
             self.num_waits += 1
+            self.num_whole_waits += request.is_whole
             since, bound, _ = self.heads.get(request.sequence, (0, 1000, 0))
             self.closest = min(self.closest, bound - (self.turn - since))
 
@@ -170,3 +181,12 @@ def test_the_bound_is_near(depth):
         assert queue.num_waits == 1 and 0 <= queue.closest <= 22, queue.closest
         if budget > 1:
             assert queue.closest <= 6, queue.closest
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_that_takes_a_whole_step_waits_for_those_who_run_and_for_no_one_else(depth):
+    """As many tokens as a step may compute, so it enters when nobody runs; all that came later stay behind it."""
+    queue = Queue(5, 24, LONGEST // PAGE_SIZE + 90, 0, depth)
+    later = [Asked(turn, 0, 4, 16, 1, 99, 0) for turn in range(2, 20)]
+    queue.run([Asked(0, 0, 20, 16, 1, 99, 0), Asked(1, 0, 24, 1, 1, 99, 0, is_whole=True), *later])
+    assert queue.num_whole_waits == 1 and 0 <= queue.closest <= 6, queue.closest

@@ -11,7 +11,7 @@ from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.shelf import Shelf
+from octavo.schedule.shelf import MAX_ORDERED, Shelf
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -34,6 +34,7 @@ class Tally:
     survivors: int = 0  # choices that went on, with tokens, in a new engine
     asides: int = 0  # requests whose grammar had to be made ready first
     forgotten: int = 0  # grammars that were ready once, and made room for others
+    delayed: int = 0  # turns at which a grammar was not even ordered, for others were being made ready
     passed_by: int = 0  # times that a younger one entered while an older one's grammar was not ready
 
 
@@ -109,17 +110,26 @@ class Workload:
                 self.arrivals[at] = (step, msgspec.structs.replace(source, params=params))
         self._start_engine()
 
-    def _compile(self, fate: random.Random) -> None:
-        """What the shelf orders is begun at once, and takes some steps."""
+    def _take_orders(self) -> None:
+        """What the shelf orders is begun at once."""
         shelf = self.scheduler.shelf
         for order in shelf.orders:
             assert order.grammar not in self.ready and order.grammar not in self.compiling, "made ready twice"
             users = {request.params.grammar for request in self.scheduler.running}
             assert users.isdisjoint(order.forgets), "who runs may have to come back"
+            assert any(request.params.grammar == order.grammar for request in self.scheduler.requests()), "for nobody"
             self.ready -= set(order.forgets)
             self.tally.forgotten += len(order.forgets)
             self.compiling.append(order.grammar)
         shelf.orders = []
+        assert len(self.compiling) <= MAX_ORDERED, "more than may be out"
+        missing = shelf._users.keys() - self.ready - set(self.compiling)
+        assert not missing or len(self.compiling) == MAX_ORDERED, "nobody makes it ready"
+        self.tally.delayed += bool(missing)
+
+    def _compile(self, fate: random.Random) -> None:
+        """It takes some steps."""
+        self._take_orders()
         if self.compiling and fate.random() < 0.4:
             self.ready.add(self.compiling[0])
             self.scheduler.prepared(self.compiling.popleft())
@@ -195,6 +205,7 @@ class Workload:
             while self.arrivals and self.arrivals[0][0] <= step:
                 scheduler.add(self.arrivals.pop(0)[1])
                 self.tally.asides += len(scheduler.aside)
+            self._take_orders()
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
                 choices = range(sources[victim].params.n)

@@ -1,0 +1,49 @@
+"""A bit for each token of a vocabulary, 32 to a word, as llguidance fills them: asked, set and counted out.
+Knows nothing of grammars, nor of what a bit that is set means."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Words = NDArray[np.int32]  # [ceil(V / 32)]: bit i % 32 of word i / 32 is token i's
+
+WORD = 32  # tokens that a word has bits for
+_FEW = 64  # words that are looked at one by one
+
+
+def tokens_of(bits: Words, vocab_size: int, without: Sequence[int] = ()) -> Ints:
+    """Those whose bits are set, in their order."""
+    words = np.flatnonzero(bits)
+    if len(words) > _FEW:
+        tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
+    else:  # most have no word of theirs set: only a few need be looked at
+        found = np.unpackbits(bits[words].view(np.uint8).reshape(-1, WORD // 8), axis=1, bitorder="little")
+        rows, places = np.nonzero(found)
+        tokens = words[rows] * WORD + places
+        tokens = tokens[tokens < vocab_size]
+    return tokens[~np.isin(tokens, without)] if len(without) else tokens
+
+
+def is_set(bits: Words, token: int) -> bool:
+    return bool(bits.view(np.uint32)[token // WORD] >> np.uint32(token % WORD) & 1)
+
+
+def leave(bits: Words, tokens: Sequence[int]) -> None:
+    """These, and no others."""
+    bits[:] = 0
+    for token in tokens:
+        bits.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+
+
+def any_set(bits: Words, ids: Ints) -> bool:
+    return bool((bits.view(np.uint32)[ids // WORD] >> (ids % WORD).astype(np.uint32) & 1).any())
+
+
+def set_bits(bits: Words, ids: Ints) -> None:
+    np.bitwise_or.at(bits.view(np.uint32), ids // WORD, np.uint32(1) << (ids % WORD).astype(np.uint32))
+
+
+def clear_bits(bits: Words, ids: Ints) -> None:
+    np.bitwise_and.at(bits.view(np.uint32), ids // WORD, ~(np.uint32(1) << (ids % WORD).astype(np.uint32)))
