@@ -1,5 +1,6 @@
 # `make serve` and `make test` are all a newcomer needs; both set up what they use, once.
-# Variables: ARGS (for octavo), PYTEST_ARGS, PYTHON (3.11 to 3.13), PIP_ARGS (for every pip install).
+# Variables: ARGS (for octavo), PYTEST_ARGS, TEST_PROCESSES (0: none besides pytest's own, for a debugger), PYTHON (3.11 to 3.13),
+# PIP_ARGS (for every pip install).
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,6 +9,7 @@ TEST_READY := $(VENV)/.octavo-test-ready
 CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/openai_node
 CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
+TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
@@ -16,8 +18,10 @@ export PIP_ARGS PYTHON
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
 
+# A file stays with one process, for what its tests share: a server, a model. In the order of the folders, whose last files are
+# short: then both processes end at about the same time.
 test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
-	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # The server runs in its own environment; conftest.py of the other tests, which wants torch, is left aside.
 test-clients: $(READY) $(CLIENTS_READY)  ## install the clients people bring and run them against a real server

@@ -34,6 +34,11 @@ def knob(
     )
 
 
+def seconds(default: float, help: str) -> Any:
+    """A time. 0 is one too."""
+    return knob(default, "seconds " + help, least=0, most=MAX_SECONDS)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     model: str = knob("", "folder, .gguf file or hub id; empty: the embedded SmolLM2-135M-Instruct", flag="MODEL")
@@ -138,8 +143,8 @@ class ServerConfig:
     port: int = knob(8000, "port to listen on; 0: any free one", least=0, most=65535)
     api_key: str = knob(
         "",
-        "key that clients must send as 'Authorization: Bearer KEY'; several: give the flag again, or separate by commas; "
-        "also OCTAVO_API_KEY or VLLM_API_KEY",
+        "key that clients must send as 'Authorization: Bearer KEY', browsers as a password; several: give the flag again, or "
+        "separate by commas; also OCTAVO_API_KEY or VLLM_API_KEY",
         kind="list",
     )
     api_key_file: str = knob(
@@ -175,18 +180,13 @@ class ServerConfig:
     stream_interval: int = knob(
         1, "tokens in one event of a stream, the first one's aside, where a request does not say", least=1
     )
-    sse_keep_alive_interval: float = knob(
-        0.0,
-        "seconds after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never",
-        least=0,
-        most=MAX_SECONDS,
+    sse_keep_alive_interval: float = seconds(
+        0.0, "after which a stream that has nothing to say sends a comment, so that proxies keep it; 0: never"
     )
-    resume_seconds: float = knob(
+    resume_seconds: float = seconds(
         60.0,
-        "seconds for which a stream whose request set stream_options.resumable goes on, and can be read on, without its "
+        "for which a stream whose request set stream_options.resumable goes on, and can be read on, without its "
         "client; 0: no stream can be resumed",
-        least=0,
-        most=MAX_SECONDS,
     )
     resume_bytes: int | str = knob(
         64 * 2**20,
@@ -240,21 +240,20 @@ class ServerConfig:
     journey_bytes: int | str = knob(
         16 * 2**20, "memory of each process for the last requests' journeys (GET /v1/requests/ID)", kind="bytes"
     )
-    shutdown_timeout: float = knob(
-        30.0, "seconds that running requests get to finish after SIGTERM", least=0, most=MAX_SECONDS
-    )
-    step_timeout: float = knob(
+    shutdown_timeout: float = seconds(30.0, "that running requests get to finish after SIGTERM")
+    step_timeout: float = seconds(
         300.0,
-        "seconds after which an engine whose step does not end is killed, and another goes on with its requests; a tenth of "
+        "after which an engine whose step does not end is killed, and another goes on with its requests; a tenth of "
         "that where nothing is computed; 0: never",
-        least=0,
-        most=MAX_SECONDS,
     )
-    start_timeout: float = knob(
+    slow_step_seconds: float = seconds(
+        10.0,
+        "after which /health answers 503 while a step takes more than ten times as long as usual; it goes on. Six times as "
+        "many for a step of a size that is new to the engine; 0: never",
+    )
+    start_timeout: float = seconds(
         1800.0,
-        "seconds an engine or API process gets to start: the server ends if its first engine takes longer; 0: any time",
-        least=0,
-        most=MAX_SECONDS,
+        "an engine, then an API process, gets to start; if the first ones take longer the server ends; 0: any time",
     )
     max_engine_restarts: int = knob(
         100,

@@ -3,7 +3,9 @@ Knows nothing of models, batches or steps."""
 
 import math
 import os
-from collections.abc import Iterator
+import select
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,12 @@ import numpy as np
 import torch
 
 from octavo.errors import ConfigError
+
+PATIENCE_SECONDS = 1.0
+"""For so long a wait may keep a core busy. What takes longer can as well be noticed a hundredth of that later; and one that never ends
+must not look, to whoever counts processor time, as if something was computed."""
+_SHARE_SLEPT = 0.01  # of what it has taken so far
+_let_others: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
 
 
 class Event:
@@ -26,8 +34,15 @@ class Event:
 
     def wait(self) -> None:
         """Return once everything before the mark is done."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._event is None:
+            return
+        query, started = self._event.query, time.monotonic()
+        while not query():  # type: ignore[no-untyped-call]
+            elapsed = time.monotonic() - started
+            if elapsed < PATIENCE_SECONDS:
+                _let_others(0)  # other threads, to the interpreter: asking does not
+            else:
+                time.sleep(elapsed * _SHARE_SLEPT)
 
     def hold(self) -> None:
         """What is queued on the current stream from now on runs once everything before the mark is done. The host goes on."""

@@ -9,6 +9,7 @@ OctavoError
 │   ├── Unauthorized 401        missing or wrong API key
 │   ├── ModelNotFound 404       the model named in the request is not served here
 │   ├── NotFound 404            an object named by its id is not, or no longer, here
+│   ├── RequestTimeout 408      the request has not come whole in time
 │   ├── TooLarge 413            the request body is over the limit
 │   ├── Overloaded 429          refused at the door, or left the queue unserved; carries .retry_after
 │   └── DeadlineExceeded 504     the request's own deadline_ms has passed
@@ -58,6 +59,7 @@ class Unauthorized(RequestError):
     """The API key is missing or wrong."""
 
     status = 401
+    challenge = "Bearer"  # the ways to show one that the answer offers, as HTTP names them
     type = "authentication_error"
 
 
@@ -73,6 +75,12 @@ class NotFound(RequestError):
 
     status = 404
     type = "not_found_error"
+
+
+class RequestTimeout(RequestError):
+    """The client does not send what it has announced."""
+
+    status = 408
 
 
 class TooLarge(RequestError):

@@ -75,6 +75,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True, gc=False):
     origin: int
     reply_to: str  # address at which it listens for deltas
     survivors: list[GenerateRequest] = []  # what an earlier engine had not finished
+    newcomers: list[GenerateRequest] = []  # what no engine has taken in
 
 
 class ServerGone(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -76,6 +76,13 @@ def modules() -> dict[str, ast.Module]:
     return found
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Walking the whole tree is what rules take their time for: it is done once for all of them."""
+    return tuple(ast.walk(tree))
+
+
+@functools.cache
 def room_of(module: str) -> str:
     """The longest name in LEVELS that the module falls under; "" for the package itself."""
     inside = module.removeprefix("octavo").lstrip(".").removesuffix("__init__").rstrip(".")
@@ -85,7 +92,7 @@ def room_of(module: str) -> str:
 
 def imports(module: str, tree: ast.Module) -> Iterator[str]:
     """Dotted names of everything imported anywhere in the file, inside functions too."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,7 +173,7 @@ def cuda_at_home(module: str, tree: ast.Module) -> Iterator[str]:
     room, name = room_of(module), module.rsplit(".", 1)[-1]
     if module in GPU_FILES or room == "kernels" or (room == "attention" and name not in PLAIN_ATTENTION):
         return
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
                 used = ["torch.cuda"]
@@ -212,7 +219,7 @@ def stdout_is_for_answers(module: str, tree: ast.Module) -> Iterator[str]:
     """Where a process's stdout is not read by a person it is a channel: a stray line breaks it. stderr is for people."""
     if module.startswith(PRINTING):
         return
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Call(func=ast.Name(id="print"), keywords=keywords):
                 if "sys.stderr" not in [ast.unparse(keyword.value) for keyword in keywords if keyword.arg == "file"]:
@@ -237,7 +244,7 @@ RULES: list[Rule] = [
 
 def identifiers(tree: ast.Module) -> set[str]:
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
                 found.add(name)
@@ -248,9 +255,9 @@ def identifiers(tree: ast.Module) -> set[str]:
 
 def strings(tree: ast.Module) -> list[str]:
     """String constants that are not docstrings or strings standing alone."""
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
-    return [node.value for node in nodes if isinstance(node.value, str)]
+    alone = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in nodes(tree) if isinstance(node, ast.Constant) and id(node) not in alone]
+    return [node.value for node in constants if isinstance(node.value, str)]
 
 
 # ── the real tree ───────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@ Knows nothing of clocks or sockets: whoever asks brings the time."""
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 from octavo.errors import Overloaded
 from octavo.messages import GenerateRequest
@@ -10,6 +11,33 @@ from octavo.schedule import Scheduler
 
 WINDOW_SECONDS = 60.0
 MAX_RETRY_SECONDS = 600
+
+
+class Excess(NamedTuple):
+    reason: str  # as metrics have it
+    words: str
+
+
+def too_much(
+    num_waiting: int, num_tokens: int, num_new_tokens: int, max_requests: int, max_tokens: int
+) -> Excess | None:
+    """Why one more request, of `num_new_tokens`, cannot wait where so many do. None: it can. A limit of 0: any number."""
+    if max_requests and num_waiting >= max_requests:
+        return Excess(
+            "num_queued_reqs", f"{num_waiting} requests wait already, as many as may (--max-waiting-requests)"
+        )
+    if max_tokens and num_tokens + num_new_tokens > max_tokens:
+        return Excess(
+            "num_queued_tokens",
+            f"{num_tokens} prompt tokens wait already; with the {num_new_tokens} of this request there would be more than "
+            f"{max_tokens} (--max-waiting-tokens)",
+        )
+    return None
+
+
+def retry_seconds(seconds: float) -> int:
+    """When to come again, if all who wait have moved on in so many seconds: in half of them, the queue is half as long."""
+    return max(1, min(math.ceil(seconds / 2), MAX_RETRY_SECONDS))
 
 
 class Backlog:
@@ -31,23 +59,14 @@ class Backlog:
         waiting, tokens = scheduler.num_waiting - scheduler.num_free_rows, scheduler.num_waiting_tokens
         if waiting < 0 or not scheduler.num_waiting:
             return
-        if self._max_requests and waiting >= self._max_requests:
-            reason = "num_queued_reqs"
-            what = f"{waiting} requests wait already, as many as may (--max-waiting-requests)"
-        elif self._max_tokens and tokens + len(request.prompt_ids) > self._max_tokens:
-            reason = "num_queued_tokens"
-            what = (
-                f"{tokens} prompt tokens wait already; with the {len(request.prompt_ids)} of this request there would be more than "
-                f"{self._max_tokens} (--max-waiting-tokens)"
-            )
-        else:
-            return
-        self.rejections[reason] += 1
-        raise Overloaded(what, self.retry_after(waiting, now))
+        excess = too_much(waiting, tokens, len(request.prompt_ids), self._max_requests, self._max_tokens)
+        if excess is not None:
+            self.rejections[excess.reason] += 1
+            raise Overloaded(excess.words, self.retry_after(waiting, now))
 
     def retry_after(self, num_waiting: int, now: float) -> int:
         """Whole seconds in which, at the pace of the last minute, half of the queue will have moved on."""
-        return max(1, min(math.ceil(self.seconds_for(num_waiting / 2, now)), MAX_RETRY_SECONDS))
+        return retry_seconds(self.seconds_for(num_waiting, now))
 
     def seconds_for(self, num_requests: float, now: float) -> float:
         """Until so many more have a row, at the pace of the last minute. Without one to go by: as if it was one a second."""

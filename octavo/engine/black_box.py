@@ -12,6 +12,8 @@ _WORDS = 2
 _HEAD, _TAIL = range(_WORDS)
 SIZE = 4 * 2**20
 _WHOLE = 8 * _WORDS + SIZE
+# All of it is there from the beginning: an engine's memory does not grow while the box is written full for the first time.
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def shared_box() -> int:
@@ -29,7 +31,7 @@ def shared_box() -> int:
 class BlackBox:
     def __init__(self, fd: int = -1) -> None:
         """−1: shared with nobody."""
-        self._memory = mmap.mmap(fd, _WHOLE)
+        self._memory = mmap.mmap(fd, _WHOLE, flags=_FLAGS if fd >= 0 else _FLAGS | mmap.MAP_ANONYMOUS)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("Q")
         self._head = 0  # the writer's own copy
         self._most = SIZE  # how far it may go, as far as it knows

@@ -1,11 +1,14 @@
 """Processes of our own: how they are started, and how their end is told.
 Knows nothing of what they do."""
 
+import ctypes
 import signal
 import subprocess
 import sys
 
 import msgspec
+
+_PR_SET_PDEATHSIG = 1
 
 
 def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
@@ -22,6 +25,13 @@ def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) ->
     process.stdin.write(msgspec.json.encode(order) + b"\n")
     process.stdin.flush()
     return process
+
+
+def signal_at_parents_end(number: signal.Signals) -> None:
+    """To this process, where the kernel can: standard input says the same, but not to a process that was stopped or whose threads
+    wait for one that hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def describe_exit(code: int) -> str:

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from octavo.engine.anteroom import Anteroom
 from octavo.engine.build import Engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.pulse import Pulse
@@ -64,6 +65,7 @@ class EngineClient(ABC):
         self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
         self.on_found: Callable[[], None] = lambda: None  # another one has taken over
         self._streams = Streams()
+        self._anteroom: Anteroom | None = None  # None: whoever comes is sent on
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
         self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests that do not wait for ever
@@ -75,6 +77,11 @@ class EngineClient(ABC):
         """Requests of this process that have not ended."""
         return len(self._streams)
 
+    @property
+    def num_running(self) -> int:
+        """Of these, those that the engine has not ended; the others are being read."""
+        return self._streams.num_growing
+
     async def ready(self) -> EngineReport:
         """Wait for the engine. Raises EngineDead if it ends before."""
         await self._is_ready.wait()
@@ -84,13 +91,18 @@ class EngineClient(ABC):
         return self.report
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises EngineUnavailable or EngineDead; otherwise its deltas will come."""
+        """Raises EngineUnavailable, EngineDead or Overloaded; otherwise its deltas will come."""
         if self._failure is not None:
             raise self._failure
         if self.report is None:
             raise EngineUnavailable("the engine is still starting", retry_after=2)
+        if self._anteroom is not None:
+            rows = self.report.max_num_seqs
+            self._anteroom.check(request, rows, self.is_recovering, self._streams.without_tokens)
         request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
+        if self._anteroom is not None:
+            self._anteroom.hold(request)
         self._send(request)
         if request.deadline or request.queue_until:
             self._set_timers(request)
@@ -108,6 +120,8 @@ class EngineClient(ABC):
         finally:
             for timer in self._timers.pop(request_id, ()):
                 timer.cancel()
+            if self._anteroom is not None:
+                self._anteroom.drop(request_id)
             if self._streams.close(request_id):
                 self._send(Abort(request_id))
 
@@ -203,9 +217,11 @@ class ZmqClient(EngineClient):
         origin: int = 0,
         orders_address: str = "",
         pulse: Pulse | None = None,
+        anteroom: Anteroom | None = None,
     ) -> None:
         super().__init__(origin)
         self.pulse = pulse
+        self._anteroom = anteroom
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(self._context)
         self._encoder = msgspec.msgpack.Encoder()
@@ -261,11 +277,13 @@ class ZmqClient(EngineClient):
         """To a new engine, which is told what there is to go on with. What follows may be sent before it has loaded."""
         self._from_engine = self._listen(reply_address)
         self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # bounded by the requests that the server has accepted
+        self._to_engine.set_hwm(0)  # the anteroom is what bounds it
         self._to_engine.connect(engine_address)
         self._reader = asyncio.create_task(self._read(self._from_engine))
         self._reader.add_done_callback(self._reader_ended)
-        self._send(Hello(self.origin, reply_address, self._streams.survivors()))
+        newcomers = [] if self._anteroom is None else self._streams.untaken(self._anteroom.was_taken)
+        survivors = self._streams.survivors({request.id for request in newcomers})
+        self._send(Hello(self.origin, reply_address, survivors, newcomers))
 
     def _disconnect(self, linger: int = 0) -> None:
         """Tokens of the old engine that did not come this far never were: the next engine computes the same ones."""

@@ -90,13 +90,16 @@ class Driver:
             self._loop.pulse.rest()
         try:
             message = self._inbox.get(is_idle, _REST_SECONDS)
-            while message is not None:
-                self._handle(message)
-                message = self._inbox.get_nowait()
         except queue.Empty:
             if is_idle:
                 self._loop.rest()
             return True
+        while message is not None:
+            self._handle(message)
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return True
         return False
 
     def _handle(self, message: ToEngine | Wake) -> None:
@@ -160,10 +163,10 @@ class Driver:
     def _add(self, request: GenerateRequest) -> None:
         """Whatever is wrong with a request that the door let through is this request's failure alone."""
         self._origins[request.id] = request.origin
+        self._loop.pulse.take(request.origin, request.submitted)
         try:
             self._loop.check(request)
-            if request.begun:
-                self._check_room(request)
+            self._check_room(request)
             self._loop.add(request)
         except Overloaded as error:
             self._refuse(request.id, range(request.params.n), _overload(error))
@@ -184,9 +187,10 @@ class Driver:
             self._refuse(request_id, [choice.index for choice in choices], _overload(self._loop.overdue()))
 
     def _check_room(self, request: GenerateRequest) -> None:
-        """Memory was measured anew: there may be less of it than where the request began."""
+        """Memory was measured anew: there may be less of it than where the request came to the door."""
         assert request.params.max_tokens is not None, "resolved at the door"
-        if len(request.prompt_ids) + request.params.max_tokens > self._report.max_model_len:
+        num_new = 0 if request.pooling is not None else request.params.max_tokens
+        if len(request.prompt_ids) + num_new > self._report.max_model_len:
             raise EngineUnavailable(f"the engine that took over has room for {self._report.max_model_len} tokens only")
 
     def _send(self, deltas: list[TokenDelta]) -> None:

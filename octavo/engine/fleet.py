@@ -23,6 +23,14 @@ from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 _FAREWELL_MS = 1000
 
 
+class Patience(msgspec.Struct, frozen=True):
+    """Seconds that clients get."""
+
+    request: float = 60.0  # for a request's head, and for each KiB of its body
+    reader: float = 300.0  # to take any of what was written to them
+    farewell: float = 5.0  # the same, when the server is told to stop and has nothing else to wait for
+
+
 class ServerOrder(msgspec.Struct, frozen=True):
     """What the supervisor tells an API process to be."""
 
@@ -36,6 +44,8 @@ class ServerOrder(msgspec.Struct, frozen=True):
     default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
     orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
     pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
+    patience: Patience = Patience()
+    num_servers: int = 1  # API processes, of which this is one
 
 
 class Member:
@@ -122,14 +132,15 @@ class Fleet:
             self._reception.deal_to(member.channel)
         member.channel = None
 
-    def look(self) -> None:
-        """Kill those whose event loop does not turn: they would be dealt connections, and answer none. And those that never start."""
+    def look(self, engine_since: float | None) -> None:
+        """Kill those whose event loop does not turn: they would be dealt connections, and answer none. And those that never start:
+        they wait for the engine, which is there since `engine_since`, if it is."""
         limit = self._template.config.server.start_timeout
         for member in self.members:
             if member.verdict or member.process is None or member.has_ended:
                 continue
             if not member.is_ready:
-                if limit and time.monotonic() - member.started > limit:
+                if limit and engine_since is not None and time.monotonic() - max(member.started, engine_since) > limit:
                     member.verdict = (
                         f"API process {member.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
                     )

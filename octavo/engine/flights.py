@@ -9,9 +9,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from octavo.config import RecorderConfig
 from octavo.engine.black_box import SIZE, BlackBox, shared_box
@@ -28,6 +29,13 @@ _LOCK = "lock"
 ENDING = ".octavo"
 
 
+class _LastWords(NamedTuple):
+    """What an engine had said, and maybe had no time to write."""
+
+    position: int  # in its stream
+    records: bytes
+
+
 class Flights:
     """A server's recordings. Where the folder was not named and cannot be written, there are none, and that is said."""
 
@@ -35,6 +43,8 @@ class Flights:
         self._is_named = bool(config.record_folder)
         self._box_fd = -1
         self._lock: int | None = None
+        self._sealing = threading.Lock()  # one engine's at a time
+        self._sealers: list[threading.Thread] = []
         self.live: Path | None = None  # None: nothing is recorded
         self._what = "with token ids" if config.record_tokens else "without any text"
         if not (num_bytes := int(config.record_bytes)):
@@ -68,24 +78,49 @@ class Flights:
         """Memory that an engine is to inherit."""
         return (self._box_fd,) if self._box_fd >= 0 else ()
 
-    def seal(self, why: str, engine: int) -> Path | None:
-        """Make one file of what an engine that has ended recorded, up to its last word. None: there is nothing, or no room."""
-        if self.live is None:
-            return None
-        try:
-            box = BlackBox(self._box_fd)
+    def seal_aside(self, engine: int) -> None:
+        """Make one file of what an engine that has crashed recorded, and say so, while others go on: clients wait for the next
+        engine, and shall not wait for a disk. The next one may start at once; what it overwrites is taken now."""
+        if self.live is not None:
+            sealer = threading.Thread(target=self._seal_crash, args=(engine, self._last_words()), name="octavo-seal")
             try:
-                return self._seal(self.live, f"{engine:03d}", why, box)
-            finally:
-                box.close()
+                sealer.start()
+            except RuntimeError:  # no more threads, as may be where something has just crashed
+                sealer.run()
+                return
+            self._sealers = [*(other for other in self._sealers if other.is_alive()), sealer]
+
+    def _seal_crash(self, engine: int, words: _LastWords | None) -> None:
+        if (path := self._seal_own("crash", engine, words)) is not None:
+            say(f"what led to it is recorded: octavo replay {path}")
+
+    def _seal_own(self, why: str, engine: int, words: _LastWords | None) -> Path | None:
+        """None: there is nothing, or no room."""
+        assert self.live is not None
+        try:
+            with self._sealing:
+                return self._seal(self.live, f"{engine:03d}", why, words)
         except OSError as error:
             say(f"what the engine recorded could not be kept: {error.strerror}")
             return None
 
+    def _last_words(self) -> _LastWords | None:
+        try:
+            box = BlackBox(self._box_fd)
+        except OSError as error:  # no memory, say
+            say(f"the engine's last words could not be read: {error.strerror}")
+            return None
+        try:
+            return _LastWords(box.tail, box.between(box.tail, box.head))
+        finally:
+            box.close()
+
     def close(self, engine: int) -> None:
         """After a stop in order, what was recorded is kept where somebody named a place for it."""
+        for sealer in self._sealers:
+            sealer.join()
         if self.live is not None:
-            if self._is_named and (path := self.seal("stopped", engine)) is not None:
+            if self._is_named and (path := self._seal_own("stopped", engine, self._last_words())) is not None:
                 say(f"the last of what was scheduled: octavo replay {path}")
             shutil.rmtree(self.live, ignore_errors=True)
         if self._lock is not None:
@@ -119,7 +154,7 @@ class Flights:
                 finally:
                     os.close(fd)
 
-    def _seal(self, live: Path, engine: str, why: str, box: BlackBox | None) -> Path | None:
+    def _seal(self, live: Path, engine: str, why: str, words: _LastWords | None) -> Path | None:
         segments = sorted(live.glob(f"{engine}-*{SEGMENT}"))
         if not segments:
             return None
@@ -133,8 +168,8 @@ class Flights:
                 for segment in segments:
                     with segment.open("rb") as source:
                         shutil.copyfileobj(source, file)
-                if box is not None:
-                    _write_last_words(file, segments[-1], box)
+                if words is not None:
+                    _write_last_words(file, segments[-1], words)
             part.rename(target)
         except OSError:
             part.unlink(missing_ok=True)
@@ -147,9 +182,12 @@ class Flights:
         return target
 
 
-def _write_last_words(file: BinaryIO, last: Path, box: BlackBox) -> None:
-    """What the engine had said, and had no time to write."""
+def _write_last_words(file: BinaryIO, last: Path, words: _LastWords) -> None:
+    """Those that are not in its last file: it may have ended between the writing and the word that it was done. Where something
+    is missing in between they could not be followed, and what is before it would be lost with them."""
     ends = [chunk.end for chunk in chunks_in(last.read_bytes()) if isinstance(chunk, Chunk)]
-    start = max(ends[-1] if ends else 0, box.tail)
-    if start < box.head:
-        file.write(stream_chunk(box.between(start, box.head), start))
+    if ends and words.position > ends[-1]:
+        return
+    start = max(ends[-1] if ends else 0, words.position)
+    if unwritten := words.records[start - words.position :]:
+        file.write(stream_chunk(unwritten, start))

@@ -12,6 +12,7 @@ import msgspec
 
 from octavo.cache import audit
 from octavo.engine.backlog import Backlog
+from octavo.engine.heap import give_back
 from octavo.engine.live import Endings, look, page_owners
 from octavo.engine.progress import progress_of
 from octavo.engine.pulse import Pulse
@@ -67,8 +68,10 @@ class EngineLoop:
         self._prepared: queue.SimpleQueue[str] = queue.SimpleQueue()  # grammars that are ready, and not known to be
         self.audits = {"right": 0, "wrong": 0}
         self.page_problems: list[str] = []  # what the last look at the pages' books found
-        self._num_audited = 0  # steps before the last look
+        self._num_audited = 0  # steps before the last look at the pages' books
+        self._num_given = 0  # … and before memory was given back
         self._in_flight: deque[StepPlan] = deque()
+        self._sizes: deque[int] = deque()  # their tokens
         self._last_plan: StepPlan | None = None
         self._recorder: Recorder | None = None
 
@@ -88,6 +91,8 @@ class EngineLoop:
         planned = clock()
         self._note_plan(plan, planned)
         if not plan.is_empty:
+            self._sizes.append(sum(plan.counts))
+            self.pulse.size(sum(self._sizes))  # what overlaps is waited for together
             pace.submitted(planned)
             self.executor.submit(plan)
             self._in_flight.append(plan)
@@ -106,7 +111,7 @@ class EngineLoop:
             pace.collected(collected)
             done = self._in_flight.popleft()
             committed = self.scheduler.commit(done, result)
-            num_tokens = sum(done.counts)
+            num_tokens = self._sizes.popleft()
             if recorder is not None:
                 told.append((result, committed, self.scheduler.ended, num_tokens, pace.last_seconds))
             now = clock()
@@ -162,7 +167,14 @@ class EngineLoop:
             self._tend_shelf(now)
 
     def rest(self) -> None:
-        """Nothing has come for a while: time to look at the pages' books, if anything was computed since the last look."""
+        """Nothing has come for a while: time to look at the pages' books and to give memory back, if anything was computed since
+        the last time."""
+        self._audit()
+        if not self.has_work and self._num_given != self.scheduler.num_steps:
+            self._num_given = self.scheduler.num_steps
+            give_back()
+
+    def _audit(self) -> None:
         if self.has_work or self._num_audited == self.scheduler.num_steps:
             return
         self._num_audited = self.scheduler.num_steps
@@ -183,7 +195,7 @@ class EngineLoop:
         """Every verb that is not a request, in one place. Called between two steps."""
         match control:
             case ReadMetrics():
-                self.rest()
+                self._audit()
                 return self.metrics.text(self.state())
             case ReadProgress():
                 told = progress_of(self.scheduler, self.metrics, self._clock())
@@ -292,6 +304,7 @@ class EngineLoop:
         if scheduler.admitted:
             journal.admitted(scheduler.admitted, plan, now)
             self.backlog.moved(now, len(scheduler.admitted))
+            self.pulse.move(self.backlog.seconds_for(1, now))
             for request in scheduler.admitted:
                 self.metrics.admitted(request.id, now, request.num_cached)
         reason = scheduler.head_waits_for

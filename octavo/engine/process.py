@@ -5,7 +5,6 @@ Standard input stays open for as long as the supervisor lives: its end is the or
 On standard output goes one JSON line, the EngineReport, once the engine is ready. Logs go to standard error."""
 
 import contextlib
-import ctypes
 import dataclasses
 import gc
 import logging
@@ -29,7 +28,9 @@ from octavo.config import Config
 from octavo.engine.backlog import Backlog
 from octavo.engine.black_box import BlackBox
 from octavo.engine.build import Engine, start_engine
+from octavo.engine.children import signal_at_parents_end
 from octavo.engine.driver import Driver, Inbox
+from octavo.engine.heap import keep_one_heap
 from octavo.engine.pulse import Pulse
 from octavo.engine.recorder import Recorder, Segments
 from octavo.engine.recording import FORMAT, Header
@@ -38,7 +39,6 @@ from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.observe import logs
 from octavo.weights.source import ModelSource
 
-_PR_SET_PDEATHSIG = 1
 RECORDED = ("model", "cache", "scheduler", "parallel")
 """Sections of the configuration that a recording tells: never the server's, which has keys."""
 
@@ -91,10 +91,11 @@ class ZmqOutbox:
 
 
 def main() -> int:
+    keep_one_heap()
     # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with_parent()
+    signal_at_parents_end(signal.SIGKILL)  # a step may hang for ever
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOrder)
     # Whatever is made for this run only goes where the supervisor cleans up, should we be killed.
     tempfile.tempdir = str(_folder(order.address))
@@ -149,12 +150,6 @@ def start_recorder(order: EngineOrder, engine: Engine) -> Recorder:
     )
     segments = Segments(Path(order.record_to), f"{order.number:03d}", int(config.record_bytes))
     return Recorder(segments, header, BlackBox(order.box_fd))
-
-
-def _end_with_parent() -> None:
-    """Standard input says the same, but not to a process that was stopped or whose threads wait for one that hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _folder(address: str) -> Path:

@@ -10,9 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterable
 
-_WORDS = 32
-_PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED = range(8)
+_WORDS = 64
+_PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED, _NUM_TOKENS, _SEEN = range(10)
 _RESTARTS = 16  # the first of the words that outlive an engine
+_LONGEST = 32  # … among them what steps took, a word for each size
+_NUM_SIZES = 24  # by powers of two; the last is also for whatever is larger
+_LONG = 100_000_000  # nanoseconds; shorter steps are not worth a note
+_KEPT = 98  # percent of the longest step's time that are left when another of its size has ended
 CAUSES = (
     ("engine", "killed"),  # by a signal from elsewhere
     ("engine", "failed"),  # it ended itself
@@ -21,13 +25,16 @@ CAUSES = (
     ("api", "killed"),
     ("api", "failed"),
     ("api", "hung"),
+    ("api", "start"),
 )
 """Which process was started again, and why."""
+_PACE, _EVER_SEEN = _RESTARTS + len(CAUSES), _RESTARTS + len(CAUSES) + 1
 _SLOT = 64  # bytes for a row's occupant: how long its id is, then the id, cut if need be
 _MAX_ROWS = 4096  # occupants of rows beyond these are not told
 _BEATS = 8 * _WORDS + _SLOT * _MAX_ROWS  # where API processes write, a word each
 _MAX_SERVERS = 1024  # those beyond these are not watched
-_SIZE = _BEATS + 8 * _MAX_SERVERS
+_TAKEN = _BEATS + 8 * _MAX_SERVERS  # where engines write how far they are with each API process's requests
+_SIZE = _TAKEN + 8 * _MAX_SERVERS
 
 
 def shared_memory() -> int:
@@ -50,7 +57,11 @@ class Pulse:
         """−1: shared with nobody."""
         self._memory = mmap.mmap(fd, _SIZE)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
-        self._beats = memoryview(self._memory)[_BEATS:].cast("q")
+        self._beats = memoryview(self._memory)[_BEATS:_TAKEN].cast("q")
+        self._taken = memoryview(self._memory)[_TAKEN:].cast("q")
+        self._num_tokens = 0  # of the step that is computed
+        self._noted = -1  # … of the last whose time is noted
+        self._is_long = False  # steps of that size are
 
     # ── the engine writes ──
 
@@ -59,6 +70,7 @@ class Pulse:
         self._memory[: 8 * _RESTARTS] = bytes(8 * _RESTARTS)
         self._memory[8 * _WORDS : _BEATS] = bytes(_BEATS - 8 * _WORDS)
         self._words[_PID] = os.getpid()
+        self._num_tokens, self._noted, self._is_long = 0, -1, False
 
     def rest(self) -> None:
         """There is nothing to do. To be said every second or so."""
@@ -71,12 +83,30 @@ class Pulse:
         words[_BEAT] = time.monotonic_ns()
         words[_IS_STEPPING] = 1
 
+    def size(self, num_tokens: int) -> None:
+        """So many tokens are computed before the next end(): what a step takes depends on it."""
+        if num_tokens != self._num_tokens:
+            self._words[_NUM_TOKENS] = self._num_tokens = num_tokens
+
     def end(self, num_steps: int, num_running: int, num_waiting: int) -> None:
         words = self._words
-        words[_BEAT] = words[_LAST_STEP] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        elapsed = now - words[_BEAT]
+        if elapsed > _LONG or self._num_tokens != self._noted or self._is_long:
+            self._note(elapsed)
+        words[_BEAT] = words[_LAST_STEP] = now
         words[_NUM_STEPS] = num_steps
         words[_NUM_RUNNING] = num_running
         words[_NUM_WAITING] = num_waiting
+
+    def _note(self, elapsed: int) -> None:
+        words, self._noted = self._words, self._num_tokens
+        at = _size(self._num_tokens)
+        words[_SEEN] |= 1 << at
+        words[_EVER_SEEN] |= 1 << at
+        longest = max(elapsed, words[_LONGEST + at] * _KEPT // 100)
+        self._is_long = longest > _LONG
+        words[_LONGEST + at] = longest if self._is_long else 0
 
     def seat(self, left: Iterable[int], entered: Iterable[tuple[int, str]]) -> None:
         """Rows that are free now, then (row, request id) of who took one: before the step that computes them."""
@@ -89,6 +119,16 @@ class Pulse:
                 start = 8 * _WORDS + row * _SLOT
                 self._memory[start + 1 : start + 1 + len(encoded)] = encoded
                 self._memory[start] = len(encoded)
+
+    def take(self, origin: int, submitted: float) -> None:
+        """An API process's request of that time is taken in, or refused. Its requests come in the order of their times; those that
+        an engine before this one took in may come again."""
+        if origin < _MAX_SERVERS:
+            self._taken[origin] = max(self._taken[origin], _nanoseconds(submitted))
+
+    def move(self, seconds_per_request: float) -> None:
+        """How fast the queue moves: what the next one to get a row takes. Outlives the engine, as the last that is known."""
+        self._words[_PACE] = _nanoseconds(seconds_per_request)
 
     # ── an API process writes ──
 
@@ -131,6 +171,24 @@ class Pulse:
         return bool(self._words[_IS_STEPPING])
 
     @property
+    def num_tokens(self) -> int:
+        """What the step that is computed has to do."""
+        return self._words[_NUM_TOKENS]
+
+    def usual(self) -> tuple[float, bool] | None:
+        """(seconds, whether this engine has computed one of its size): what the step that is computed takes at most. That is what the
+        longest of late took, of those that were about as large or smaller if there were such, else so many times that as it is larger
+        than the largest. At least a tenth of a second. None: no engine has computed any."""
+        words = self._words
+        at, ever = _size(self.num_tokens), words[_EVER_SEEN]
+        if not ever:
+            return None
+        longest = words[_LONGEST : _LONGEST + (at + 1 if ever >> at & 1 else _NUM_SIZES)]
+        largest = (1 << ever.bit_length() - 1) // 2  # tokens, at least, of the largest there were
+        times = max(1.0, self.num_tokens / max(1, largest)) if at >= ever.bit_length() else 1.0
+        return max(*longest, _LONG) / 1e9 * times, bool(words[_SEEN] >> at & 1)
+
+    @property
     def last_step(self) -> int:
         return self._words[_LAST_STEP]
 
@@ -150,6 +208,15 @@ class Pulse:
     def stalled_seconds(self) -> float:
         return self._words[_STALLED] / 1e9
 
+    @property
+    def seconds_per_request(self) -> float:
+        """The queue's pace. Without one to go by: as if it was one a second."""
+        return self._words[_PACE] / 1e9 or 1.0
+
+    def has_taken(self, origin: int, submitted: float) -> bool:
+        """Whether an engine has taken in what an API process submitted at that time. Of those that are not told: yes."""
+        return origin >= _MAX_SERVERS or _nanoseconds(submitted) <= self._taken[origin]
+
     def beat_of(self, origin: int) -> int:
         """An API process's last sign of life."""
         return self._beats[origin] if origin < _MAX_SERVERS else 0
@@ -165,7 +232,17 @@ class Pulse:
     def close(self) -> None:
         self._words.release()
         self._beats.release()
+        self._taken.release()
         self._memory.close()
+
+
+def _size(num_tokens: int) -> int:
+    """0: none, 1: one, 2: two or three, 3: four to seven …"""
+    return min(num_tokens.bit_length(), _NUM_SIZES - 1)
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
 
 
 def is_named(request_id: str, seated: Iterable[str]) -> bool:

@@ -4,11 +4,13 @@ Knows nothing of HTTP, and never reads from a connection.
 Processes that all accept from one socket share unevenly: whoever is awake takes a burst, and then works for the others."""
 
 import contextlib
+import resource
 import socket
 import threading
 import time
 
 _PATIENCE_SECONDS = 1.0
+_MAX_DESCRIPTORS = 2**20  # more than anybody needs: some systems allow a thousand times that
 RETRY_SECONDS = 0.01  # while no API process has room for one more connection, or this one for one more descriptor
 
 
@@ -76,10 +78,20 @@ class Reception:
         return False
 
 
-def take_connections(channel: socket.socket) -> list[socket.socket]:
-    """The API process's side: what has been handed over since. Raises EOFError when there will be no more."""
+def raise_descriptor_limit() -> None:
+    """Of this process and of those it starts, to what it may be: most systems grant 1024 to who does not ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # a system with a limit besides
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def take_connections(channel: socket.socket, full_from: int = _MAX_DESCRIPTORS) -> list[socket.socket]:
+    """The API process's side: what has been handed over since, up to one whose number is `full_from` or more: the kernel closes
+    those for which there is no descriptor, without a word. Raises EOFError when there will be no more."""
     taken: list[socket.socket] = []
-    while True:
+    while not taken or taken[-1].fileno() < full_from:
         try:
             word, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         except BlockingIOError:
@@ -89,3 +101,4 @@ def take_connections(channel: socket.socket) -> list[socket.socket]:
             if taken:
                 return taken
             raise EOFError
+    return taken

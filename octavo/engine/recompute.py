@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig, replace
 from octavo.engine.build import load_executor
-from octavo.engine.recording import Aborted, Arrived, Header, Prepared, Recording
+from octavo.engine.recording import Header, Recording
 from octavo.engine.replay import Committed, Planned, Replay
 from octavo.errors import ConfigError
 from octavo.messages import EngineReport, Entering, StepPlan, StepResult
@@ -99,14 +99,12 @@ class Recomputation:
                 self._prepare(grammar, [])
             self._warm_up()
             for happening in self.replay.follow():
+                self._tend_shelf()
                 match happening:
-                    case Arrived() | Aborted() | Prepared():
-                        self._tend_shelf()
                     case Planned() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
                     case Committed():
                         self._compare(happening, self._results.popleft())
-                        self._tend_shelf()
         finally:
             self._executor.close()
         return self.findings

@@ -33,6 +33,7 @@ from octavo.engine.recording import (
     Turned,
     digest,
     framed,
+    gap_chunk,
     grammar_names,
     state_chunk,
     stream_chunk,
@@ -48,6 +49,7 @@ log = logging.getLogger("octavo.engine")
 
 FLUSH_SECONDS = 0.2
 RETRY_SECONDS = 10.0
+MOST_RETRY_SECONDS = 640.0  # where a state was too large, again and again: to take one costs the step that waits for it
 PLAIN_TURNS = 16  # of which there is nothing to tell, written down at once
 SEGMENTS = 4  # files that share the limit
 _RESERVE = 64  # bytes of the box kept for the record that says that there is no room
@@ -227,7 +229,7 @@ class Recorder:
             while True:
                 position, state = self._states.get_nowait()
                 self._flush_to(position)
-                segments.begin(state_chunk(state, position))
+                segments.begin(state, position)
                 self._is_rolling = False
         self._flush_to(head)
         # The stepping thread may have lost track, or the disk: once there is room again, it shall begin anew.
@@ -266,6 +268,7 @@ class Segments:
         self._size = 0
         self._count = 0
         self._failed_at: float | None = None
+        self._pause = RETRY_SECONDS  # before the next try
         self._has_complained = False
 
     @property
@@ -274,7 +277,7 @@ class Segments:
 
     @property
     def can_retry(self) -> bool:
-        return self._failed_at is None or self._now() - self._failed_at > RETRY_SECONDS
+        return self._failed_at is None or self._now() - self._failed_at > self._pause
 
     @property
     def wants_state(self) -> bool:
@@ -286,9 +289,11 @@ class Segments:
             return False
         return self._size > self._limit // SEGMENTS
 
-    def begin(self, chunk: bytes) -> None:
+    def begin(self, state: bytes, position: int) -> None:
+        """The next file, with the state that was taken at this place of the stream."""
+        chunk = state_chunk(state, position)
         if len(chunk) > self._limit // 2:
-            return self._fail(f"the engine's state takes {len(chunk)} bytes, more than half of --record-bytes")
+            return self._fail_for_size(len(chunk), position)
         if self._failed_at is None:
             self._has_complained = False  # a file was filled without trouble
         self.close()
@@ -299,7 +304,7 @@ class Segments:
         except OSError as error:
             return self._fail(f"{self._path} cannot be written: {error.strerror}")
         if self._write(chunk):
-            self._failed_at = None
+            self._failed_at, self._pause = None, RETRY_SECONDS
 
     def append(self, chunk: bytes) -> None:
         if self._file >= 0:
@@ -337,7 +342,16 @@ class Segments:
             del self._files[0]
         return True
 
-    def _fail(self, why: str) -> None:
+    def _fail_for_size(self, num_bytes: int, position: int) -> None:
+        """The engine has too much to do at the moment to be told of. It will be less, but nobody knows when: what was in vain is
+        tried half as often from then on."""
+        why = f"the engine's state takes {num_bytes} bytes, more than half of --record-bytes"
+        pause = min(2 * self._pause, MOST_RETRY_SECONDS)
+        self.append(gap_chunk(why, position))
+        self._fail(why, pause)
+
+    def _fail(self, why: str, pause: float = RETRY_SECONDS) -> None:
         self.complain(why)
+        self._pause = pause
         self._failed_at = self._now()
         self.close()

@@ -18,10 +18,10 @@ from octavo.errors import ConfigError
 from octavo.messages import Candidates, EngineReport, FinishReason, PoolingParams, SamplingParams, StepPlan
 from octavo.schedule.snapshot import SchedulerState, Wishes
 
-FORMAT = 1
+FORMAT = 2
 _CHUNK = struct.Struct("<4sBQII")  # magic, kind, position in the stream, bytes, checksum
 _MAGIC = b"oRec"
-_STATE, _STREAM = 0, 1
+_STATE, _STREAM, _GAP = 0, 1, 2
 _LENGTH = struct.Struct("<I")  # before every record of the stream
 
 
@@ -170,10 +170,28 @@ _NAMES, _DEFAULTS = SamplingParams.__struct_fields__, SamplingParams.__struct_de
 _TEXT = {"stop", "stop_token_ids", "bad_words", "bad_word_ids", "structured_outputs", "logit_bias", "allowed_token_ids"}
 
 
+MAX_NAMED = 32 * 2**20  # characters of grammars whose names are kept
+_MAX_NAMES = 4096
+
+
 def grammar_names() -> Callable[[str], str]:
-    """Gives a grammar a name that tells nothing of it: another one in every recording."""
+    """Gives a grammar a name that tells nothing of it: another one in every recording. A state asks for those of all open requests,
+    some times each, so what was made is kept; within a limit, for whoever was asked about may be long gone."""
     secret = os.urandom(16)
-    return lambda grammar: blake2b(grammar.encode(), key=secret, digest_size=8).hexdigest()
+    names: dict[str, str] = {}
+    num_kept = 0
+
+    def name_of(grammar: str) -> str:
+        nonlocal num_kept
+        if (name := names.get(grammar)) is None:
+            if num_kept + len(grammar) > MAX_NAMED or len(names) == _MAX_NAMES:
+                names.clear()
+                num_kept = 0
+            name = names[grammar] = blake2b(grammar.encode(), key=secret, digest_size=8).hexdigest()
+            num_kept += len(grammar)
+        return name
+
+    return name_of
 
 
 def wishes_of(params: SamplingParams, with_text: bool, name_of: Callable[[str], str]) -> Wishes:
@@ -208,18 +226,28 @@ def state_chunk(state: bytes, position: int) -> bytes:
     return _CHUNK.pack(_MAGIC, _STATE, position, len(state), zlib.crc32(state)) + state
 
 
+def gap_chunk(why: str, position: int) -> bytes:
+    """Nothing of what follows is in the file, up to the next state."""
+    content = why.encode()
+    return _CHUNK.pack(_MAGIC, _GAP, position, len(content), zlib.crc32(content)) + content
+
+
 def stream_chunk(records: bytes, position: int) -> bytes:
     return _CHUNK.pack(_MAGIC, _STREAM, position, len(records), zlib.crc32(records)) + records
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    is_state: bool
+    kind: int
     position: int
     content: bytes
 
     @property
+    def is_state(self) -> bool:
+        return self.kind == _STATE
+
+    @property
     def end(self) -> int:
-        return self.position if self.is_state else self.position + len(self.content)
+        return self.position + len(self.content) if self.kind == _STREAM else self.position
 
 
 def chunks_in(data: bytes) -> Iterator[Chunk | int]:
@@ -229,8 +257,8 @@ def chunks_in(data: bytes) -> Iterator[Chunk | int]:
         if len(data) - at >= _CHUNK.size:
             magic, kind, position, length, checksum = _CHUNK.unpack_from(data, at)
             content = data[at + _CHUNK.size : at + _CHUNK.size + length]
-            if magic == _MAGIC and kind <= _STREAM and len(content) == length and zlib.crc32(content) == checksum:
-                yield Chunk(kind == _STATE, position, content)
+            if magic == _MAGIC and kind <= _GAP and len(content) == length and zlib.crc32(content) == checksum:
+                yield Chunk(kind, position, content)
                 at += _CHUNK.size + length
                 continue
         found = data.find(_MAGIC, at + 1)
@@ -259,6 +287,8 @@ def read(path: Path) -> Recording:
     """A file, or the folder that a running server writes to. Raises ConfigError where there is nothing that can be followed."""
     try:
         files = sorted(path.glob("*" + SEGMENT)) if path.is_dir() else [path]
+        # Of several engines, what those before the last one wrote is about to be files of their own.
+        files = [file for file in files if file.name.split("-")[0] == files[-1].name.split("-")[0]]
         data = b"".join(file.read_bytes() for file in files)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a recording of octavo serve") from None
@@ -276,9 +306,15 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
     notes = [f"{chunk} bytes were not written whole and are passed over" for chunk in chunks if isinstance(chunk, int)]
     states: list[Chunk] = []  # of this stretch
     stream, end, num_gaps = bytearray(), -1, 0
+    why = ""  # there is nothing more
     for chunk in chunks:
         if isinstance(chunk, int):
             continue
+        if chunk.kind == _GAP:
+            why = chunk.content.decode(errors="replace")
+            continue
+        if chunk.is_state:
+            why = ""
         if chunk.is_state and (not states or chunk.position > end):
             num_gaps += bool(states)
             states, stream, end = [chunk], bytearray(), chunk.position
@@ -286,12 +322,12 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
             states.append(chunk)
         elif states and chunk.position <= end:
             stream += chunk.content[end - chunk.position :]
-            end = max(end, chunk.end)
+            end, why = max(end, chunk.end), ""
         elif states:
             num_gaps += 1
             states = []
     if not states:
-        raise ConfigError(f"{path} holds no state to begin with: it is only a part of a recording")
+        raise ConfigError(f"{path} holds no state to begin with: {why or 'it is only a part of a recording'}")
     records: list[Record] = []
     start = states[0]
     for position, record in _records(bytes(stream), states[0].position, notes):
@@ -305,6 +341,8 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
             records.extend(record.turns())
         else:
             records.append(record)
+    if why:
+        notes.append(f"what followed could not be recorded: {why}")
     if num_gaps:
         notes.append("some of it could not be written: what is before the last gap is passed over")
     return Recording(_state_of(start, path), records, notes)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from octavo import __version__
 from octavo.cache import KVCache
 from octavo.engine.recording import (
     KEY_BYTES,
@@ -101,6 +102,13 @@ class ToldCache(KVCache):
         return self.known.get(name, b"%d %d" % name)
 
 
+def _cannot(what: str, header: Header, error: Exception) -> ConfigError:
+    reason = f"another version wrote it: {header.version}, and this is {__version__}"
+    if header.version == __version__:
+        reason = "it is damaged, or this is a fault of Octavo's"
+    return ConfigError(f"{what} ({type(error).__name__}: {error}): {reason}")
+
+
 class Replay:
     """Follows a recording once, to its end or to the first plan that is not the same."""
 
@@ -109,9 +117,7 @@ class Replay:
         try:
             self._begin(recording)
         except (AssertionError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"the recording's state cannot be taken up, as if another version had written it ({type(error).__name__}: {error})"
-            ) from error
+            raise _cannot("the recording's state cannot be taken up", recording.header, error) from error
 
     def _begin(self, recording: Recording) -> None:
         self.header = header = recording.header
@@ -145,10 +151,8 @@ class Replay:
         try:
             yield from self._follow()
         except (AssertionError, LookupError, StopIteration, RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"after step {self.scheduler.num_steps} the recording cannot be followed, as if another version had written "
-                f"it ({type(error).__name__}: {error})"
-            ) from error
+            where = f"after step {self.scheduler.num_steps} the recording cannot be followed"
+            raise _cannot(where, self.header, error) from error
 
     def _follow(self) -> Iterator[Happening]:
         for record in self._records:
@@ -188,7 +192,6 @@ class Replay:
     def _turn(self, record: Turned) -> Iterator[Happening]:
         keys = record.keys
         self.cache.told.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        self.scheduler.shelf.orders = []  # whoever carries them out did so
         plan = self.scheduler.plan()
         is_same = digest(plan, self._num_rows) == record.digest
         self._num_rows = len(plan.rows)
@@ -212,6 +215,7 @@ class Replay:
             candidates = _by_beam(done, issued, outcome) if outcome.candidates else {}
             deltas = self.scheduler.commit(done, result)
             yield Committed(record.micros, done, requests, outcome, deltas, candidates)
+        self.scheduler.shelf.orders = []  # whoever carries them out did so
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
 
     # ── what stands in for what is not told ──

@@ -39,6 +39,7 @@ class Reunion:
         self._absent.discard(hello.origin)
         if self._groups is None:
             self._survivors += hello.survivors
+        self._newcomers += hello.newcomers
 
     def hold(self, request: GenerateRequest) -> None:
         self._newcomers.append(request)
@@ -89,7 +90,7 @@ class Reunion:
             self._survivors = []
         if not self._groups:
             newcomers, self._newcomers = self._newcomers, []
-            return newcomers
+            return sorted(newcomers, key=lambda request: request.submitted)
         group = self._groups.popleft()
         if group[0].strikes >= SUSPICIOUS:
             self._on_trial = {request.id: PROOF_TOKENS for request in group}

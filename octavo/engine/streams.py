@@ -5,7 +5,7 @@ For every open request it keeps the tokens that have come, which is all that ano
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from hashlib import blake2b
 
 import msgspec
@@ -44,6 +44,11 @@ class _Stream:
         if reader is not None and not reader.done():
             reader.set_result(None)
 
+    @property
+    def is_whole(self) -> bool:
+        """Nothing has come of it, and all of it is still wanted."""
+        return len(self.open_choices) == len(self.outputs) and not any(self.outputs)
+
     def strike(self, seated: Collection[str]) -> None:
         num_tokens = sum(map(len, self.outputs))
         if num_tokens >= self.mark + PROOF_TOKENS:
@@ -69,6 +74,11 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    @property
+    def num_growing(self) -> int:
+        """Those that more is to come for."""
+        return sum(1 for stream in self._streams.values() if stream.open_choices)
 
     def open(self, request: GenerateRequest) -> None:
         if self._failure is not None:
@@ -167,9 +177,23 @@ class Streams:
                 f"request {name}, which was the same, ended two engines: it is not tried again for {left:.0f} s"
             )
 
-    def survivors(self) -> list[GenerateRequest]:
+    def without_tokens(self) -> list[GenerateRequest]:
+        """Those that are open and have had none, oldest first."""
+        return [stream.request for stream in self._streams.values() if stream.open_choices and not any(stream.outputs)]
+
+    def untaken(self, was_taken: Callable[[GenerateRequest], bool]) -> list[GenerateRequest]:
+        """What no engine has ever taken in, and so may refuse. All else is among the survivors."""
+        return [
+            stream.request for stream in self._streams.values() if stream.is_whole and not was_taken(stream.request)
+        ]
+
+    def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:
         """What another engine can go on with."""
-        return [stream.as_survivor() for stream in self._streams.values() if stream.open_choices]
+        return [
+            stream.as_survivor()
+            for name, stream in self._streams.items()
+            if stream.open_choices and name not in untaken
+        ]
 
 
 def _likeness(request: GenerateRequest) -> bytes:

@@ -25,7 +25,7 @@ from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.process import EngineOrder
 from octavo.engine.pulse import Pulse, shared_memory
-from octavo.engine.reception import Reception
+from octavo.engine.reception import Reception, raise_descriptor_limit
 from octavo.engine.standard_streams import hold_standard_streams, say, settle_standard_error
 from octavo.messages import EngineGone, EngineLost, EngineReport
 from octavo.weights.source import ModelSource, resolve
@@ -59,6 +59,7 @@ def serve(config: Config) -> int:
     3 stopped as told, and some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
     hold_standard_streams()
+    raise_descriptor_limit()
     check_certificates(config.server)
     _check_parsers(config.server)
     listener = listen(config.server.host, config.server.port)
@@ -95,6 +96,7 @@ class _Supervisor:
         self._num_engines = 0
         self._engine_started = 0.0
         self._is_engine_ready = False
+        self._engine_ready_at = 0.0
         self._was_engine_ready = False  # this one, or one before it
         self._has_served = False
         self._restarts = Restarts(config.server.max_engine_restarts)
@@ -120,6 +122,7 @@ class _Supervisor:
             self._served_name,
             dict(source.default_sampling),
             pulse_fd=self._pulse_fd,
+            num_servers=self._num_servers,
         )
         self._fleet = Fleet(self._num_servers, template, reception, folder, self._context, self._pulse)
 
@@ -193,7 +196,7 @@ class _Supervisor:
         if not line:
             self._selector.unregister(self._engine.stdout)
             return self._engine_ended(self._engine.wait())
-        self._is_engine_ready = True
+        self._is_engine_ready, self._engine_ready_at = True, time.monotonic()
         if self._was_engine_ready:
             self._say(f"the engine is back after {time.monotonic() - self._engine_started:.1f} s")
             return
@@ -238,7 +241,8 @@ class _Supervisor:
             self._complain(message + why)
             return self._drain(1)
         self._complain(f"{message}: its connections are closed, and another is started")
-        self._pulse.count_restart("api", "hung" if member.verdict else "killed" if code < 0 else "failed")
+        cause = "start" if not member.is_ready else "hung" if member.verdict else "killed" if code < 0 else "failed"
+        self._pulse.count_restart("api", cause)
         if self._engine is not None and self._engine.poll() is None:
             self._fleet.tell_engine_of(member, self._engine_address(), self._num_engines)
         member.is_ready = False
@@ -257,8 +261,7 @@ class _Supervisor:
         )
         self._verdict = ""
         self._complain(message)
-        if (path := self._flights.seal("crash", self._num_engines)) is not None:
-            self._say(f"what led to it is recorded: octavo replay {path}")
+        self._flights.seal_aside(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
@@ -279,7 +282,7 @@ class _Supervisor:
         if self._exit_code is None:
             for member in self._fleet.due(now):
                 self._start_server(member)
-            self._fleet.look()
+            self._fleet.look(self._engine_ready_at if self._is_engine_ready else None)
         if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
             self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:

@@ -28,6 +28,7 @@ class OracleExecutor:
         self._results: deque[StepResult] = deque()
         self.tokens: list[list[int]] = []
         self.preparing: deque[Callable[[], None]] = deque()
+        self.grammars: list[str] = []  # that were to be prepared, in their order
 
     def submit(self, plan: StepPlan) -> None:
         result = self._device.run(plan)
@@ -39,6 +40,7 @@ class OracleExecutor:
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         self.preparing.append(done)
+        self.grammars.append(grammar)
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import msgspec
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
@@ -73,6 +74,9 @@ def validator(schema: Any) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
+HIDDEN_WORD = {"type": "object", "patternProperties": {"[a-z]cole": True}, "additionalProperties": False}
+
+
 @pytest.mark.parametrize("native", ["1", "0"], ids=["native", "torch"])
 def test_every_finished_answer_validates(folder, monkeypatch, native):
     """More than 300 schemas, 32 at once. So does one that had to end because of max_tokens, and it says that it had to."""
@@ -99,11 +103,25 @@ def test_every_finished_answer_validates(folder, monkeypatch, native):
         try:
             validator(schema).validate(json.loads(answer.text))
         except ValueError:
-            broken.append(answer)
-    # A few have no end in reach: what they require takes more tokens.
-    assert all(answer.finish_reason == "length" and len(answer.token_ids) == 120 for answer in broken)
-    assert len(broken) <= 0.01 * len(schemas), [answer.text for answer in broken]
+            assert answer.finish_reason == "length" and len(answer.token_ids) == 120
+            broken.append(schema)
+    # All of the others have an end in reach, and come to it. Of this one the search does not find the word that a name must hold.
+    assert all(schema == HIDDEN_WORD for schema in broken), broken
     assert num_finished > 0.7 * len(schemas)
+
+
+LONG = {"type": "object", "properties": {f"f{n}": {"type": "string"} for n in range(22)}, "additionalProperties": False,
+        "required": [f"f{n}" for n in range(22)]}  # fmt: skip
+
+
+def test_many_required_fields_are_all_there_in_the_end(llm):
+    """Its shortest answer is so long that its end is looked for from the beginning: chance would fill the first field."""
+    for seed in range(3):
+        answer = one(llm, asks(seed, 240, json=LONG))
+        validator(LONG).validate(json.loads(answer.text))
+        assert answer.finish_reason == "length"
+    compiled = llm._loop.executor._runner.rows.sampling.grammars._compiled
+    assert max(each.shortest.looks_from for each in compiled.values() if each.shortest) > 192
 
 
 def one(llm: LLM, params: SamplingParams, prompt: list[int] | None = None) -> Any:
@@ -158,9 +176,12 @@ def test_nobody_waits_while_a_grammar_is_compiled(llm):
     assert [wait.reason for wait in journey.tracks[0].stages[0].waits] == ["grammar"]
     is_compiled.set()
     tokens: list[int] = []
-    while not deltas or deltas[-1].finish is None or loop.has_work:
-        deltas = loop.step()
-        tokens += [token for delta in deltas if delta.request_id == needs.id for token in delta.token_ids]
+    is_over = False
+    while not is_over or loop.has_work:  # a step in which all are aside waits until one is not
+        for delta in loop.step():
+            if delta.request_id == needs.id:
+                tokens += delta.token_ids
+                is_over |= delta.finish is not None
     assert re.fullmatch("[ab]{7}(compiled|late)", llm.text.decode(tokens, skip_special_tokens=True))
 
 
@@ -282,6 +303,7 @@ def test_what_cannot_be_kept_to_is_refused(llm, tmp_path):
         llm.generate([[1]], asks(regex="a", choice=["b"]), use_tqdm=False)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks want two GPUs, or none")
 def test_two_ranks_keep_to_a_grammar_alike(folder, llm):
     params = [asks(seed, 40, json=PEOPLES["person"]) for seed in range(3)]
     prompts = [[seed + 1, 7] for seed in range(3)]
@@ -290,9 +312,12 @@ def test_two_ranks_keep_to_a_grammar_alike(folder, llm):
         assert [output.outputs[0].token_ids for output in two.generate(prompts, params, use_tqdm=False)] == single
 
 
-def test_an_engine_that_takes_a_request_over_goes_on_where_it_was(llm):
+@pytest.mark.parametrize(
+    ("schema", "max_tokens"), [(PEOPLES["many of a kind"], 60), (LONG, 240)], ids=["short", "long"]
+)
+def test_an_engine_that_takes_a_request_over_goes_on_where_it_was(llm, schema, max_tokens):
     """Another engine gets the prompt and the tokens so far, and nothing of the matcher that saw them."""
-    params, prompt = asks(8, 60, json=PEOPLES["many of a kind"]), [5, 6, 7]
+    params, prompt = asks(8, max_tokens, json=schema), [5, 6, 7]
     whole = one(llm, params, prompt).token_ids
     for cut in (1, len(whole) // 2, len(whole) - 1):
         request = msgspec.structs.replace(llm._request(prompt, params), begun=[whole[:cut]])

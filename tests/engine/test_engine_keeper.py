@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from octavo.engine import keeper
+from octavo.engine import pulse as pulse_module
 from octavo.engine.folder import SocketFolder, remove_abandoned
 from octavo.engine.keeper import MAX_FAILED_STARTS, WINDOW_SECONDS, Restarts, ServerWatch, Watch
 from octavo.engine.pulse import Pulse, is_named, shared_memory
@@ -171,18 +172,49 @@ def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
     pulse.close(), other.close()
 
 
+def test_what_is_usual_follows_the_longest_steps_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10**12
+    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic_ns=lambda: now))
+    pulse = Pulse()
+
+    def step(num_tokens: int, seconds: float) -> None:
+        nonlocal now
+        pulse.size(num_tokens)
+        pulse.begin()
+        now += int(seconds * 1e9)
+        pulse.end(1, 1, 0)
+
+    assert pulse.usual() is None
+    step(1, 30.0)  # compiled something
+    assert pulse.usual() == (30.0, True)
+    pulse.size(64)
+    assert pulse.usual() == (30.0 * 64, False)
+    for _ in range(300):
+        step(1, 0.005)
+    assert pulse.usual() == (0.1, True)
+    step(1000, 8.0)
+    for _ in range(300):
+        step(1, 0.005)
+        step(700, 6.0)
+    pulse.size(600)
+    seconds, is_known = pulse.usual() or (0.0, False)
+    assert is_known and seconds == pytest.approx(6.0)
+    pulse.size(100)  # between two that are known
+    assert pulse.usual() == (pytest.approx(6.0), False)
+
+
 def test_folders_of_servers_that_were_killed_are_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     in_use = SocketFolder()
-    code = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+    code = f"import tempfile; tempfile.tempdir = {str(short_path)!r}\n"
     code += "from octavo.engine.folder import SocketFolder\nfolder = SocketFolder()\nimport os, signal; os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False)
-    stranger = tmp_path / "octavo-of-somebody-else"
+    stranger = short_path / "octavo-of-somebody-else"
     stranger.mkdir()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(short_path.iterdir())) == 3
     remove_abandoned()
-    assert set(tmp_path.iterdir()) == {in_use.path, stranger}
+    assert set(short_path.iterdir()) == {in_use.path, stranger}
     in_use.close()
-    assert list(tmp_path.iterdir()) == [stranger]
+    assert list(short_path.iterdir()) == [stranger]

@@ -1,12 +1,13 @@
 """Connections are dealt out in turn, whoever is awake; a process that has ended or is full gets none."""
 
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from octavo.engine.reception import Reception, take_connections
+from octavo.engine.reception import Reception, raise_descriptor_limit, take_connections
 
 SECONDS = 20.0
 
@@ -129,3 +130,14 @@ def test_closing_frees_the_port(reception: Reception) -> None:
             return True
 
     until(is_free)
+
+
+def test_as_many_descriptors_as_may_be() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        raise_descriptor_limit()
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert raised[1] == hard and raised[0] in (hard, 2**20, soft - 1) and raised[0] >= min(soft, 2**20)

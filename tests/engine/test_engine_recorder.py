@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import time
+from hashlib import blake2b
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from octavo.cli import main
 from octavo.config import Config, RecorderConfig, replace
 from octavo.engine import recorder as recorder_file
+from octavo.engine import recording as recording_file
 from octavo.engine.black_box import BlackBox
 from octavo.engine.build import start_engine
 from octavo.engine.flights import MOST_KEPT, Flights
@@ -21,7 +23,7 @@ from octavo.engine.imagined import Imagined
 from octavo.engine.process import EngineOrder, start_recorder
 from octavo.engine.recompute import Recomputation
 from octavo.engine.recorder import PLAIN_TURNS, RETRY_SECONDS, Segments
-from octavo.engine.recording import Arrived, Marked, Recording, Turned, chunks_in, read, stream_chunk
+from octavo.engine.recording import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk
 from octavo.engine.replay import Planned, Replay
 from octavo.engine.what_if import Settings, fit, learn
 from octavo.errors import ConfigError
@@ -165,20 +167,74 @@ def test_a_full_disk_is_said_once_and_recording_begins_again(tmp_path, caplog):
     assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_TURNS
 
 
-def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch):
-    """Nothing but the state reached a file: the supervisor has the rest from the memory that it shares."""
+def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_path, caplog):
+    now = [0.0]
+    recorded = Recorded(Workload(3), tmp_path, True)
+    recorded.recorder.close()
+    (tmp_path / "small").mkdir()
+    recorded.recorder._segments = Segments(tmp_path / "small", "1", 400_000, lambda: now[0])
+    recorded.load.arrivals = []
+    loop, recorder = recorded.loop, recorded.recorder
+
+    def turn() -> bool:
+        """Whether a state was taken."""
+        if not loop.has_work:
+            params = SamplingParams(max_tokens=8, seed=0)
+            loop.add(GenerateRequest(f"r{loop.scheduler.num_steps}", [1, 2], params, []))
+        was_due = recorder.is_due
+        loop.step()
+        recorder._flush()
+        now[0] += RETRY_SECONDS / 4
+        return was_due
+
+    recorder.is_due = True
+    assert turn() and not any(turn() for _ in range(30))
+    many = [f"aside {number}" for number in range(500)]  # whose grammar never is ready
+    for name in many:
+        loop.add(GenerateRequest(name, [1, 2] * 200, SamplingParams(max_tokens=1, seed=0, grammar="g"), []))
+    recorder.is_due = True
+    with caplog.at_level(logging.WARNING, "octavo.engine"):
+        assert sum(turn() for _ in range(4 * 70)) == 6, "of 70 that there might have been"
+    assert len(caplog.records) == 1 and "more than half of --record-bytes" in caplog.records[0].message
+    recording = read(tmp_path / "small")
+    assert replayed(recording).num_steps >= 30
+    (note,) = recording.notes
+    assert note.startswith("what followed could not be recorded: the engine's state takes"), note
+    for name in many:
+        loop.abort(Abort(name))
+    assert any(turn() for _ in range(4 * 64)) and not any(turn() for _ in range(30)), "tried once more, all was well"
+    recording = read(tmp_path / "small")
+    assert recording.notes == ["some of it could not be written: what is before the last gap is passed over"]
+    replay = replayed(recording)
+    assert replay.num_same == replay.num_steps and replay.scheduler.num_steps == loop.scheduler.num_steps
+    # A file that has only what followed says why, too.
+    alone = tmp_path / "alone.octavo"
+    alone.write_bytes(gap_chunk("the engine's state is too large", 5) + stream_chunk(b"", 9))
+    with pytest.raises(ConfigError, match="holds no state to begin with: the engine's state is too large"):
+        read(alone)
+
+
+def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
+    """Nothing but the state reached a file: the supervisor has the rest from the memory that it shares, and the next engine,
+    which begins anew there, need not wait until the file is written."""
     monkeypatch.setattr(recorder_file, "FLUSH_SECONDS", 1000)
     flights = Flights(RecorderConfig(record_folder=str(tmp_path)))
     recorded = Recorded(Workload(13), flights.live, False, box=BlackBox(flights._box_fd), name="001")
     while not [chunk for file in flights.live.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
         pass
     recorded.run(most_turns=20)
-    path = flights.seal("crash", 1)
-    assert path is not None and path.name.startswith("crash-") and not list(flights.live.glob("*.segment"))
+    with flights._sealing:  # as long as a disk likes
+        flights.seal_aside(1)
+        box = BlackBox(flights._box_fd)
+        box.reset()
+        box.put(b"another engine")
+        assert not list(tmp_path.glob("crash-*"))
+    flights.close(2)
+    (path,) = tmp_path.iterdir()  # a running server's folder goes with it
+    assert path.name.startswith("crash-") and path.suffix == ".octavo"
+    assert f"what led to it is recorded: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
     assert recorded.loop.scheduler.num_steps - PLAIN_TURNS < replay.num_steps == replay.num_same > 5
-    flights.close(1)
-    assert [file.suffix for file in tmp_path.iterdir()] == [".octavo"], "a running server's folder goes with it"
     recorded.loop.close()
 
 
@@ -186,7 +242,8 @@ def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_pa
     first = Flights(RecorderConfig(record_folder=str(tmp_path)))
     for number in range(1, MOST_KEPT + 3):
         (first.live / f"{number:03d}-000001.segment").write_bytes(b"x")
-        assert first.seal("crash", number) is not None
+        first.seal_aside(number)
+        first._sealers[-1].join()
     assert len(list(tmp_path.glob("crash-*"))) == MOST_KEPT
     (first.live / "009-000001.segment").write_bytes(b"the last")
     os.close(first._lock)  # as when all of its processes are killed
@@ -219,6 +276,29 @@ def test_no_text_is_told_unless_asked_for(tmp_path):
             assert (text in data) is with_tokens, text
         replay = replayed(read(folder))
         assert replay.num_same == replay.num_steps
+
+
+def test_a_grammar_is_named_once_and_not_kept_for_ever(tmp_path, monkeypatch):
+    hashed: list[bytes] = []
+
+    def counted(data: bytes, **options):
+        hashed.append(data)
+        return blake2b(data, **options)
+
+    monkeypatch.setattr(recording_file, "blake2b", counted)
+    monkeypatch.setattr(recording_file, "MAX_NAMED", 100)
+    recorded = Recorded(Workload(3), tmp_path, False)
+    for name in ("r", "s"):
+        params = SamplingParams(max_tokens=3, seed=0, grammar="start: /" + name * 30 + "/")
+        recorded.loop.add(GenerateRequest(name, [1, 2], params, []))
+    for _ in range(5):
+        recorded.recorder.take(recorded.loop.scheduler)
+    recorded.loop.close()
+    assert len(hashed) == 2, "however many states were taken"
+    name_of, others = recorded.recorder._name, ["a" * 40, "b" * 40]
+    names = [name_of(other) for other in others]
+    assert len(hashed) == 4 and [name_of(other) for other in others] == names and len(hashed) == 4
+    assert name_of(hashed[0].decode()) and len(hashed) == 5, "it had to make room"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -302,6 +382,34 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(tmp_path):
     recorded.executor.preparing.popleft()()
     assert recorded.loop.has_work and recorded.loop.step() == [] and not recorded.loop.has_work
     recorded.loop.close()
+
+
+def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits(tmp_path):
+    """Whoever sends one schema after the other and leaves is in nobody's way, and what was kept waiting is replayed as it was."""
+    recorded = Recorded(Workload(3), tmp_path, False)
+    recorded.load.arrivals = []
+    loop, executor = recorded.loop, recorded.executor
+
+    def send(name: str, grammar: str) -> None:
+        loop.add(GenerateRequest(name, [1, 2], SamplingParams(max_tokens=3, seed=0, grammar=grammar), []))
+
+    for number in range(60):
+        send(f"gone {number}", f"large {number}")
+        send(f"stays {number}", f"small {number}") if number % 20 == 0 else None
+        loop.abort(Abort(f"gone {number}"))
+    recorded.recorder.take(loop.scheduler)  # a file that begins while some are not even ordered
+    assert executor.grammars == ["large 0", "small 0"]
+    while executor.preparing:
+        executor.preparing.popleft()()
+        while loop.has_work:
+            loop.step()
+    assert executor.grammars == ["large 0", "small 0", "small 20", "small 40"] and loop.scheduler.is_idle
+    loop.close()
+    names = {recorded.recorder._name(grammar) for grammar in executor.grammars}
+    for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from its beginning, and from that file on
+        replay = replayed(read(path))
+        assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
+        assert replay.scheduler.shelf._ready == names and not replay.scheduler.shelf._ordered
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):

@@ -10,14 +10,18 @@ import pytest
 import zmq
 
 from octavo.cache import audit
+from octavo.engine import anteroom
+from octavo.engine.anteroom import Anteroom
+from octavo.engine.backlog import Backlog
 from octavo.engine.build import Engine
 from octavo.engine.client import ZmqClient
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.process import ZmqOutbox
 from octavo.engine.pulse import Pulse, shared_memory
 from octavo.engine.reunion import Reunion
-from octavo.errors import EngineDead, EngineUnavailable
+from octavo.errors import EngineDead, EngineUnavailable, Overloaded
 from octavo.messages import (
+    Answered,
     EngineGone,
     EngineLost,
     EngineStarted,
@@ -36,6 +40,7 @@ class Mortal(CountingExecutor):
     """Tokens depend on the position alone, so any that is missing or comes twice is seen. Ends at a step, or at a prompt."""
 
     poison = 99
+    gate: threading.Event  # no step ends while it is clear
 
     def submit(self, plan: StepPlan) -> None:
         if any(self.poison in entering.token_ids for entering in plan.enters):
@@ -43,6 +48,7 @@ class Mortal(CountingExecutor):
         super().submit(plan)
 
     def collect(self) -> StepResult:
+        self.gate.wait()
         if self.plans[0].step == self.fail_at:
             raise EngineDead("a worker is lost")
         return super().collect()
@@ -55,6 +61,9 @@ class House:
         self.folder = folder
         self.fd = shared_memory()
         self.pulse = Pulse(self.fd)
+        self.backlog = Backlog()
+        self.gate = threading.Event()
+        self.gate.set()
         self.num_engines = 0
         self.threads: list[threading.Thread] = []
         self.inbox: Inbox = queue.SimpleQueue()
@@ -63,9 +72,16 @@ class House:
         self.orders = []
         for origin in range(2):
             address = f"ipc://{folder}/orders-{origin}"
-            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.pulse))
+            anteroom = Anteroom(self.pulse, origin, 0, 0, 2)
+            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.pulse, anteroom))
             self.orders.append(self.context.socket(zmq.PUSH))
             self.orders[-1].connect(address)
+
+    def bound(self, max_requests: int) -> None:
+        """So many may wait, here and in engines that start from now on."""
+        self.backlog = Backlog(max_requests)
+        for origin, client in enumerate(self.clients):
+            client._anteroom = Anteroom(self.pulse, origin, max_requests, 0, 2)
 
     def addresses(self, origin: int, number: int) -> tuple[str, str]:
         return f"ipc://{self.folder}/engine-{number}", f"ipc://{self.folder}/api-{origin}-{number}"
@@ -74,7 +90,8 @@ class House:
         self.num_engines += 1
         engine = make_engine(overlap, fail_at)
         loop = engine.loop
-        loop.executor = Mortal(overlap, fail_at)
+        loop.executor, loop.backlog = Mortal(overlap, fail_at), self.backlog
+        loop.executor.gate = self.gate
         loop.pulse = Pulse(self.fd)
         loop.pulse.reset()
         self.inbox = queue.SimpleQueue()
@@ -116,6 +133,7 @@ class House:
 
     def close(self) -> None:
         self.inbox.put(None)
+        self.gate.set()
         self.ended.set()  # whoever waits for that, in a thread of its own, would keep the event loop from closing
         for thread in self.threads:
             thread.join(5)
@@ -180,6 +198,54 @@ async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
     answers = await asyncio.wait_for(asyncio.gather(collect(first, "a"), collect(second, "b")), 20)
     assert answers == [{0: list(range(3, 33))}, {0: list(range(3, 8))}]
     assert await second.control(Ping(0)) == "pong" and not second.is_recovering
+
+
+async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, monkeypatch):
+    """What one has taken in, the next does not refuse; all else is counted where it came in, and again by the next engine."""
+    monkeypatch.setattr(anteroom, "AWAY_SECONDS", 0.02)
+    house.bound(6)  # beside four rows: three, and two, for each of the processes
+    house.gate.clear()
+    house.start_engine(fail_at=0)
+    first, second = house.clients
+    await first.ready()  # the engine holds what comes until the second has spoken: nothing is taken in
+
+    def submit(client: ZmqClient, name: str) -> asyncio.Task[dict[int, list[int]]]:
+        client.submit(request(name, 7))
+        return asyncio.create_task(collect(client, name))
+
+    def is_full(client: ZmqClient, words: str) -> None:
+        with pytest.raises(Overloaded, match=f"requests wait already, as many as may .*{words}") as refused:
+            client.submit(request("refused"))
+        assert refused.value.retry_after >= 1 and not client._streams._streams.get("refused")
+
+    taken = [submit(first, f"a{number}") for number in range(10)]
+    is_full(first, "waiting-requests")  # on their way is what an engine without work would take
+    await second.ready()
+    while first._anteroom._sent:
+        first._anteroom._let_in()
+        await asyncio.sleep(0.01)
+    while not second._anteroom._is_silent():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(Overloaded, match="does not answer, and each of 2"):
+        first.submit(request("refused"))
+    new = [submit(second, f"b{number}") for number in range(5)]
+    is_full(second, "does not answer")
+    house.gate.set()
+    await asyncio.to_thread(house.ended.wait)
+    house.tell(EngineLost("it ended", []))
+    while not second.is_recovering:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    is_full(second, "does not answer")
+    new.pop().cancel()  # its client leaves, and another has its place
+    await asyncio.sleep(2 * anteroom.RECOUNT_SECONDS)
+    new.append(submit(second, "b5"))
+    await house.replace_engine()
+    answers = await asyncio.wait_for(asyncio.gather(*taken, *new, return_exceptions=True), 20)
+    assert answers[:10] == [{0: list(range(3, 10))}] * 10
+    assert all(
+        isinstance(answer, AssertionError) and "6 requests wait already" in str(answer) for answer in answers[10:]
+    )
+    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._anteroom._num_sent_tokens
 
 
 async def test_what_ends_engines_is_failed_alone(house):
@@ -255,3 +321,16 @@ def test_what_an_ended_process_asked_for_is_let_go():
     assert take(Hello(0, "fourth")) == ["b"]  # nobody told of the third's end: the fourth is there
     sent = [origin for origin, message in outbox.sent[-2:] if isinstance(message, StepDeltas)]
     assert sent and set(sent) == {1} and len(scheduler.cache.tables) == 1
+
+
+def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_message(monkeypatch):
+    """A message about the last request comes just before the next request does, which must not wait."""
+    engine, inbox = make_engine(), queue.SimpleQueue()
+    driver, loop = Driver(engine, inbox, Kept(), num_origins=2), engine.loop
+    loop.add(request("a", 2))
+    while loop.has_work:
+        loop.step()
+    monkeypatch.setattr("octavo.engine.driver._REST_SECONDS", 0.01)
+    inbox.put(Answered(["a"], "POST", "/v1/completions", 200, 0.1))
+    assert driver._take_in() and loop.audits["right"] == 0
+    assert driver._take_in() and loop.audits["right"] == 1

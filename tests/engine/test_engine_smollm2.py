@@ -9,7 +9,7 @@ from octavo.text import load_text
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.source import resolve
 from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
-from tests.engine.exactness import check, greedy_references
+from tests.engine.exactness import assert_same, check, greedy_references
 from tests.native import native
 
 pytestmark = pytest.mark.model
@@ -61,25 +61,34 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def references(model, prompts):
+def plain():
+    with LLM(dtype="float32", kv_cache_memory_bytes=2**29, max_num_seqs=48) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(plain, prompts):
+    """Our tokens, prompt by prompt."""
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    with LLM(dtype="float32", kv_cache_memory_bytes=2**29) as llm:
-        guesses = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-    return greedy_references(model, prompts, 64, guesses)
+    return [plain.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
 
 
-def test_alone_among_31_others_and_with_prefix_hits(references):
-    with LLM(dtype="float32", kv_cache_memory_bytes=2**29) as llm:
-        alone = check(llm, references, "alone", together=False)
-        crowd = references + references[:12]
-        among = check(llm, crowd, "among 31 others, with prefix hits")
-        # Every prompt ran before: all of its full pages are found again, but for the page of its last token.
-        hits = sum((len(reference.prompt) - 1) // 16 * 16 for reference in crowd)
-        assert hits > 0 and llm.engine_stats()["prefix_hit_tokens"] >= hits
-        llm.reset_prefix_cache()
-        check(llm, crowd, "among 31 others")
-    print(f"equal to the last token: {alone} of {len(references)} alone, {among} of {len(crowd)} in a crowd")
-    assert alone >= 18
+@pytest.fixture(scope="module")
+def references(model, prompts, alone):
+    return greedy_references(model, prompts, 64, guesses=alone)
+
+
+def test_alone_among_31_others_and_with_prefix_hits(plain, alone, references):
+    equal = [assert_same(ours, theirs, "alone") for ours, theirs in zip(alone, references, strict=True)]
+    crowd = references + references[:12]
+    among = check(plain, crowd, "among 31 others, with prefix hits")
+    # Every prompt ran before: all of its full pages are found again, but for the page of its last token.
+    hits = sum((len(reference.prompt) - 1) // 16 * 16 for reference in crowd)
+    assert hits > 0 and plain.engine_stats()["prefix_hit_tokens"] >= hits
+    plain.reset_prefix_cache()
+    check(plain, crowd, "among 31 others")
+    print(f"equal to the last token: {sum(equal)} of {len(references)} alone, {among} of {len(crowd)} in a crowd")
+    assert sum(equal) >= 18
 
 
 @pytest.mark.parametrize("budget", [7, 64])
@@ -122,14 +131,14 @@ def test_packed_weights_give_the_same_tokens_in_any_company(references):
         assert llm.engine_stats()["preemptions"] > 0
 
 
-def test_beam_search(model, prompts):
+def test_beam_search(plain, model, prompts):
     """All at once, so that searches share steps and pages with each other; <|im_end|> ends a beam."""
     ways = [(2, 1.0, False), (4, 1.0, True), (4, 0.0, "never"), (8, 2.0, False), (3, -1.0, False), (8, 1.0, False)]
-    asked = [*prompts[len(COMPLETIONS) :] * 2, *prompts[:4]]
-    cases = [Case(prompt, *way[:1], 20, *way[1:], [2]) for prompt, way in zip(asked, ways * 2, strict=True)]
+    chats = prompts[len(COMPLETIONS) :]
+    asked = [chats[0], chats[3], *prompts[:2], chats[0], chats[1]]
+    cases = [Case(prompt, *way[:1], 20, *way[1:], [2]) for prompt, way in zip(asked, ways, strict=True)]
     want = [transformers_beams(model, case) for case in cases]
     assert sum(len(tokens) < 20 for beams in want for tokens, _ in beams) > 5, "some must end by themselves"
-    with LLM(dtype="float32", kv_cache_memory_bytes=2**29, max_num_seqs=48) as llm:
-        for number, (ours, theirs) in enumerate(zip(our_beams(llm, cases), want, strict=True)):
-            check_beams(ours, theirs, f"case {number} ({cases[number]})")
-        assert llm._loop.scheduler.cache.pool.num_used == 0
+    for number, (ours, theirs) in enumerate(zip(our_beams(plain, cases), want, strict=True)):
+        check_beams(ours, theirs, f"case {number} ({cases[number]})")
+    assert plain._loop.scheduler.cache.pool.num_used == 0

@@ -96,8 +96,14 @@ def reference_logits(model: "PreTrainedModel", tokens: list[int]) -> torch.Tenso
         return model(torch.tensor([tokens])).logits[0]
 
 
-def reference_greedy(model: "PreTrainedModel", tokens: list[int], num_steps: int) -> list[int]:
+def reference_greedy(
+    model: "PreTrainedModel", tokens: list[int], num_steps: int, guess: list[int] | None = None
+) -> list[int]:
+    """`guess`, of as many tokens, saves time alone: one pass says how far it is what the model would say."""
     tokens, start = list(tokens), len(tokens)
-    for _ in range(num_steps):
+    if guess:
+        says = reference_logits(model, [*tokens, *guess])[start - 1 : -1].argmax(dim=-1).tolist()
+        tokens += [token for at, token in enumerate(guess) if says[: at + 1] == guess[: at + 1]]
+    while len(tokens) < start + num_steps:
         tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
     return tokens[start:]

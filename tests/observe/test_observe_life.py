@@ -118,6 +118,7 @@ VALUES: Mapping[str, Mapping[str, float]] = {
         "api,killed": 1,
         "api,failed": 0,
         "api,hung": 0,
+        "api,start": 0,
     },
     "octavo:steps_total": {"": 4},
     "octavo:device_busy_seconds_total": {"": 2.0},
