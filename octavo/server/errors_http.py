@@ -17,6 +17,7 @@ CODES: dict[type[errors.OctavoError], str | None] = {
     errors.Unauthorized: "invalid_api_key",
     errors.ModelNotFound: "model_not_found",
     errors.NotFound: "not_found",
+    errors.RequestTimeout: "request_timeout",
     errors.TooLarge: "request_too_large",
     errors.Overloaded: "rate_limit_exceeded",
     errors.DeadlineExceeded: "deadline_exceeded",
@@ -76,8 +77,10 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
         headers["retry-after"] = str(error.retry_after)
     if isinstance(error, errors.RequestFailed | errors.DeadlineExceeded):
         headers["x-should-retry"] = "false"  # clients of OpenAI's heed it: the same request would fare the same
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
+    if status == 408:
+        headers["connection"] = "close"  # what is still to come would be taken for the next request
+    if isinstance(error, errors.Unauthorized):
+        headers["www-authenticate"] = error.challenge
     shape = next((shape for root, shape in ERROR_SHAPES.items() if path == root or path.startswith(root + "/")), None)
     told = body if shape is None else shape(status, body.error, request_id)
     return Response(msgspec.json.encode(told), status, headers, media_type="application/json")

@@ -20,6 +20,7 @@ from octavo.errors import InvalidRequest, Unsupported
 from octavo.observe.journeys import current
 from octavo.server.field_tables import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
 from octavo.server.field_tree import MAX_FOUND, Found, Inside, Stranger, grow, look
+from octavo.server.limit_fields import LimitFields, QueueOptions, StreamFields
 from octavo.server.search_fields import RepetitionDetection, SearchFields, moot
 from octavo.server.shapes import ResponseFormat, Stops, StructuredOutputs
 
@@ -33,19 +34,15 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     64,
     512,
 )  # entries, characters: OpenAI's limits where it is kept
-MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
 MAX_REFUSED = 8  # fields that an error tells one by one
 MAX_LOGGED = 1000  # names that are remembered as told
 LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
-
+class StreamOptions(QueueOptions):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
     include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
-    include_queue: bool | None = None  # ours: comments that tell the place in the queue, until there is a row
     resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
@@ -131,7 +128,7 @@ class SamplingFields(RequestFields):
         return {int(key): bias for key, bias in value.items()}
 
 
-class GenerationFields(SamplingFields, SearchFields):
+class GenerationFields(SamplingFields, SearchFields, StreamFields):
     """What completions and chat share."""
 
     priority: int | None = None  # lower goes first, where the server schedules by priority
@@ -143,10 +140,7 @@ class GenerationFields(SamplingFields, SearchFields):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    deadline_ms: int | None = None  # ours: from its arrival, after which the request is ended
-    max_queue_ms: int | None = None  # ours: the same, if it has no row by then
     stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
     # Labels for the caller's own books: taken, and without effect here.
     user: str | None = None
@@ -165,10 +159,6 @@ class GenerationFields(SamplingFields, SearchFields):
     @property
     def wants_progress(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_progress)
-
-    @property
-    def wants_queue(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_queue)
 
     @property
     def wants_resumable(self) -> bool:
@@ -284,6 +274,10 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
             f"messages has {len(messages)} entries; this server takes at most {server.max_messages} (--max-messages)",
             param="messages",
         )
+    if isinstance(fields, LimitFields):
+        fields.check_limits()
+    if isinstance(fields, StreamFields):
+        fields.check_stream()
     if not isinstance(fields, GenerationFields):
         return
     fields.check_search(server)
@@ -292,16 +286,10 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         if type(count) is int and not 0 <= count <= server.max_logprobs:
             limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
             raise InvalidRequest(f"{name} must be {limit}, got {count}", param=name)
-    for name in ("deadline_ms", "max_queue_ms"):
-        number = getattr(fields, name)
-        if number is not None and not 1 <= number <= MAX_MILLISECONDS:
-            raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {number}", param=name)
     if fields.stream_interval is not None and fields.stream_interval < 1:
         raise InvalidRequest(
             f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"
         )
-    if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
     if None not in (fields.max_tokens, fields.max_completion_tokens) and (
         fields.max_tokens != fields.max_completion_tokens
     ):

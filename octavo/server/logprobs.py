@@ -43,15 +43,20 @@ class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
     decoded_token: str
 
 
-def chat_logprobs(text: Text, entries: Iterable[Logprobs]) -> ChatLogprobs:
+def num_told(entries: Iterable[Logprobs | None]) -> int:
+    """Tokens that these tell something of: the likeliest count too."""
+    return sum(len(entry.token_ids) for entry in entries if entry is not None)
+
+
+def chat_logprobs(text: Text, entries: Sequence[Logprobs]) -> ChatLogprobs:
     def shown(token_id: int, logprob: float) -> TopLogprob:
         spelled = text.spell(token_id)
         return TopLogprob(_words(spelled), logprob, list(spelled))
 
-    content = []
+    content, size = [], num_told(entries)
     for entry in entries:
         own, *top = map(shown, entry.token_ids, entry.logprobs)
-        content.append(TokenLogprob(own.token, own.logprob, own.bytes, top))
+        content.append(one_of(size, TokenLogprob(own.token, own.logprob, own.bytes, top)))
     return ChatLogprobs(content)
 
 
@@ -59,7 +64,7 @@ def completion_logprobs(
     text: Text, token_ids: Sequence[int], entries: Sequence[Logprobs | None], offset: int
 ) -> CompletionLogprobs:
     """`offset`: characters before the first of these tokens."""
-    shown = CompletionLogprobs([], [], [], [])
+    shown, size = CompletionLogprobs([], [], [], []), num_told(entries)
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = _words(text.spell(token_id))
         shown.text_offset.append(offset)
@@ -73,19 +78,20 @@ def completion_logprobs(
         for other, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
             top.setdefault(_words(text.spell(other)), logprob)  # parts of characters may look the same
         shown.token_logprobs.append(entry.logprobs[0])
-        shown.top_logprobs.append(one_of(len(token_ids), top))
+        shown.top_logprobs.append(one_of(size, top))
     return shown
 
 
 def prompt_logprobs(text: Text, entries: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None]:
     """By token id, of every prompt token; the first has none."""
     shown: list[dict[str, PromptLogprob] | None] = [None]
+    size = num_told(entries)
     for entry in entries:
         ranks = [entry.rank, *range(1, len(entry.token_ids))]
         by_id: dict[str, PromptLogprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             by_id.setdefault(str(token_id), PromptLogprob(logprob, rank, _words(text.spell(token_id))))
-        shown.append(one_of(len(entries), by_id))
+        shown.append(one_of(size, by_id))
     return shown
 
 

@@ -77,12 +77,7 @@ def build_requests(
 
 def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
     """What most requests do not ask for."""
-    wishes: dict[str, Any] = {"wants_progress": True} if fields.wants_progress else {}
-    if fields.deadline_ms is not None:
-        wishes["deadline"] = arrived + fields.deadline_ms / 1000
-    if fields.max_queue_ms is not None:
-        wishes["queue_until"] = arrived + fields.max_queue_ms / 1000
-    return wishes
+    return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived)}
 
 
 _BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", "grammar"}

@@ -9,6 +9,7 @@ from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.endpoints.chat import ChatRequest
 from octavo.server.fields import RequestFields, SamplingFields, check_metadata, make_fields
+from octavo.server.limit_fields import QueueOptions, StreamFields
 from octavo.server.response_types import ResponseTool
 from octavo.server.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.tools import parse_tools
@@ -72,13 +73,13 @@ class ReasoningOptions(BaseModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class ResponseStreamOptions(BaseModel):
-    model_config = _OPTIONS
-
+class ResponseStreamOptions(QueueOptions):
     resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
-class ResponsesRequest(SamplingFields):
+class InputRequest(SamplingFields):
+    """What a prompt is made of and how it is to be gone on with: enough to count its tokens."""
+
     input: Input = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -93,8 +94,6 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
     # Labels for the caller's own books: taken, and without effect here.
     user: str | None = None
@@ -107,12 +106,16 @@ class ResponsesRequest(SamplingFields):
         return self.reasoning.effort if self.reasoning else None
 
     @property
-    def wants_resumable(self) -> bool:
-        return bool(self.stream_options and self.stream_options.resumable)
-
-    @property
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
+
+
+class ResponsesRequest(InputRequest, StreamFields):
+    stream_options: ResponseStreamOptions | None = None
+
+    @property
+    def wants_resumable(self) -> bool:
+        return bool(self.stream_options and self.stream_options.resumable)
 
 
 NAMES = (
@@ -126,7 +129,7 @@ NAMES = (
 """A chat's names and these, for what is refused."""
 
 
-def check(fields: ResponsesRequest, server: ServerConfig) -> None:
+def check(fields: InputRequest, server: ServerConfig) -> None:
     """What the schema does not say."""
     for name in fields.include or ():
         if name not in INCLUDABLE:
@@ -151,14 +154,14 @@ def check(fields: ResponsesRequest, server: ServerConfig) -> None:
         raise InvalidRequest(
             f"safety_identifier may have {MAX_SAFETY_IDENTIFIER} characters at most", param="safety_identifier"
         )
-    if fields.stream_options is not None and not fields.stream:
-        raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
     check_metadata(fields.metadata or {})
 
 
-def chat_request(fields: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
+def chat_request(fields: InputRequest, messages: list[dict[str, Any]]) -> ChatRequest:
     tools, choice = chat_tools(fields)
-    values: dict[str, Any] = {"messages": messages, "stream": fields.stream, "priority": fields.priority}
+    values: dict[str, Any] = {"messages": messages, "priority": fields.priority}
+    if isinstance(fields, ResponsesRequest):
+        values |= {"stream": fields.stream, **fields.limits}
     if fields.wants_logprobs:
         values |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
     if tools:
@@ -172,7 +175,7 @@ def chat_request(fields: ResponsesRequest, messages: list[dict[str, Any]]) -> Ch
     return make_fields(ChatRequest, values).model_copy(update=sampling)
 
 
-def response_format(fields: ResponsesRequest) -> dict[str, Any] | None:
+def response_format(fields: InputRequest) -> dict[str, Any] | None:
     """None: text."""
     format = fields.text.format if fields.text else None
     match (format or {}).get("type", "text"):
@@ -192,7 +195,7 @@ def response_format(fields: ResponsesRequest) -> dict[str, Any] | None:
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chat_tools(fields: ResponsesRequest) -> tuple[list[dict[str, Any]], object]:
+def chat_tools(fields: InputRequest) -> tuple[list[dict[str, Any]], object]:
     """(tools, tool_choice) as the chat API has them."""
     tools = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(fields.tools or ())]
     parse_tools(tools)  # all of them: those that are not allowed now are told back as well

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.config import Config
 from octavo.engine.client import EngineClient
+from octavo.engine.fleet import Patience
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.messages import Control, EngineReport
 from octavo.observe.http_metrics import UNCOUNTED
@@ -53,8 +54,10 @@ class Service:
             self.journeys.on_told.append(self._log)
         self.idle = asyncio.Event()  # set while no HTTP request is between its first byte and its last
         self.idle.set()
+        self.num_requests = 0  # HTTP requests so far
         self.draining = False  # no new work; what runs may finish
         self.stopping = False  # what still runs is being cut off
+        self.patience = Patience()
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
@@ -102,6 +105,7 @@ class Service:
 
     def enter(self) -> None:
         self._num_in_flight += 1
+        self.num_requests += 1
         self.idle.clear()
 
     def leave(self) -> None:

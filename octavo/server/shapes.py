@@ -8,6 +8,7 @@ from pydantic import WithJsonSchema
 
 from octavo.config import ServerConfig
 from octavo.params import StructuredOutputsParams
+from octavo.server.limit_fields import MAX_MILLISECONDS, LimitFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,4 +302,5 @@ def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
         "stream_interval": {"minimum": 1},
         **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
         **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
+        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
     }

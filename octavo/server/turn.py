@@ -64,6 +64,7 @@ class Turn:
             arrived=arrived,
             grammar=grammar,
         )
+        self.request_id = request.id  # of what the engine is asked for
         self.params: SamplingParams = request.params
         self.finish_reason: str | None = None  # set when `parts` has ended
         self.stop_reason: str | int | None = None

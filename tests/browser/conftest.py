@@ -36,17 +36,19 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def open_page(browser: Any, server: Server) -> Iterator[Any]:
-    """open_page(path, scheme) → a page whose key has been given. Fails the test on any error in the page's scripts."""
+    """open_page(path, scheme) → a page, its key given as browsers ask for it. Fails the test on any error in the page's scripts."""
     errors: list[str] = []
     pages: list[Any] = []
 
     def start(path: str, scheme: str = "light") -> Any:
-        page = browser.new_page(viewport={"width": 1366, "height": 768}, color_scheme=scheme)  # a laptop
+        page = browser.new_page(
+            viewport={"width": 1366, "height": 768},  # a laptop
+            color_scheme=scheme,
+            http_credentials={"username": "anybody", "password": KEY},
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
         pages.append(page)
         page.goto(server.base + path)
-        page.fill("#key", KEY)
-        page.click("text=Use it")
         return page
 
     yield start

@@ -49,6 +49,16 @@ def test_an_answer_streams_and_tells_of_itself(open_page: Any) -> None:
     assert unnamed(page) == [], "a screen reader could not name them"
 
 
+def test_a_key_that_is_right_no_longer_is_asked_for_by_the_page(open_page: Any) -> None:
+    page = open_page("/play")
+    page.evaluate("sessionStorage.setItem('octavo-key', 'of-yesterday')")
+    page.reload()
+    page.fill("#key", KEY)
+    page.click("text=Use it")
+    ask(page, "Hi", max_tokens="4")
+    ended(page)
+
+
 def copied(page: Any, language: str) -> str:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.select_option("#language", language)

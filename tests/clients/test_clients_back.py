@@ -32,7 +32,11 @@ def strict_url() -> Iterator[str]:
 def test_openai(strict_url: str) -> None:
     client = openai.OpenAI(base_url=strict_url, api_key="x", max_retries=0)
     completions = client.chat.completions
-    said = completions.parse(model=MODEL, messages=[HI], response_format=Place, max_tokens=40).choices[0].message
+    said = (
+        completions.parse(model=MODEL, messages=[HI], response_format=Place, max_tokens=40, temperature=0)
+        .choices[0]
+        .message
+    )
     completions.create(model=MODEL, messages=[HI, said, HI], max_tokens=4)
     tool = openai.pydantic_function_tool(Place)
     called = completions.parse(model=MODEL, messages=[HI], tools=[tool], tool_choice="required", max_tokens=60)
@@ -40,7 +44,7 @@ def test_openai(strict_url: str) -> None:
     assert message.tool_calls and message.tool_calls[0].function.parsed_arguments is not None
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
     completions.create(model=MODEL, messages=[HI, message, result], max_tokens=4)
-    with completions.stream(model=MODEL, messages=[HI], response_format=Place, max_tokens=40) as stream:
+    with completions.stream(model=MODEL, messages=[HI], response_format=Place, max_tokens=40, temperature=0) as stream:
         kept = stream.get_final_completion().choices[0].message
     completions.create(model=MODEL, messages=[HI, kept, HI], max_tokens=4)
     response = client.responses.parse(model=MODEL, input="A city?", text_format=Place, max_output_tokens=40)

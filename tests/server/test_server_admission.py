@@ -1,6 +1,8 @@
 """Limits of a request's own, refusals for the backlog, and the place in the queue: as clients see them."""
 
 import asyncio
+import json
+from typing import Any
 
 import pytest
 
@@ -76,19 +78,29 @@ async def test_bad_limits_are_refused_by_name(serve: Serve, name: str, value: ob
     assert name in error_of(response, 400)["message"]
 
 
-async def test_the_place_in_the_queue_comes_as_comments(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "end"),
+    [
+        ("/v1/completions", {"prompt": "a"}, b"data: [DONE]"),
+        ("/v1/responses", {"input": "a"}, b"data: [DONE]"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9}, b'{"type":"message_stop"}'),
+    ],
+)
+async def test_the_place_in_the_queue_comes_as_comments(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], end: bytes
+) -> None:
     monkeypatch.setattr(sse, "QUEUE_SECONDS", 0.01)
     engine = ScriptedEngine(says("hi"))
     engine.gate.clear()
     engine.place = "3 1.5"
     app = serve(engine).app  # type: ignore[attr-defined]
-    body = b'{"prompt": "a", "stream": true, "stream_options": {"include_queue": true}, "frobnicate": 1}'
-    call = AsgiCall(app, "POST", "/v1/completions", body)
+    body = {**body, "stream": True, "stream_options": {"include_queue": True}, "frobnicate": 1}
+    call = AsgiCall(app, "POST", path, json.dumps(body).encode())
     await call.until(lambda call: len(call.sent) >= 2)
     assert call.status == 200 and set(call.sent) == {b": queue position=3 estimate_s=1.5\n\n"}
     engine.place = ""  # it has a row
     engine.gate.set()
     await call.done()
     rest = b"".join(call.sent)
-    assert rest.endswith(b"data: [DONE]\n\n")
-    assert b'"text":"h"' in rest and b'"ignored_fields":["frobnicate"]' in rest
+    assert rest.endswith(end + b"\n\n")
+    assert b'"h"' in rest and b'"ignored_fields":["frobnicate"]' in rest

@@ -57,12 +57,13 @@ TURNS = {
     "tools": [{"name": "f", "input_schema": {}}],
     "thinking": {"type": "disabled"},
 }
+COUNTED = {name: value for name, value in INPUT.items() if not name.startswith("stream")}
 RICH: dict[str, list[dict[str, Any]]] = {
     "/v1/completions": [{"prompt": "a", **SHAPE}, {"prompt": "a", **WISH}],
     "/v1/chat/completions": [{**CHAT, **SHAPE}, {**CHAT, **WISH}],
     "/tokenize": [CHAT],
     "/v1/responses": [INPUT, {"input": "a", **WISH}],
-    "/v1/responses/input_tokens": [INPUT, {"input": "a", **WISH}],
+    "/v1/responses/input_tokens": [COUNTED, {"input": "a", **WISH}],
     "/v1/messages": [{"max_tokens": 9, **TURNS}],
     "/v1/messages/count_tokens": [TURNS],
 }
@@ -181,4 +182,8 @@ async def test_the_names_that_users_bring_are_all_there(serve: Serve) -> None:
         == "accepted_without_effect"
     )
     assert fields["responses"]["priority"] == fields["messages"]["messages[].content[].is_error"] == "honoured"
+    for name in ("chat", "completions", "responses", "messages", "embeddings"):
+        assert fields[name]["deadline_ms"] == fields[name]["max_queue_ms"] == "honoured"
+        assert fields[name].get("stream_options.include_queue") == (None if name == "embeddings" else "honoured")
+    assert "deadline_ms" not in fields["responses input tokens"], "nothing is computed"
     assert compat["unknown_fields"] == "named back in ignored_fields"

@@ -143,6 +143,19 @@ async def test_other_refusals(serve: Serve) -> None:
     assert error["message"] == "it broke"
 
 
+async def test_limits_of_its_own(serve: Serve) -> None:
+    scripted = engine()
+    scripted.gate.clear()
+    client = serve(scripted)
+    response = await client.post("/v1/embeddings", json={"input": ["a", "b"], "deadline_ms": 30, "max_queue_ms": 15})
+    assert error_of(response, 504)["code"] == "deadline_exceeded"
+    assert {abort.request_id for abort in scripted.aborts} == {request.id for request in scripted.requests}
+    for request in scripted.requests:
+        assert request.queue_until > request.arrived and request.deadline - request.queue_until == pytest.approx(0.015)
+    error = error_of(await client.post("/v1/embeddings", json={"input": "a", "max_queue_ms": 0}), 400)
+    assert error["param"] == "max_queue_ms"
+
+
 async def test_a_client_that_leaves_ends_the_work(serve: Serve) -> None:
     scripted = engine()
     scripted.gate.clear()

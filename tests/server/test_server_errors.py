@@ -1,5 +1,6 @@
 """The door and the one error handler: keys, bodies, routes, ids, and what we did not foresee."""
 
+import base64
 import json
 import logging
 from collections.abc import AsyncIterator
@@ -16,7 +17,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ROUTES = [
     ("GET", "/v1/models"), ("GET", "/v1/models/byte-model"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/live"),
     ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("GET", "/openapi.json"), ("GET", "/docs"),
-    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("POST", "/pages/cockpit.js"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/v1/compat"), ("GET", "/health/"), ("GET", "/HEALTH"), ("GET", "/health/ready"),
+    ("GET", "/health/progress"), ("POST", "/"), ("POST", "/pages/cockpit.js"),
 ]  # fmt: skip
 
 
@@ -36,8 +38,52 @@ class TestKeys:
             assert response.headers["www-authenticate"] == "Bearer"
             assert "secret" not in response.text
 
-    async def test_health_is_open(self, serve: Serve) -> None:
-        assert (await serve(api_key="secret").get("/health")).status_code == 200
+    async def test_liveness_is_open(self, serve: Serve) -> None:
+        for path in ("/health", "/health/live"):
+            assert (await serve(api_key="secret").get(path)).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("credentials", "status"),
+        [
+            (b"anybody:one", 200), (b":one", 200), (b"\xff\xfe:one", 200), ("é:schlüssel".encode(), 200), (b"a:b:c", 200),
+            (b"one", 401), (b"one:", 401), (b":", 401), (b"", 401), (b"a:two", 401), (b"a:one ", 401), (b"a:\xff\xfe", 401),
+            ("é:schlüssel".encode("latin-1"), 401),
+        ],
+    )  # fmt: skip
+    async def test_a_key_as_a_password(self, serve: Serve, credentials: bytes, status: int) -> None:
+        client = serve(api_key="one, schlüssel, b:c")
+        header = b"Basic " + base64.b64encode(credentials)
+        assert (await client.get("/v1/models", headers={"authorization": header})).status_code == status
+
+    async def test_credentials_that_are_none(self, serve: Serve) -> None:
+        client = serve(api_key="one")
+        for header in (
+            b"Basic",
+            b"Basic ",
+            b"Basic a:one",
+            b"Basic YTpvbmU",
+            b"Basic YTpvbmU= x",
+            b"Basic \xff\xfe",
+            b"YTpvbmU=",
+        ):
+            response = await client.get("/v1/models", headers={"authorization": header})
+            assert error_of(response, 401)["code"] == "invalid_api_key", header
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert (await client.get("/v1/models", headers={"authorization": b"basic  YTpvbmU= "})).status_code == 200
+
+    async def test_a_password_that_a_browser_sends_for_another_sites_page_opens_nothing(self, serve: Serve) -> None:
+        client = serve(api_key="one")
+        for headers, status in (
+            ({}, 200), ({"origin": "http://test"}, 200), ({"sec-fetch-site": "same-origin", "origin": "http://inner"}, 200),
+            ({"origin": "http://evil.example"}, 401), ({"origin": "null"}, 401), ({"sec-fetch-site": "cross-site"}, 401),
+            ({"sec-fetch-site": "same-site", "origin": "http://test"}, 401),
+        ):  # fmt: skip
+            response = await client.post(COMPLETIONS, json={"prompt": "a"}, auth=("a", "one"), headers=headers)
+            assert response.status_code == status, headers
+        link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+        assert (await client.get("/play", auth=("a", "one"), headers=link)).status_code == 200
+        header = {"authorization": "Bearer one", "origin": "http://evil.example"}
+        assert (await client.post(COMPLETIONS, json={"prompt": "a"}, headers=header)).status_code == 200
 
     async def test_several_keys(self, serve: Serve) -> None:
         client = serve(api_key="one, two,")

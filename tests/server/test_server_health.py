@@ -94,6 +94,55 @@ async def test_a_long_step_that_computes_is_no_fault(serve: Serve, monkeypatch: 
     assert (await client.get("/health")).status_code == 503
 
 
+async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "ANSWER_SECONDS", 0.02)
+    engine = ScriptedEngine()
+    engine.answers_control = False
+    client = serve(engine)
+    engine.pulse = pulse = Pulse()
+    pulse.seat([], [(0, "cmpl-a")])
+
+    def step(num_tokens: int, seconds: float, ends: bool = False) -> None:
+        """One that has run for so long."""
+        pulse.size(num_tokens)
+        pulse.begin()
+        pulse._words[1] -= int(seconds * 1e9)
+        if ends:
+            pulse.end(7, 1, 0)
+
+    async def told() -> set[int]:
+        return {(await client.get(path)).status_code for path in ("/health", "/health/ready", "/health/progress")}
+
+    step(4, 200)
+    assert await told() == {200}  # the very first: who knows?
+    step(4, 0.01, ends=True)
+    step(5, 9)
+    assert await told() == {200}
+    step(5, 11)
+    assert await told() == {503}
+    for path in ("/health", "/health/ready"):
+        assert "step 7 has run for 11.0 s, usually 0.1 s" in error_of(await client.get(path), 503)["message"]
+    body = (await client.get("/health/progress")).json()
+    assert body["status"] == "stuck" and "usually 0.1 s" in body["without_progress"][0]["why"]
+    step(1, 50)
+    assert await told() == {200}  # of a size that is new here: there may be something to compile
+    step(1, 61)
+    assert await told() == {503}
+    step(2048, 250)
+    assert await told() == {200}  # a prompt as long as none before
+    step(2048, 4, ends=True)
+    step(2000, 39)
+    assert await told() == {200}
+    step(2048, 41)
+    assert await told() == {503}
+    step(4, 11)
+    assert await told() == {503}  # what a long prompt takes is no measure for a token
+    pulse.reset()  # another engine, which has computed nothing
+    step(4, 50)
+    assert await told() == {200}
+    assert {(await serve(engine, slow_step_seconds=0.0).get("/health")).status_code} == {200}
+
+
 async def test_progress_is_the_engines_own_word_while_it_answers(serve: Serve) -> None:
     engine = ScriptedEngine()
     engine.progress = '{"running": 2, "waiting": 1, "oldest_waiting": {"id": "a", "seconds": 7.5, "why": "pages"}}'

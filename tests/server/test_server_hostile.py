@@ -137,7 +137,7 @@ def test_the_watch_does_see(watch: Watch, tmp_path: Any) -> None:
     assert any(event.startswith("open") for event in watch.seen)
 
 
-async def test_every_route_but_liveness_and_the_pages_files_needs_a_key(serve: Serve) -> None:
+async def test_every_route_but_liveness_needs_a_key(serve: Serve) -> None:
     client = serve(api_key="secret")
     found = (route for router in routers(client.app.state.service) for route in router.routes)  # type: ignore[attr-defined]
     routes = {(method, route.path) for route in found for method in route.methods}  # type: ignore[attr-defined]
@@ -151,9 +151,7 @@ async def test_every_route_but_liveness_and_the_pages_files_needs_a_key(serve: S
             {"x-api-key": "Bearer secret"},
         ):
             response = await client.request(method, url, headers=headers)
-            # The pages are static files, and ask for the key themselves.
-            is_open = path in ("/health", "/health/live", "/health/ready", "/", "/play", "/pages/{name}")
-            assert (response.status_code == 401) is not is_open, (method, path, headers)
+            assert (response.status_code == 401) is (path not in ("/health", "/health/live")), (method, path, headers)
 
 
 @pytest.mark.parametrize(

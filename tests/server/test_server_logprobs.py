@@ -159,20 +159,24 @@ async def test_what_is_said_in_bulk_is_the_same(serve: Serve, monkeypatch: pytes
         ("/detokenize", {"tokens": [*b"hello"]}),
     ]
 
+    num_threads = 0
+
     async def answers() -> list[Any]:
         found = []
         for path, body in asked:
+            num_before = num_threads
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
             if body.get("stream"):  # how many tokens an event has is a matter of time
                 choices = [chunk["choices"][0] for chunk in events(response.content)]
                 tops = [top for choice in choices for top in choice["logprobs"]["top_logprobs"]]
                 found.append({"text": "".join(choice["text"] for choice in choices), "tops": tops})
+                assert num_threads - num_before <= 1 < len(choices), "the first event alone has much to say"
             else:
                 found.append({**response.json(), "id": 0, "created": 0})
         return found
 
-    in_one_go, num_threads = await answers(), 0
+    in_one_go = await answers()
 
     async def count(work: Callable[[], Any]) -> Any:
         nonlocal num_threads

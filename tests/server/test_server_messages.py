@@ -283,6 +283,17 @@ class TestErrors:
         other = (await client.post("/v1/messages-of-old", json={})).json()
         assert other.keys() == {"error"}, "only these routes"
 
+    async def test_limits_of_its_own(self, serve: Serve) -> None:
+        engine = ScriptedEngine(never_ends)
+        client = serve(engine)
+        response = await client.post(URL, json={**HI, "deadline_ms": 30, "max_queue_ms": 15})
+        assert "deadline_ms has passed" in error_of(response, 504, "timeout_error")
+        assert response.headers["x-should-retry"] == "false"
+        (request,) = engine.requests
+        assert request.queue_until > request.arrived and request.deadline - request.queue_until == pytest.approx(0.015)
+        assert "max_queue_ms" in error_of(await client.post(URL, json={**HI, "max_queue_ms": -1}), 400)
+        assert "stream_options" in error_of(await client.post(URL, json={**HI, "stream_options": {}}), 400)
+
     async def test_both_ways_to_send_a_key(self, serve: Serve) -> None:
         client = serve(api_key="sesame")
         assert "API key" in error_of(await client.post(URL, json=HI), 401, "authentication_error")

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.messages import GenerateRequest, TokenDelta
 from octavo.server.app import build_app
 from octavo.server.openapi import undocumented
 from tests.doubles import ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
+from tests.server.test_server_embeddings import embeds
 
 
 async def document(serve: Serve, **options: Any) -> dict[str, Any]:
@@ -131,6 +133,10 @@ def bodies(path: str, properties: list[str]) -> st.SearchStrategy[Any]:
     return changed | st.dictionaries(names, VALUES, max_size=5) | VALUES
 
 
+def says_or_embeds(request: GenerateRequest) -> list[list[TokenDelta]]:
+    return says("ok")(request) if request.pooling is None else embeds(request)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """(ask, document): the application on an event loop that lives as long as this file's examples."""
@@ -138,7 +144,7 @@ def server(tmp_path_factory):
 
         async def start() -> tuple[httpx.AsyncClient, dict[str, Any]]:
             options = config(files_folder=str(tmp_path_factory.mktemp("files")))
-            app = build_app(ScriptedEngine(says("ok")), byte_text(), options, "byte-model")
+            app = build_app(ScriptedEngine(says_or_embeds), byte_text(), options, "byte-model")
             client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test")
             return client, (await client.get("/openapi.json")).json()
 

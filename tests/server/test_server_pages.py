@@ -1,4 +1,4 @@
-"""The pages as files: whole, open to all, and made of nothing from elsewhere. What they do is tried in a browser (tests/browser)."""
+"""The pages as files: whole, shown to whoever has a key, and made of nothing from elsewhere. What they do is tried in a browser (tests/browser)."""
 
 import re
 
@@ -38,12 +38,16 @@ async def test_a_page_and_its_parts_are_served_and_nothing_comes_from_elsewhere(
     assert "default-src 'none'" in policy and "unsafe" not in policy
 
 
-async def test_pages_need_no_key_and_what_they_ask_for_does(serve: Serve) -> None:
+async def test_a_browser_asks_for_the_key_as_a_password_and_sends_it_with_what_the_page_asks(serve: Serve) -> None:
     client = serve(api_key="secret")
-    for path in (*PAGES, "/pages/style.css"):
-        assert (await client.get(path)).status_code == 200
-    for path in ("/v1/live", "/v1/models", "/v1/requests", "/metrics"):
-        assert (await client.get(path)).status_code == 401, path
+    for path in (*PAGES, "/pages/style.css", "/pages/nothing.js"):
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = await client.get(path, headers=headers)
+            assert error_of(response, 401)["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == 'Basic realm="octavo"'
+    for path in (*PAGES, "/pages/style.css", "/v1/models", "/v1/requests", "/metrics"):
+        assert (await client.get(path, auth=("anybody", "secret"))).status_code == 200, path
+        assert (await client.get(path, headers={"authorization": "Bearer secret"})).status_code == 200, path
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "cockpit.html", "..%2fapp.py", "%2e%2e", "style.css.js"])

@@ -1,13 +1,18 @@
 """A real API process on a real socket, before a ZMQ endpoint that plays a script: start, serve, drain, cut off, orphaned."""
 
+import contextlib
 import http.client
 import json
+import os
+import resource
+import select
 import signal
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from octavo.engine.fleet import ServerOrder
+from octavo.engine.fleet import Patience, ServerOrder
 from octavo.engine.reception import Reception
 from octavo.errors import ConfigError
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
@@ -24,10 +29,11 @@ from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 
 SECONDS = 20
 MAX_BODY_BYTES = 4 * 2**20
+NUM_LETTERS = 400_000  # of an answer that fills every buffer on its way
 
 
 class WireEngine(threading.Thread):
-    """Says hello to whoever does, then one token per request every few milliseconds; "!" prompts end when told to."""
+    """Says hello to whoever does, then one token per request every few milliseconds; "!" prompts end when told to, "#" prompts with much at once."""
 
     def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
@@ -53,7 +59,8 @@ class WireEngine(threading.Thread):
                 if request.prompt_ids[0] == ord("!") and not self.release.is_set():
                     send(StepDeltas([TokenDelta(request.id, 0, [ord("a")])]))
                 else:
-                    send(StepDeltas([TokenDelta(request.id, 0, [*b"ok", EOS], Finish("stop", EOS))]))
+                    said = b"a" * NUM_LETTERS if request.prompt_ids[0] == ord("#") else b"ok"
+                    send(StepDeltas([TokenDelta(request.id, 0, [*said, EOS], Finish("stop", EOS))]))
                     del running[request.id]
             if not pull.poll(5):
                 continue
@@ -73,21 +80,26 @@ class WireEngine(threading.Thread):
 
 
 class Server:
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(
+        self, folder: Path, patience: Patience | None = None, num_descriptors: int = 0, **options: object
+    ) -> None:
         write_byte_tokenizer(folder)
         self.connections: list[http.client.HTTPConnection] = []
         self.streams: list[http.client.HTTPResponse] = []
+        self.sockets: list[socket.socket] = []
         self.engine = WireEngine(f"ipc://{folder}/engine")
         self.engine.start()
         listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # for its connections, too
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
         self.reception = Reception(listener)
         ours, channel = self.reception.channel()
         self.reception.deal_to(ours)
         order = ServerOrder(
-            config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m"
-        )
+            config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m",
+            patience=patience or Patience(),
+        )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "octavo.server.process"],
             stdin=subprocess.PIPE,
@@ -97,7 +109,9 @@ class Server:
             start_new_session=True,
         )
         channel.close()
-        self.reception.open(16)
+        if num_descriptors:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
+        self.reception.open(128)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -113,6 +127,16 @@ class Server:
         self.connections.append(connection)
         connection.request(method, path, json.dumps(body) if body is not None else None)
         return connection.getresponse()
+
+    def connect(self, receive_bytes: int = 0) -> socket.socket:
+        """`receive_bytes`: that the kernel takes for a client that does not read, or a little more."""
+        connection = socket.socket()
+        self.sockets.append(connection)
+        connection.settimeout(SECONDS)
+        if receive_bytes:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
 
     def stream(self) -> http.client.HTTPResponse:
         """A stream that has begun and will not end by itself."""
@@ -130,9 +154,10 @@ class Server:
         return self.process.stderr.read().decode()
 
     def close(self) -> None:
-        for connection in [*self.streams, *self.connections]:
-            connection.close()
         self.process.kill()
+        self.complaints = self.stderr()
+        for connection in [*self.streams, *self.connections, *self.sockets]:
+            connection.close()
         self.process.wait()
         for pipe in (self.stdin, self.stdout, self.process.stderr):
             assert pipe is not None
@@ -199,6 +224,120 @@ def test_a_body_over_the_limit_is_refused_and_the_connection_lives_on(impatient:
     assert connection.getresponse().status == 200
 
 
+def said_over(connection: socket.socket) -> tuple[int, dict[str, object]]:
+    """Status and error of the answer after which the connection is closed."""
+    answer = b""
+    while chunk := connection.recv(65536):
+        answer += chunk
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head and b"x-request-id: " in head and b"content-type: application/json" in head, (
+        head
+    )
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_a_request_that_does_not_come_gets_408(folder: Path) -> None:
+    server = Server(folder, Patience(request=0.5))
+    try:
+        server.ready()
+        head, body = server.connect(), server.connect()
+        head.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+        body.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        while not select.select([body], [], [], 0.1)[0]:
+            body.sendall(b" ")  # a byte now and then is not enough
+        for connection in (head, body):
+            status, error = said_over(connection)
+            assert status == 408 and error["code"] == "request_timeout" and "0.5 s" in str(error["message"]), error
+        assert server.ask("GET", "/health").status == 200
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"G\0T / HTTP/1.1\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno size"]
+)
+def test_what_is_no_http_gets_an_error_as_everything_does(impatient: Server, sent: bytes) -> None:
+    connection = impatient.ready().connect()
+    connection.sendall(sent)
+    status, error = said_over(connection)
+    assert status == 400 and error["message"] == "this is no valid HTTP request" and error["code"] == "invalid_value"
+
+
+def test_what_is_no_http_does_not_end_the_request_before_it(server: Server) -> None:
+    body = b'{"prompt": "a"}'
+    connection = server.ready().connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(body) + body + b"and more\0than was said")
+    answer = b""
+    while chunk := connection.recv(65536):
+        answer += chunk
+    first, second = answer.split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"200") and b'"text":"ok"' in first
+    assert second.startswith(b"400") and b"no valid HTTP request" in second
+
+
+def test_where_descriptors_run_out_new_connections_are_told_so_or_wait(folder: Path) -> None:
+    server = Server(folder, num_descriptors=128)
+    try:
+        server.ready()
+        while (refused := server.ask("GET", "/health/live")).status == 200:
+            refused.read()
+        assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "ulimit -n" in json.loads(refused.read())["error"]["message"]
+        num_taken = len(server.connections)
+        assert 16 < num_taken < 128
+        waiting = [server.connect() for _ in range(100)]  # more than there are descriptors for
+        for connection in waiting:
+            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        for taken in server.connections:
+            taken.close()
+        # None of them is closed without a word, those that came when there was no descriptor left included.
+        answers = [connection.recv(65536).split()[1] for connection in waiting]
+        assert set(answers) == {b"200", b"503"}, answers
+        deadline = time.monotonic() + SECONDS
+        while (again := server.ask("GET", "/health/live")).status == 503:  # the last of them are still being closed
+            assert time.monotonic() < deadline
+            again.read()
+        assert again.status == 200
+    finally:
+        server.close()
+    assert server.complaints.count("about as many as this process may have open files (128)") == 1
+
+
+def ask_for_much(server: Server, is_stream: bool) -> socket.socket:
+    body = json.dumps({"prompt": "#", "max_tokens": 200, "stream": is_stream}).encode()
+    connection = server.connect(receive_bytes=4096)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    connection.sendall(head % len(body) + body)
+    assert connection.recv(8) == b"HTTP/1.1"
+    return connection
+
+
+def test_who_does_not_read_what_was_said_does_not_hold_up_the_end(folder: Path) -> None:
+    server = Server(folder, Patience(farewell=0.5), shutdown_timeout=300.0)
+    try:
+        ask_for_much(server.ready(), is_stream=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 1  # it was not read
+    finally:
+        server.close()
+
+
+def test_who_reads_slowly_gets_all_of_it(folder: Path) -> None:
+    server = Server(folder, Patience(farewell=5.0), shutdown_timeout=300.0)
+    try:
+        connection = ask_for_much(server.ready(), is_stream=False)
+        server.process.send_signal(signal.SIGTERM)
+        answer = b""
+        while chunk := connection.recv(16384):
+            answer += chunk
+            time.sleep(0.03)  # a slow reader; without being waited for, it would have a second
+        assert b'"text":"' + b"a" * NUM_LETTERS + b'"' in answer
+        assert server.exit_code() == 0
+    finally:
+        server.close()
+
+
 def test_a_client_that_leaves_is_an_abort(server: Server) -> None:
     server.ready().stream().close()
     server.connections[0].close()
@@ -210,6 +349,24 @@ def test_a_supervisor_that_dies_takes_it_along(server: Server) -> None:
     server.stdin.close()
     assert stream.read().endswith(b"data: [DONE]\n\n")
     assert server.exit_code() == 1
+
+
+def test_a_supervisor_that_dies_takes_one_along_that_cannot_end(folder: Path) -> None:
+    """One of its threads waits for a file that nobody will ever write."""
+    os.mkfifo(folder / "template.jinja")
+    server = Server(folder, chat_template=str(folder / "template.jinja"))
+    try:
+        writer = None
+        while writer is None:
+            with contextlib.suppress(OSError):  # it has not come to reading it yet
+                writer = os.open(folder / "template.jinja", os.O_WRONLY | os.O_NONBLOCK)
+            assert server.process.poll() is None, server.stderr()
+        server.stdin.close()
+        assert server.exit_code() == 1
+        os.close(writer)
+        assert not folder.exists()
+    finally:
+        server.close()
 
 
 def test_told_to_stop_while_the_engine_loads(server: Server) -> None:

@@ -204,6 +204,21 @@ class TestFields:
         answer = (await serve().post(URL + "/input_tokens", json=body)).json()
         assert answer == {"object": "response.input_tokens", "input_tokens": len(prompt("system: be kind", "user: hi"))}
 
+    async def test_limits_of_its_own(self, serve: Serve) -> None:
+        engine = ScriptedEngine(never_ends)
+        client = serve(engine)
+        body = {"input": "hi", "deadline_ms": 200, "max_queue_ms": 100}
+        assert error_of(await client.post(URL, json=body), 504)["code"] == "deadline_exceeded"
+        told = typed_events((await client.post(URL, json={**body, "stream": True})).content)
+        assert told[-1]["type"] == "response.failed" and "deadline_ms has passed" in str(told[-1]["response"]["error"])
+        assert len(engine.aborts) == len(engine.requests) == 2
+        for request in engine.requests:
+            assert request.queue_until > request.arrived
+            assert request.deadline - request.queue_until == pytest.approx(0.1)
+        assert error_of(await client.post(URL, json={**body, "deadline_ms": 0}), 400)["param"] == "deadline_ms"
+        counted = (await client.post(URL + "/input_tokens", json=body)).json()
+        assert counted["ignored_fields"] == ["deadline_ms", "max_queue_ms"], "nothing is computed"
+
 
 class TestStream:
     async def test_the_events_of_a_message(self, serve: Serve) -> None:

@@ -249,16 +249,16 @@ class TestPace:
         assert texts == ["😀", "é", ""]
 
     async def test_an_event_costs_little(self) -> None:
-        """Detokenize and encode: the budget is 20 us per delta; the bound leaves room for a busy machine."""
+        """Detokenize and encode: the budget is 20 us per delta. Counted is what this thread computed, however busy the machine is."""
         num_tokens = 2000
         engine = ScriptedEngine(says("lorem ipsum " * (num_tokens // 12), reason="length"))
         app = build_app(engine, byte_text(), config(), "byte-model")
         generation = _generation(app, engine)
-        started = time.perf_counter()
+        started = time.thread_time()
         num = 0
         async for chunk in generation:
             num += chunk.count(b"data: ")
-        each = (time.perf_counter() - started) / num
+        each = (time.thread_time() - started) / num
         print(f"{each * 1e6:.1f} us per event, engine and event loop included")
         assert num > 1000 and each < 300e-6
 

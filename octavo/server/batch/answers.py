@@ -13,13 +13,14 @@ LOOK_SECONDS = 0.05  # how often a line that stands aside looks whether it may g
 BREATH = 256  # lines that were answered before, after which others get their turn
 
 Ask = Callable[[str, bytes], Awaitable[Answer]]
+Write = Callable[[Record], Awaitable[None]]
 
 
 async def answer_lines(
     lines: Iterable[Line | BadLine | None],
     ask: Ask,
     slots: asyncio.Semaphore,
-    write: Callable[[Record], None],
+    write: Write,
     is_crowded: Callable[[], bool] = lambda: False,
 ) -> None:
     """`slots`: how many may be under way, here and wherever else the same slots are used, in turn. While others wait for the
@@ -43,7 +44,7 @@ async def answer_lines(
                         # Not by the task itself: one that is cancelled before its first step does nothing at all.
                         task.add_done_callback(lambda _: slots.release())
                     case BadLine():
-                        write(bad_line_record(line))
+                        await write(bad_line_record(line))
                 if number % BREATH == 0:
                     await asyncio.sleep(0)
     except BaseExceptionGroup as group:
@@ -55,10 +56,10 @@ async def _stand_aside(under_way: set[asyncio.Task[None]], is_crowded: Callable[
         await asyncio.wait(under_way, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
 
-async def _answer(line: Line, ask: Ask, write: Callable[[Record], None]) -> None:
+async def _answer(line: Line, ask: Ask, write: Write) -> None:
     answer = await ask(line.url, line.body)
-    while answer.status in (429, 503):
+    while answer.status == 503 or (answer.status == 429 and not line.waits_no_longer):
         # Nobody is waiting for this one: it comes back when there is room, or an engine, again.
         await asyncio.sleep(min(answer.retry_after or 1, MAX_PAUSE_SECONDS))
         answer = await ask(line.url, line.body)
-    write(answer_record(line, answer))
+    await write(answer_record(line, answer))

@@ -5,7 +5,7 @@ import contextlib
 import re
 import time
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, NamedTuple
 
 import msgspec
 
@@ -92,6 +92,13 @@ class Batch(msgspec.Struct, frozen=True):
         return self.status in ENDED
 
 
+class Unfinished(NamedTuple):
+    """A batch that waits or runs."""
+
+    id: str
+    is_cancelled: bool
+
+
 class BatchStore:
     """A batch is a card (ID.json). While it has not ended there are ID.open and its lines, ID.input, whatever becomes of the file
     that they came from; ID.owner, whose key its requests have; and ID.cancel once somebody has asked."""
@@ -167,17 +174,15 @@ class BatchStore:
 
     def tidy(self) -> None:
         """Forget what is left of batches that never began."""
-        unfinished = set(self.unfinished())
+        unfinished = {batch.id for batch in self.unfinished()}
         for path in (path for kind in _PRIVATE for path in self._folder.glob(f"batch_*.{kind}")):
             if path.stem not in unfinished:
                 unlink_stale(path)
 
-    def unfinished(self) -> list[str]:
-        """Ids, oldest first."""
-        return sorted(path.stem for path in self._folder.glob("batch_*.open"))
-
-    def is_cancelled(self, batch_id: str) -> bool:
-        return self._path(batch_id, "cancel").exists()
+    def unfinished(self) -> list[Unfinished]:
+        """Oldest first."""
+        names = sorted(path.stem for path in self._folder.glob("batch_*.open"))
+        return [Unfinished(name, self._path(name, "cancel").exists()) for name in names]
 
     def open_input(self, batch_id: str) -> BinaryIO:
         """Raises FileNotFoundError where somebody took it away."""
@@ -203,7 +208,7 @@ class BatchStore:
 
     def _make_room(self) -> None:
         names = sorted(path.stem for path in self._folder.glob("batch_*.json"))
-        unfinished = set(self.unfinished())
+        unfinished = {batch.id for batch in self.unfinished()}
         ended = [name for name in names if name not in unfinished]
         excess = len(names) + 1 - MAX_BATCHES
         if excess > len(ended):

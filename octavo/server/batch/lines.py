@@ -23,6 +23,11 @@ class Line(msgspec.Struct, frozen=True):
     body: bytes
     ignored: tuple[str, ...] = ()  # keys beside the four
 
+    @property
+    def waits_no_longer(self) -> bool:
+        """It says itself for how long it would wait for a row: a refusal is its answer then."""
+        return bytes(_object(self.body, "body").get("max_queue_ms", b"null")) != b"null"
+
 
 class BadLine(msgspec.Struct, frozen=True):
     number: int

@@ -165,7 +165,7 @@ class _Job:
         finally:
             here.close()
 
-    def _write(self, record: Record) -> None:
+    async def _write(self, record: Record) -> None:
         self._output.write(encode_record(record))
         self._tally.count(record)
         if self._bar is not None:

@@ -27,6 +27,7 @@ from octavo.server.batch.batches import (
     OutputTokensDetails,
     RequestCounts,
     Status,
+    Unfinished,
 )
 from octavo.server.batch.files import FileStore, new_name
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
@@ -83,18 +84,24 @@ class BatchRunner:
         """Until cancelled. `num_slots`: lines of all batches together that are under way at once."""
         slots = asyncio.Semaphore(num_slots)
         with self._lock.open("wb") as lock:
-            is_mine = False  # as long as another process has the lock, that one runs them
+            is_mine = is_tidy = False  # as long as another process has the lock, that one runs them
+            problem = ""
             try:
                 while True:
                     self._news.clear()
                     try:
-                        if not is_mine and (is_mine := _took(lock)):
+                        is_mine = is_mine or _took(lock)
+                        if is_mine and not is_tidy:
                             await asyncio.to_thread(self._files.tidy)
                             await asyncio.to_thread(self._batches.tidy)
+                            is_tidy = True
                         if is_mine:
-                            self._look(slots)
+                            self._look(await asyncio.to_thread(self._batches.unfinished), slots)
+                        problem = ""
                     except OSError as error:  # no more open files, say: batches wait, and are looked for again
-                        log.warning("batches cannot be looked for: %s", error.strerror)
+                        if str(error) != problem:  # else it has been said
+                            log.warning("batches cannot be looked for: %s", error.strerror)
+                        problem = str(error)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
                             await self._news.wait()
@@ -104,14 +111,15 @@ class BatchRunner:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _look(self, slots: asyncio.Semaphore) -> None:
-        for batch_id in self._batches.unfinished():
+    def _look(self, unfinished: list[Unfinished], slots: asyncio.Semaphore) -> None:
+        """One of them may have ended since it was found: whoever takes it up sees that."""
+        for batch_id, is_cancelled in unfinished:
             if batch_id not in self._running:
-                if len(self._running) >= MAX_ACTIVE and not self._batches.is_cancelled(batch_id):
+                if len(self._running) >= MAX_ACTIVE and not is_cancelled:
                     continue
                 self._cancelled[batch_id] = asyncio.Event()
                 self._running[batch_id] = asyncio.create_task(self._guard(batch_id, slots))
-            if self._batches.is_cancelled(batch_id):
+            if is_cancelled:
                 self._cancelled[batch_id].set()
 
     async def _guard(self, batch_id: str, slots: asyncio.Semaphore) -> None:
@@ -255,7 +263,7 @@ class _Run:
             key = line.number if line.custom_id is None else line.custom_id
             yield None if key in self._seen else line
 
-    def _write(self, record: Record) -> None:
+    async def _write(self, record: Record) -> None:
         self._tally.count(record)
         is_good = record.response is not None and record.response.status_code < 300
         (self._answers if is_good else self._errors).write(encode_record(record))
@@ -263,7 +271,7 @@ class _Run:
         self._num_written += 1
         if self._num_written % LOOK_EVERY_RECORDS == 0:
             try:
-                self._files.check_room()
+                await asyncio.to_thread(self._files.check_room)  # it looks at every file
             except InvalidRequest as error:
                 raise _Refused([BatchError("storage_full", error.message)]) from None
         if (now := time.monotonic()) >= self._next_save:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
-from octavo.server.answer_events import AnswerPiece, Answers
+from octavo.server.answer_events import AnswerPiece, Answers, WholeAnswer
 from octavo.server.aside import aside
 from octavo.server.chat_messages import parse_messages
 from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
@@ -31,7 +31,7 @@ from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import PromptProgress, Usage
 from octavo.server.giving import give
-from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
 from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
@@ -197,22 +197,24 @@ class _Response:
         yield before + DONE
 
     async def collect(self) -> ChatCompletion:
-        choices = [
-            Choice(
-                answer.index,
-                message(answer),
-                answer.finish_reason,
-                answer.stop_reason,
-                self._logprobs(answer.logprobs),
-                self._token_ids(answer.token_ids),
-            )
-            for answer in await self._answers.whole()
-        ]
+        answers = await self._answers.whole()
+        size = sum(num_told(answer.logprobs) for answer in answers)
+        choices = await aside(size, lambda: [self._choice(answer) for answer in answers])
         scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
         if self._fields.prompt_logprobs is not None:
             entries = self._answers.generation.prompt_logprobs[0]
-            scores = await aside(len(entries), lambda: prompt_logprobs(self._text, entries))
+            scores = await aside(num_told(entries), lambda: prompt_logprobs(self._text, entries))
         return ChatCompletion(*self._head, choices, self._answers.usage(), scores, self._prompt_ids())
+
+    def _choice(self, answer: WholeAnswer) -> Choice:
+        return Choice(
+            answer.index,
+            message(answer),
+            answer.finish_reason,
+            answer.stop_reason,
+            self._logprobs(answer.logprobs),
+            self._token_ids(answer.token_ids),
+        )
 
     def _event(
         self,

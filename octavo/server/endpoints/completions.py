@@ -19,7 +19,7 @@ from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.fields import Dialect, GenerationFields, read_fields
 from octavo.server.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.giving import give
-from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, prompt_logprobs
+from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, num_told, prompt_logprobs
 from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Prompts, Shape
@@ -161,6 +161,7 @@ class _Response:
         )
         wants_tokens = fields.logprobs is not None or bool(fields.return_token_ids)
         self._is_plain = not (wants_tokens or fields.echo)
+        self._tells_prompt = of_prompt is not None
         per_event = fields.tokens_per_event(service.config.server)
         self.request_ids = [each.id for each in requests]
         self._generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
@@ -175,9 +176,10 @@ class _Response:
         frames = Frames(lambda index, text: Completion(*self._head, [Choice(index, text)], quiet))
         async with aclosing(generation.pieces()) as steps:
             async for pieces in steps:
-                if every or self._num_scored:
+                num_scored = self._num_scored(pieces)
+                if every or num_scored:
                     usage = self._usage() if every else quiet
-                    yield await aside(self._num_scored, functools.partial(self._events, pieces, usage))
+                    yield await aside(num_scored, functools.partial(self._events, pieces, usage))
                 else:
                     yield b"".join(
                         [
@@ -192,16 +194,20 @@ class _Response:
 
     async def collect(self) -> Completion:
         wholes = await self._generation.whole()
-        choices = await aside(self._num_scored, lambda: [self._choice(whole.as_piece()) for whole in wholes])
+        pieces = [whole.as_piece() for whole in wholes]
+        size = self._num_scored(pieces) + sum(num_told(piece.logprobs) for piece in pieces)
+        choices = await aside(size, lambda: [self._choice(piece) for piece in pieces])
         return Completion(*self._head, choices, self._usage())
 
     def _events(self, pieces: list[Piece], usage: Usage | UnsetType | None) -> bytes:
         return b"".join([self._event(piece, usage) for piece in pieces])
 
-    @property
-    def _num_scored(self) -> int:
-        """Prompt tokens that something is to be told of."""
-        return sum(map(len, self._generation.prompt_logprobs))
+    def _num_scored(self, pieces: list[Piece]) -> int:
+        """What these tell of prompts' tokens: the first of each choice does."""
+        if not self._tells_prompt:
+            return 0
+        n, offsets, scores = self._fields.n or 1, self._offsets, self._generation.prompt_logprobs
+        return sum(num_told(scores[piece.index // n]) for piece in pieces if piece.index not in offsets)
 
     def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
         # A choice without text, beside progress: clients that look into every chunk's first choice find one.

@@ -16,6 +16,7 @@ from octavo.errors import InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.answers import json_answer
 from octavo.server.fields import Dialect, RequestFields, read_fields
+from octavo.server.limit_fields import LimitFields
 from octavo.server.requests import LONG_TEXT, new_id
 from octavo.server.service import Service
 from octavo.server.shapes import Prompts, Shape
@@ -31,7 +32,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
-class EmbeddingRequest(RequestFields):
+class EmbeddingRequest(RequestFields, LimitFields):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -97,7 +98,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
 
     encoded = await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
     response_id = new_id("embd")
-    return [
+    requests = [
         admit_embedding(
             f"{response_id}-{number}",
             ids,
@@ -110,6 +111,8 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
         )
         for number, (param, ids) in enumerate(encoded.items())
     ]
+    times = fields.times(arrived)
+    return [msgspec.structs.replace(request, **times) for request in requests] if times else requests
 
 
 def _inputs(given: Any) -> dict[str, str | list[int]]:

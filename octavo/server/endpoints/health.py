@@ -1,8 +1,9 @@
 """GET /health: 200 only if a token could be produced now. /health/live, /health/ready, /health/progress: the parts of that.
 Knows nothing of what the engine does: its pulse and its own word say whether it does anything.
 
-live: this process answers. ready: new requests are taken and an engine is there for them. /health: ready, and the engine's loop
-turns. progress: what it is at, who waits and why; 200 or 503 as /health, with the reasons in its body."""
+live: this process answers. ready: new requests are taken and an engine is there for them, whose step does not take far longer than
+usual. /health: ready, and the engine's loop turns. progress: what it is at, who waits and why; 200 or 503 as /health, with the
+reasons in its body."""
 
 import asyncio
 import sys
@@ -26,6 +27,10 @@ PING_SECONDS = 5.0
 """A step may be long; a loop that does not answer in this time, and cannot be seen to compute, is stuck."""
 STALLED_SECONDS = 2.0
 """In which an engine that is well has turned, or at least computed something."""
+SLOW_TIMES = 10
+"""So many times as long as usual is too long for a step, after --slow-step-seconds."""
+FIRST_TIMES = 6
+"""So many times these seconds for a step of a size that the engine has not computed: kernels are compiled, weights read from a disk."""
 ANSWER_SECONDS = 1.0
 """What an engine gets to say what it is at; after that, only what can be seen from here is told."""
 
@@ -66,6 +71,18 @@ def check_ready(service: Service) -> None:
     service.accept()
     if service.engine.is_recovering:
         raise EngineUnavailable("the engine has ended and is being started again; requests wait for it", 2)
+    check_step(service)
+
+
+def check_step(service: Service) -> None:
+    """Raises EngineUnavailable where a step takes far longer than usual. Nothing else comes of it: the supervisor has its own limit."""
+    pulse, seconds = service.engine.pulse, service.config.server.slow_step_seconds
+    if pulse is None or not seconds or not pulse.is_stepping or (usual := pulse.usual()) is None:
+        return
+    longest, is_known = usual
+    age = _age(pulse.beat)
+    if age > max(seconds if is_known else FIRST_TIMES * seconds, SLOW_TIMES * longest):
+        raise EngineUnavailable(f"step {pulse.num_steps} has run for {age:.1f} s, usually {longest:.1f} s at most", 5)
 
 
 async def check_turning(service: Service) -> None:
@@ -94,6 +111,7 @@ async def tell_progress(service: Service) -> Progress:
     engine, pulse = service.engine, service.engine.pulse
     told = Progress()
     status: Status = "ok"
+    problem = ""
     try:
         service.accept()
         if engine.is_recovering:
@@ -107,13 +125,14 @@ async def tell_progress(service: Service) -> Progress:
         status = "draining" if service.draining else "recovering" if engine.is_recovering else "starting"
     except TimeoutError:  # in a long step, or stuck
         try:
+            check_step(service)
             await check_turning(service)
-        except EngineError:
-            status = "stuck"
+        except EngineError as error:
+            status, problem = "stuck", error.message
     seen = {} if pulse is None else _seen(pulse)
     if status == "stuck" and pulse is not None and pulse.is_stepping:
         running = _age(pulse.beat)
-        why = f"its step has not ended for {running:.1f} s"
+        why = f"its step has not ended for {running:.1f} s: {problem}"
         seen["without_progress"] = [Quiet(name, round(running, 3), why) for name in pulse.seated()]
     if status == "recovering":
         waiting = engine.num_open

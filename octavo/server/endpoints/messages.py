@@ -16,6 +16,7 @@ from octavo.server.answers import json_answer
 from octavo.server.endpoints import chat
 from octavo.server.errors_http import ERROR_SHAPES, ErrorDetail, describe
 from octavo.server.fields import Dialect, RequestFields, make_fields, read_fields
+from octavo.server.limit_fields import StreamFields
 from octavo.server.message_blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.requests import new_id
 from octavo.server.service import Service
@@ -83,13 +84,12 @@ class CountRequest(RequestFields):
     cache_control: CacheControl = None  # a label here: equal prefixes are shared without it
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, StreamFields):
     max_tokens: int
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     metadata: TurnMetadata = None
 
 
@@ -120,7 +120,15 @@ def router(service: Service) -> APIRouter:
         headers = {"request-id": request.scope["octavo.request_id"]}
         if fields.stream:
             ping = typed_event(output.Ping())
-            return EventStream(service, answer.stream(), ignored, tell=error_event, keep_alive=ping, headers=headers)
+            return EventStream(
+                service,
+                answer.stream(),
+                ignored,
+                tell=error_event,
+                keep_alive=ping,
+                headers=headers,
+                queued=[turn.request_id] if fields.wants_queue else (),
+            )
         response = json_answer(await until_gone(service, request.receive, answer.collect()), ignored)
         response.headers.update(headers)
         return response
@@ -145,6 +153,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
     500: "api_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -213,7 +222,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatReques
         if fields.max_tokens < 1:
             raise InvalidRequest(f"max_tokens must be at least 1, got {fields.max_tokens}", param="max_tokens")
         same = ("temperature", "top_p", "top_k", "stream")
-        values |= {name: getattr(fields, name) for name in same}
+        values |= {name: getattr(fields, name) for name in same} | fields.limits
         with named([("stop", "stop_sequences")]):
             values["stop"] = make_fields(chat.ChatRequest, {"messages": [], "stop": fields.stop_sequences}).stop
     with named(NAMES):

@@ -4,6 +4,7 @@ Knows nothing of the engine beyond Turn, of items beyond response_items.py, or o
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -23,16 +24,16 @@ from octavo.server.fields import Dialect, read_fields
 from octavo.server.inside import is_inside
 from octavo.server.response_items import chat_messages, read_input, references
 from octavo.server.response_output import Output, item_id
-from octavo.server.response_request import INCLUDABLE, NAMES, ResponsesRequest
+from octavo.server.response_request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
 from octavo.server.response_store import KeptResponses, ResponseStore, StoredResponse
 from octavo.server.service import Service
 from octavo.server.shapes import EVENTS, Shape
 from octavo.server.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
 from octavo.server.turn import Turn, ignored_fields, named, parse_cut
 
-DIALECTS = [
+DIALECTS: list[Dialect[Any]] = [
     Dialect("responses", "/v1/responses", ResponsesRequest, requests.NOT_OFFERED),
-    Dialect("responses input tokens", "/v1/responses/input_tokens", ResponsesRequest, requests.NOT_OFFERED),
+    Dialect("responses input tokens", "/v1/responses/input_tokens", InputRequest, requests.NOT_OFFERED),
 ]
 SHAPES = {
     "POST /v1/responses": Shape(
@@ -74,7 +75,7 @@ def router(service: Service) -> APIRouter:
     async def create(request: Request) -> HttpResponse:
         arrived = time.monotonic()
         service.accept()
-        fields = await read_fields(request, DIALECTS[0], server)
+        fields: ResponsesRequest = await read_fields(request, DIALECTS[0], server)
         service.check_model(fields.model)
         owner = owner_of(request)
         question = await _Question.read(service, kept, fields, owner)
@@ -99,13 +100,14 @@ def router(service: Service) -> APIRouter:
                 answer.stream(),
                 ignored=ignored,
                 resumable=fields.wants_resumable,
+                queued=[turn.request_id] if fields.wants_queue else (),
                 tell=answer.tell,
             )
         return json_answer(await until_gone(service, request.receive, answer.collect()), ignored)
 
     @router.post("/v1/responses/input_tokens")
     async def count(request: Request) -> HttpResponse:
-        fields = await read_fields(request, DIALECTS[1], server)
+        fields: InputRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
         question = await _Question.read(service, kept, fields, owner_of(request))
         return json_answer(types.InputTokens(len(question.prompt.ids)), ignored_fields(fields, question.fields, NAMES))
@@ -224,7 +226,7 @@ class _Question(msgspec.Struct, frozen=True):
     prompt: chat.ChatPrompt
 
     @staticmethod
-    async def read(service: Service, kept: KeptResponses, fields: ResponsesRequest, owner: bytes) -> "_Question":
+    async def read(service: Service, kept: KeptResponses, fields: InputRequest, owner: bytes) -> "_Question":
         server = service.config.server
         requests.check(fields, server)
         before: list[types.Item] = []

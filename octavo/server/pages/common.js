@@ -23,6 +23,9 @@ const KEY = "octavo-key";
 export const key = () => sessionStorage.getItem(KEY) || "";
 export const bearer = () => (key() ? { Authorization: `Bearer ${key()}` } : {});
 
+// Whether the server asks for one: also where the browser itself shows it, and this page has never seen it.
+export const isLocked = async () => (await fetch(url("/version"), { credentials: "omit" })).status === 401;
+
 export class Refused extends Error {
   constructor(status, message) {
     super(message);

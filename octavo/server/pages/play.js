@@ -1,7 +1,7 @@
 // The playground: talks to /v1/chat/completions as any client does, and shows what came, token by token.
 // Knows nothing of the server beyond its public endpoints.
 
-import { ask, element, events, find, key, keyDialog, theme, url } from "./common.js";
+import { ask, element, events, find, isLocked, keyDialog, theme, url } from "./common.js";
 import { Answer } from "./answer.js";
 import { asCurl, asPython, copy } from "./code.js";
 import { facts, waterfall } from "./waterfall.js";
@@ -12,6 +12,7 @@ const SCHEMA = JSON.stringify(
 const TOOLS = JSON.stringify(
   [{ type: "function", function: { name: "weather", description: "The weather in a city", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }], null, 2);
 const messages = []; // what was said, as the API takes it
+let needsKey = false; // then what is copied brings one
 let model = "";
 let running = null; // the request that is under way
 let answer = null; // the one on the screen that is written, or was stopped
@@ -22,6 +23,7 @@ async function load() {
   try {
     model = (await (await ask("/v1/models")).json()).data[0].id;
     find("model").textContent = model;
+    needsKey = await isLocked();
     status("ready");
   } catch (error) {
     status(error.message);
@@ -187,7 +189,7 @@ function showCode() {
   }
   const base = new URL(url("/v1"), location.href).href;
   const write = find("language").value === "curl" ? asCurl : asPython;
-  find("code").textContent = write(base, request, key() !== "");
+  find("code").textContent = write(base, request, needsKey);
 }
 
 // ── what people do ──

@@ -1,10 +1,15 @@
-"""Lines of a batch that are answered: whoever is cancelled gives back what it held."""
+"""Lines of a batch that are answered: which are asked again, and that whoever is cancelled gives back what it held."""
 
 import asyncio
 import contextlib
 
+import pytest
+
+from octavo.server.batch import answers
 from octavo.server.batch.answers import answer_lines
 from octavo.server.batch.lines import Line
+from octavo.server.batch.records import Record
+from octavo.server.inside import Answer
 
 
 async def test_a_batch_that_is_cancelled_while_it_stands_aside_gives_its_slots_back() -> None:
@@ -15,7 +20,7 @@ async def test_a_batch_that_is_cancelled_while_it_stands_aside_gives_its_slots_b
         await asyncio.Event().wait()
 
     for _ in range(3):
-        task = asyncio.create_task(answer_lines([line] * 9, never, slots, lambda _: None, lambda: True))
+        task = asyncio.create_task(answer_lines([line] * 9, never, slots, never, lambda: True))
         for _ in range(20):
             await asyncio.sleep(0)
         task.cancel()
@@ -23,3 +28,23 @@ async def test_a_batch_that_is_cancelled_while_it_stands_aside_gives_its_slots_b
             await task
         await asyncio.sleep(0)
         assert slots._value == 4
+
+
+async def test_a_line_that_says_how_long_it_waits_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MAX_PAUSE_SECONDS", 0)
+    asked: list[bytes] = []
+    given: dict[str | None, int] = {}
+
+    async def ask(url: str, body: bytes) -> Answer:
+        asked.append(body)
+        return Answer(429 if asked.count(body) < 3 else 200, "req-1", 1, b"{}")
+
+    async def write(record: Record) -> None:
+        assert record.response is not None
+        given[record.custom_id] = record.response.status_code
+
+    bodies = {"patient": b'{"max_queue_ms": null}', "hasty": b'{"prompt": "a", "max_queue_ms": 5}'}
+    lines = [Line(at, name, "/v1/completions", body) for at, (name, body) in enumerate(bodies.items())]
+    await answer_lines(lines, ask, asyncio.Semaphore(4), write)
+    assert given == {"patient": 200, "hasty": 429}
+    assert [asked.count(body) for body in bodies.values()] == [3, 1]

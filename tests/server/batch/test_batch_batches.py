@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from octavo.engine.pulse import Pulse
 from octavo.server.batch import runner as runner_module
+from octavo.server.batch.batches import BatchStore
 from octavo.server.batch.files import FileStore
 from tests.doubles import ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
@@ -332,13 +334,23 @@ async def test_one_process_runs_batches_and_another_takes_over(serve: Serve, tmp
 
 
 async def test_a_batch_that_fills_the_store_fails_and_keeps_what_it_has(serve: Serve, tmp_path, monkeypatch):
+    """And nobody's tokens wait while the folder is looked through."""
     monkeypatch.setattr(runner_module, "LOOK_EVERY_RECORDS", 2)
+    looks: set[tuple[str, bool]] = set()
+    for store, look in ((FileStore, FileStore.check_room), (BatchStore, BatchStore.unfinished)):
+
+        def watched(self, look=look):
+            looks.add((look.__name__, threading.current_thread() is threading.main_thread()))
+            return look(self)
+
+        monkeypatch.setattr(store, look.__name__, watched)
     client = serve(ScriptedEngine(says("hello")), files_folder=str(tmp_path), max_files_bytes=6000)
     async with background(client):
         batch = await create(client, await upload(client, *[line(f"r{n}") for n in range(20)]))
         done = await until(client, batch["id"], "completed", "failed")
     assert done["status"] == "failed" and done["errors"]["data"][0]["code"] == "storage_full", done
     assert len(await content(client, done["output_file_id"])) == done["request_counts"]["completed"] > 0
+    assert looks == {("check_room", False), ("unfinished", False)}
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
