@@ -1,8 +1,10 @@
-"""A server whose engine ends, as by a fault of its own, when a prompt holds the word DEADLY: all else is the real thing.
+"""A server whose engine ends, as by a fault of its own, when a prompt holds the word DEADLY, and takes SLOW_SECONDS for a step with the
+word SLOW: all else is the real thing.
 `python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
 
 import os
 import sys
+import time
 
 from octavo import cli
 from octavo.config import Config
@@ -13,6 +15,8 @@ from octavo.text import load_text
 from octavo.weights.source import ModelSource
 
 DEADLY = " Mississippi"
+SLOW = " Sacramento"
+SLOW_SECONDS = 3.0
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:
@@ -21,12 +25,18 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     class MortalExecutor(LocalExecutor):
         def submit(self, plan: StepPlan) -> None:
             for entering in plan.enters:
-                ids = entering.token_ids
-                if any(ids[at : at + len(deadly)] == deadly for at in range(len(ids))):
+                if holds(entering.token_ids, deadly):
                     os.abort()
+                until = time.monotonic() + SLOW_SECONDS * holds(entering.token_ids, slow)
+                while time.monotonic() < until:  # as a kernel that goes round in circles
+                    pass
             super().submit(plan)
 
-    deadly = load_text(source.path).encode(DEADLY)
+    def holds(ids: list[int], word: list[int]) -> bool:
+        return any(ids[at : at + len(word)] == word for at in range(len(ids)))
+
+    text = load_text(source.path)
+    deadly, slow = text.encode(DEADLY), text.encode(SLOW)
     return MortalExecutor(config, source)
 
 

@@ -10,20 +10,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
-
-def is_alive(pid: int) -> bool:
-    """A process that ended and that nobody has asked after yet counts as gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children_of(pid: int) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
+from tests.processes import children_of
 
 START_LIMIT_S = 180  # a busy machine is slow; a healthy start takes seconds
 
@@ -104,15 +92,11 @@ class Server:
 
     def children(self) -> dict[int, str]:
         """Processes it started: number → command line."""
-        return {
-            pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in children_of(self.process.pid)
-        }
+        return children_of(self.process.pid)
 
     def engine(self) -> int:
         """The number of the engine's process."""
-        (pid,) = (
-            pid for pid, command in self.children().items() if command.rstrip().endswith(("engine", "engine.process"))
-        )
+        (pid,) = (pid for pid, command in self.children().items() if command.endswith(("engine", "engine.process")))
         return pid
 
     def check_pages(self) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.e2e.servers import Server, is_alive
+from tests.e2e.servers import Server
+from tests.processes import children_of, is_alive
 
 pytestmark = pytest.mark.model
 
@@ -61,7 +62,7 @@ def test_a_run_killed_in_the_middle_goes_on_and_answers_each_line_once(tmp_path)
     while not broken.exists() or broken.read_bytes().count(b"\n") < 10:
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    engine = int(Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[0])
+    engine = next(iter(children_of(running.pid)))
     os.kill(running.pid, signal.SIGKILL)
     running.communicate()
     num_before = broken.read_bytes().count(b"\n")
@@ -88,13 +89,16 @@ def test_bad_lines_do_not_stop_the_rest(tmp_path):
     assert [json.loads(text) for text in output.read_text().splitlines()] == records
 
 
+def openai_client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=60)
+
+
 def test_batches_by_the_openai_client(tmp_path):
     """Two API processes, which share one folder; the server ends in the middle, and the next one on that folder goes on."""
     lines = [line for line in requests(90, 8) if line["url"] == "/v1/chat/completions"]
     content = "".join(json.dumps(line) + "\n" for line in lines).encode()
     flags = (*SMALL, "--files-folder", str(tmp_path / "files"), "--api-processes", "2", "--batch-concurrency", "2")
-    with Server(*flags) as server:
-        client = openai.OpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=60)
+    with Server(*flags) as server, openai_client(server) as client:
         file = client.files.create(file=("in.jsonl", io.BytesIO(content)), purpose="batch")
         assert client.files.content(file.id).read() == content
         batch = client.batches.create(
@@ -106,8 +110,7 @@ def test_batches_by_the_openai_client(tmp_path):
         dropped = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         assert client.batches.cancel(dropped.id).status in ("cancelling", "cancelled")
         assert server.terminate() == 0, server.lines
-    with Server(*flags) as server:
-        client = openai.OpenAI(base_url=server.base + "/v1", api_key="x", max_retries=0, timeout=60)
+    with Server(*flags) as server, openai_client(server) as client:
         deadline = time.monotonic() + 90
         while (now := client.batches.retrieve(batch.id)).status != "completed":
             assert now.status in ("in_progress", "finalizing") and time.monotonic() < deadline, now

@@ -1,6 +1,8 @@
 """The official openai and anthropic clients, unchanged, at /v1/responses and /v1/messages: real processes, the real model."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -16,12 +18,25 @@ GREEDY = {"temperature": 0}  # the newest client has no argument for it
 QUESTION = "What is the capital of Germany? Answer in one word."
 
 
+_opened = contextlib.ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def close_clients() -> Iterator[None]:
+    with _opened:
+        yield
+
+
 def openai_client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120)
+    return _opened.enter_context(
+        openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120)
+    )
 
 
 def anthropic_client(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.base, api_key="unused", max_retries=0, timeout=120)
+    return _opened.enter_context(
+        anthropic.Anthropic(base_url=server.base, api_key="unused", max_retries=0, timeout=120)
+    )
 
 
 @pytest.fixture
@@ -39,6 +54,10 @@ class TestResponses:
             deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
             final = stream.get_final_response()
         assert "".join(deltas) == final.output_text == whole.output_text
+        with client.responses.create(**asked, stream=True) as events:
+            told = [*events]
+        assert told[0].type == "response.created" and told[-1].type == "response.completed"
+        assert "".join(event.delta for event in told if event.type == "response.output_text.delta") == "".join(deltas)
 
     def test_any_process_continues_what_any_other_kept(self, server: Server, name: str) -> None:
         """Every client opens a connection of its own, and the two API processes take them in turn."""

@@ -11,8 +11,10 @@ def test_an_encoder_behind_http(tmp_path):
     model = bert()
     folder = write(model, tmp_path / "tiny-encoder", MEAN_POOLING)
     texts = [" ".join(str(3 + (7 * i + j) % 150) for j in range(1 + 9 * i)) for i in range(6)]
-    with Server(str(folder), "--device", "cpu", "--cpu-threads", "1") as server:
-        client = openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=60)
+    with (
+        Server(str(folder), "--device", "cpu", "--cpu-threads", "1") as server,
+        openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=60) as client,
+    ):
         answer = client.embeddings.create(model="tiny-encoder", input=texts)
         for text, item in zip(texts, answer.data, strict=True):
             ids = [CLS, *map(int, text.split()), SEP]

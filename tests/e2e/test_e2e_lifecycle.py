@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from octavo.weights.source import resolve
-from tests.e2e.servers import Server, children_of, is_alive
+from tests.e2e.servers import Server
+from tests.processes import children_of, is_alive
 
 pytestmark = pytest.mark.model
 
@@ -83,8 +84,9 @@ def test_what_does_not_finish_in_time_is_told_so_and_the_exit_code_tells():
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_told_twice_it_stops_now_even_if_its_engine_cannot(tmp_path, is_stopped):
-    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(tmp_path)}) as server:
+def test_told_twice_it_stops_now_even_if_its_engine_cannot(short_path, is_stopped):
+    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(short_path)}) as server:
+        assert list(short_path.glob("octavo-*"))
         children = server.children()
         thread = threading.Thread(target=stream_to_its_end, args=(server,))
         thread.start()
@@ -96,41 +98,38 @@ def test_told_twice_it_stops_now_even_if_its_engine_cannot(tmp_path, is_stopped)
             time.sleep(0.01)
         assert server.terminate(10) == 130
         thread.join()
-        assert not any(map(is_alive, children)) and not list(tmp_path.glob("octavo-*"))
+        assert not any(map(is_alive, children)) and not list(short_path.glob("octavo-*"))
 
 
-@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
-def test_nothing_outlives_a_killed_supervisor(tmp_path, is_stopped):
+@pytest.mark.parametrize("stopped", ["none", "engine.process", "server.process"])
+def test_nothing_outlives_a_killed_supervisor(short_path, stopped):
     """No process, and no folder of sockets."""
-    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(tmp_path)}) as server:
-        assert list(tmp_path.glob("octavo-*"))
+    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(short_path)}) as server:
+        assert list(short_path.glob("octavo-*"))
         children = server.children()
         assert len(children) == 2
-        if is_stopped:
-            os.kill(server.engine(), signal.SIGSTOP)
+        for pid, command in children_of(server.process.pid).items():
+            if command.endswith(stopped):
+                os.kill(pid, signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
         deadline = time.monotonic() + 20
-        while (any(map(is_alive, children)) or list(tmp_path.glob("octavo-*"))) and time.monotonic() < deadline:
+        while (any(map(is_alive, children)) or list(short_path.glob("octavo-*"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_alive, children))
-        assert not list(tmp_path.glob("octavo-*"))
+        assert not list(short_path.glob("octavo-*"))
 
 
-def test_the_api_key_covers_every_route_but_health():
-    with Server("--kv-cache-memory-bytes", "256M", environment={"OCTAVO_API_KEY": "sesame"}) as server:
+def test_the_api_key_covers_every_route_but_health_and_a_long_path_for_temporary_files_is_no_obstacle(tmp_path):
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    environment = {"OCTAVO_API_KEY": "sesame", "TMPDIR": str(deep)}
+    with Server("--kv-cache-memory-bytes", "256M", environment=environment) as server:
         assert server.get("/health")[0] == 200
         for path in ("/v1/models", "/metrics", "/version", "/nowhere"):
             status, text = server.get(path)
             assert status == 401 and "API key" in json.loads(text)["error"]["message"], path
         assert server.get("/v1/models", Authorization="Bearer sesame")[0] == 200
-
-
-def test_a_long_path_for_temporary_files_is_no_obstacle(tmp_path):
-    deep = tmp_path / ("deep" * 30)
-    deep.mkdir()
-    with Server("--kv-cache-memory-bytes", "256M", environment={"TMPDIR": str(deep)}) as server:
-        assert server.get("/health")[0] == 200
 
 
 def tell_stories(server: Server, count: int, fault: Callable[[], None] | None = None) -> list[str]:
@@ -162,7 +161,7 @@ def test_what_three_ranks_say_is_the_same_when_one_is_killed():
         status, text = server.post("/v1/completions", body)
         assert status == 200 and "Paris" in text, text
         untroubled = tell_stories(server, 5)
-        ranks = children_of(server.engine())
+        ranks = list(children_of(server.engine()))
         assert len(ranks) == 3
         assert tell_stories(server, 5, lambda: os.kill(ranks[1], signal.SIGKILL)) == untroubled
         assert not any(map(is_alive, ranks))
@@ -218,3 +217,11 @@ def test_too_little_memory():
 )
 def test_bad_flag_values(arguments):
     assert arguments[-1] in fail_to_serve(*arguments)
+
+
+def test_an_engine_that_does_not_come_up_in_time_is_named():
+    """API processes wait for it: nobody says that they are late."""
+    command = [sys.executable, "-m", "octavo.cli", "serve", "--port", "0", "--start-timeout", "0.2"]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert served.returncode == 1 and "the engine has not come up within 0.2 s" in served.stderr, served.stderr
+    assert "is not ready" not in served.stderr

@@ -1,6 +1,9 @@
 """The official openai client, unchanged, against real processes and the real model."""
 
 import asyncio
+import base64
+import math
+import struct
 
 import openai
 import pytest
@@ -8,17 +11,6 @@ import pytest
 pytestmark = pytest.mark.model
 
 QUESTION = [{"role": "user", "content": "Name the capital of Germany."}]
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def model(client):
-    return client.models.list().data[0].id
 
 
 def test_chat(client, model):
@@ -46,6 +38,20 @@ def test_several_prompts_and_choices(client, model):
     answer = client.completions.create(model=model, prompt=["A", "B", "C"], n=2, max_tokens=3, temperature=1, seed=1)
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert answer.usage.completion_tokens <= 18
+
+
+def test_several_answers_in_a_chat(client, model):
+    answer = client.chat.completions.create(model=model, messages=QUESTION, n=2, max_tokens=4, temperature=1, seed=1)
+    assert [choice.index for choice in answer.choices] == [0, 1] and all(
+        choice.message.content for choice in answer.choices
+    )
+    assert answer.usage.completion_tokens <= 8
+
+
+def test_a_model_by_its_name(client, model):
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
 
 
 def test_token_ids_in(client, model):
@@ -90,7 +96,9 @@ def test_beams_the_best_of_several_and_priorities(client, model):
 
 def test_logprobs(client, model):
     arguments = {"model": model, "messages": QUESTION, "max_tokens": 8, "temperature": 0, "logprobs": True}
-    whole = client.chat.completions.create(**arguments, top_logprobs=3).choices[0].logprobs.content
+    answer = client.chat.completions.create(**arguments, top_logprobs=3)
+    whole = answer.choices[0].logprobs.content
+    assert len(whole) == answer.usage.completion_tokens
     for token in whole:  # greedy: the token is the likeliest, whose logprob is the model's own
         assert len(token.top_logprobs) == 3 and token.top_logprobs[0].token == token.token
         assert -20 < token.logprob <= 0 and bytes(token.bytes).decode() == token.token
@@ -108,6 +116,17 @@ def test_logprobs(client, model):
     ).choices[0]
     assert scored.text == "The sky is blue" and "".join(scored.logprobs.tokens) == scored.text
     assert scored.logprobs.token_logprobs[0] is None and all(value < 0 for value in scored.logprobs.token_logprobs[1:])
+    both = client.completions.create(
+        model=model, prompt="The sky is blue", max_tokens=3, temperature=0, echo=True, logprobs=2
+    ).choices[0]
+    alone = client.completions.create(
+        model=model, prompt="The sky is blue", max_tokens=3, temperature=0, logprobs=2
+    ).choices[0]
+    assert both.text == "The sky is blue" + alone.text and both.logprobs.token_logprobs[0] is None
+    assert len(alone.logprobs.tokens) == len(alone.logprobs.text_offset) == len(alone.logprobs.top_logprobs) == 3
+    assert "".join(alone.logprobs.tokens) == alone.text and all(len(top) >= 2 for top in alone.logprobs.top_logprobs)
+    assert both.logprobs.tokens == scored.logprobs.tokens + alone.logprobs.tokens
+    assert both.logprobs.token_logprobs[-3:] == alone.logprobs.token_logprobs
     extras = {"return_token_ids": True, "prompt_logprobs": 0}
     told = client.completions.create(model=model, prompt="The sky is blue", max_tokens=1, extra_body=extras).choices[0]
     of_prompt = [next(iter(entry.values()))["logprob"] for entry in told.prompt_logprobs[1:]]
@@ -133,8 +152,31 @@ def test_errors_are_the_clients_own_types(client, model):
         client.chat.completions.create(model="nobody", messages=QUESTION)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model=model, messages=QUESTION, temperature="hot")
     with pytest.raises(openai.BadRequestError, match="8192"):
         client.chat.completions.create(model=model, messages=QUESTION, max_tokens=100_000)
+    with pytest.raises(openai.BadRequestError, match="8192") as refused:
+        client.completions.create(model=model, prompt="a " * 40_000, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_embeddings_as_numbers_and_as_base64(client, model):
+    texts = ["The sea is blue", "Blue is the colour of the sea", "Count the stars"]
+    answer = client.embeddings.create(model=model, input=texts, encoding_format="float")
+    vectors = [item.embedding for item in answer.data]
+    assert [item.index for item in answer.data] == [0, 1, 2] and len({tuple(vector) for vector in vectors}) == 3
+    assert all(math.isclose(math.hypot(*vector), 1, abs_tol=1e-4) for vector in vectors)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
+    packed = client.embeddings.create(model=model, input=texts, encoding_format="base64").data
+    size = len(vectors[0])
+    assert [list(struct.unpack(f"<{size}f", base64.b64decode(item.embedding))) for item in packed] == [
+        pytest.approx(vector, abs=1e-7) for vector in vectors
+    ]
+    # Left out, the client asks for base64 and gives numbers.
+    (alone,) = client.embeddings.create(model=model, input=texts[0]).data
+    assert alone.embedding == pytest.approx(vectors[0], abs=1e-7), "whoever else is embedded beside it"
+    assert len(client.embeddings.create(model=model, input=texts[0], dimensions=8).data[0].embedding) == 8
 
 
 async def test_64_streams_a_third_of_them_cut_off(server, model):

@@ -30,9 +30,8 @@ class GetWeather(BaseModel):
 
 
 @pytest.fixture
-def ask(server):
-    with openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client, {"model": client.models.list().data[0].id, "max_tokens": 120, "temperature": 0}
+def ask(client, model):
+    return client, {"model": model, "max_tokens": 120, "temperature": 0}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
@@ -44,11 +43,19 @@ def test_a_call_that_must_come(ask, choice):
     for call in whole.message.tool_calls:
         arguments = json.loads(call.function.arguments)
         assert call.function.name == "get_weather" and arguments.keys() <= {"city", "unit"} and "city" in arguments
+        assert call.id and call.type == "function"
     with client.chat.completions.stream(**wish) as stream:
         final = stream.get_final_completion().choices[0]
     told = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
     assert [(call.function.name, call.function.arguments) for call in final.message.tool_calls] == told
     assert final.finish_reason == "tool_calls"
+    with client.chat.completions.create(**wish, stream=True) as chunks:
+        deltas = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    for at, (name, arguments) in enumerate(told):  # a name and an id once, then arguments alone
+        own = [delta for delta in deltas if delta.index == at]
+        assert [delta.id for delta in own if delta.id] == [own[0].id]
+        assert [delta.function.name for delta in own if delta.function.name] == [name]
+        assert "".join(delta.function.arguments or "" for delta in own) == arguments
 
 
 def test_a_tool_from_a_model_class(ask):

@@ -24,17 +24,6 @@ class Guide(BaseModel):
     next: City | None
 
 
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.base + "/v1", api_key="unused", max_retries=0, timeout=120) as client:
-        yield client
-
-
-@pytest.fixture
-def model(client):
-    return client.models.list().data[0].id
-
-
 def ask(text: str) -> list:
     return [{"role": "user", "content": text}]
 
