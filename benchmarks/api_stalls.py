@@ -26,14 +26,17 @@ from tests.doubles import REPORT, ScriptedEngine
 BEAT_SECONDS = 0.001
 NUM_TOKENS = 30_000
 TOP = 5
+NUM_ANSWERED, TOP_ANSWERED = 8_192, 20
 NUM_FILES = 900
 
 
 def scored(request: GenerateRequest) -> list[list[TokenDelta]]:
-    """A token, and logprobs of as many prompt tokens as were asked for."""
-    entry = Logprobs(7, list(range(100, 101 + TOP)), [-1.5] * (TOP + 1))
+    """As many tokens as were asked for, and logprobs of them and of the prompt's."""
+    num_tokens, top = request.params.max_tokens or 1, request.params.logprobs or TOP
+    entry = Logprobs(7, list(range(100, 101 + top)), [-1.5] * (top + 1))
     scores = (entry,) * (len(request.prompt_ids) - 1) if request.params.prompt_logprobs is not None else ()
-    return [[TokenDelta(request.id, 0, [100], Finish("length"), logprobs=(entry,), prompt_logprobs=scores)]]
+    own = (entry,) * num_tokens
+    return [[TokenDelta(request.id, 0, [100] * num_tokens, Finish("length"), logprobs=own, prompt_logprobs=scores)]]
 
 
 async def longest_gap(work: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
@@ -95,6 +98,18 @@ async def _run(http: httpx.AsyncClient) -> None:
         f"prompt_logprobs of {NUM_TOKENS} tokens, {TOP} each": post("/v1/completions", scoring),
         f"echo with logprobs of {NUM_TOKENS} tokens": post(
             "/v1/completions", {**scoring, "echo": True, "logprobs": TOP}
+        ),
+        f"a chat's answer of {NUM_ANSWERED} tokens, logprobs of {TOP_ANSWERED} each": post(
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "hi"}],
+                "max_tokens": NUM_ANSWERED,
+                "logprobs": True,
+                "top_logprobs": TOP_ANSWERED,
+            },
+        ),
+        "a completion's answer of as many, the same": post(
+            "/v1/completions", {"prompt": [100], "max_tokens": NUM_ANSWERED, "logprobs": TOP_ANSWERED}
         ),
         f"/tokenize of {len(words)} characters, with names": post(
             "/tokenize", {"prompt": words, "return_token_strs": True}

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import sys
 import time
+from collections import Counter
 
 from benchmarks.torture.faults import FLAGS, Campaign
 from benchmarks.torture.faults_alone import AloneCampaign
@@ -63,15 +64,18 @@ def run_fuzz(arguments: argparse.Namespace) -> int:
         f"{tally.sent.total():,} hostile requests in {seconds:.0f} s (seed {arguments.seed}), 16 good clients beside them"
     )
     print("  sent: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.sent.most_common()))
-    print(
-        "  came back: " + ", ".join(f"{status or 'closed'} {count:,}" for status, count in tally.statuses.most_common())
-    )
+    print("  came back: " + _counts(tally.statuses) + f"; {tally.left:,} did not wait")
+    print("  to those who sent a byte a second: " + (_counts(tally.slow) or "nothing yet"))
     print(
         f"  5xx or no answer: {len(tally.faults)}; processes that ended: {crashed}; good answers changed: {changed}; pages leaked: {leaked}\n"
     )
     for fault in tally.faults[:10]:
         print(f"  {fault}")
     return 1 if tally.faults or changed or crashed or leaked else 0
+
+
+def _counts(statuses: Counter[int]) -> str:
+    return ", ".join(f"{status} {count:,}" for status, count in statuses.most_common())
 
 
 def run_soak(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from benchmarks.torture.house import Answer, House, Load, is_alive, resident
+from benchmarks.torture.house import Answer, House, Load, resident
+from tests.processes import is_alive
 
 FLAGS = ("--kv-cache-memory-bytes", "512M", "--api-processes", "2", "--step-timeout", "20")
 _STREAM = b'{"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": true, "stream": true}'

@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from benchmarks.torture.faults import FLAGS, Row, signal_to, under_load
-from benchmarks.torture.house import ROOT, Answer, House, Load, children_of, family, free_port, is_alive
+from benchmarks.torture.house import ROOT, Answer, House, Load, family, free_port
 from octavo.bench.http_stream import HTTPFailure
+from tests.processes import children_of, is_alive
 
 _JUMPING = r"""
 #define _GNU_SOURCE

@@ -1,33 +1,49 @@
 """Malformed and hostile HTTP requests, made by dice from a seed: as bytes, with what may come back.
-Knows nothing of connections."""
+Knows nothing of connections, nor of what is hostile in a body."""
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-_PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-    "/nowhere",
-    "/v1/../v1",
+from benchmarks.torture.hostile_bodies import ROUTES, forms, numbers, upload, wrong_types
+
+_POSTS = tuple(ROUTES)
+_OBJECTS = (
+    "/v1/files/{}", "/v1/files/{}/content", "/v1/batches/{}", "/v1/batches/{}/cancel", "/v1/responses/{}", "/v1/responses/{}/cancel",
+    "/v1/responses/{}/input_items?limit={}", "/v1/stream/{}", "/v1/stream/{}?from={}", "/v1/requests/{}", "/v1/models/{}",
+    "/v1/files?after={}&limit={}", "/v1/batches?after={}&limit={}", "/v1/requests?limit={}", "/v1/live/pages/{}", "/pages/{}",
+)  # fmt: skip
+_IDS = (
+    "x",
+    "%00",
+    "..%2f..%2fetc%2fpasswd",
+    "%ff%fe",
+    "-1",
+    "9" * 50,
+    "a" * 3000,
+    "%F0%9F%8C%B3",
+    "file-",
+    "''",
+    "NaN",
+    "",
 )
+Waits = Literal["answer", "status", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hostile:
     kind: str
     request: bytes
-    is_whole: bool = True  # False: it is not a complete request: no answer can be waited for
+    waits: Waits = "answer"
+    """An answer must come, and the connection may be used on; or at least a status line, after which it is of no use; or nothing,
+    since it is not a whole request, or its client leaves."""
 
 
-def hostile(dice: random.Random) -> Hostile:
-    kind = dice.choice(list(KINDS))
-    return KINDS[kind](dice)
+def hostile(dice: random.Random, ids: list[str]) -> Hostile:
+    """`ids`: of objects that answers have named."""
+    (kind,) = dice.choices(list(KINDS), [weight for weight, _ in KINDS.values()])
+    return KINDS[kind][1](dice, ids)
 
 
 def _post(body: bytes, kind: str, path: str = "/v1/completions", headers: bytes = b"") -> Hostile:
@@ -35,39 +51,42 @@ def _post(body: bytes, kind: str, path: str = "/v1/completions", headers: bytes 
     return Hostile(kind, head % (path.encode(), headers, len(body)) + body)
 
 
-def _bad_json(dice: random.Random) -> Hostile:
-    body = bytearray(b'{"prompt": "a", "max_tokens": 1, "stop": ["x", "y"], "temperature": 0.5}')
+def _bad_json(dice: random.Random, ids: list[str]) -> Hostile:
+    body = bytearray(
+        b'{"prompt": "a", "max_tokens": 1, "stop": ["x", "y"], "temperature": 0.5, "input": "a", "messages": []}'
+    )
     for _ in range(dice.randrange(1, 6)):
         at = dice.randrange(len(body))
         body[at : at + dice.randrange(3)] = bytes(dice.choices(b'{}[]",:0eE+-.\\nul\x00\xff', k=dice.randrange(4)))
     # It may still be a request by chance: then it must be a small one.
-    return _post(bytes(body).replace(b"1", b"0"), "bad JSON")
+    return _post(bytes(body).replace(b"1", b"0"), "bad JSON", dice.choice(_POSTS))
 
 
-def _deep(dice: random.Random) -> Hostile:
+def _deep(dice: random.Random, ids: list[str]) -> Hostile:
     depth = dice.choice([10, 1000, 50_000])
     opening, closing = dice.choice([(b"[", b"]"), (b'{"a":', b"}")])
-    return _post(
-        b'{"prompt": ' + opening * depth + b"1" + closing * depth + b"}", "deep nesting", dice.choice(_PATHS[:4])
-    )
+    name = dice.choice([b"prompt", b"input", b"messages", b"metadata", b"tools"])
+    body = b'{"' + name + b'": ' + opening * depth + b"1" + closing * depth + b"}"
+    return _post(body, "deep nesting", dice.choice(_POSTS))
 
 
-def _numbers(dice: random.Random) -> Hostile:
-    name = dice.choice(
-        ["max_tokens", "n", "seed", "top_k", "temperature", "logprobs", "deadline_ms", "min_tokens", "stop_token_ids"]
-    )
-    number = dice.choice(
-        ["1e999", "-1e999", "9" * 400, "-" + "9" * 40, "NaN", "Infinity", "0." + "1" * 5000, "1e-400", "-1", "2.5"]
-    )
-    return _post(f'{{"prompt": "a", "stop": "b", "{name}": {number}, "max_tokens": 0}}'.encode(), "huge numbers")
+def _numbers(dice: random.Random, ids: list[str]) -> Hostile:
+    path, body = numbers(dice)
+    return _post(body, "huge numbers", path)
 
 
-def _utf8(dice: random.Random) -> Hostile:
+def _utf8(dice: random.Random, ids: list[str]) -> Hostile:
     wrong = dice.choice([b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\\ud800", b"\xe2\x28\xa1"])
-    return _post(b'{"prompt": "a' + wrong + b'", "max_tokens": 0}', "wrong UTF-8")
+    text = b'"a' + wrong + b'"'
+    body = b'{"prompt": %b, "input": %b, "max_tokens": 0, "messages": [{"role": "user", "content": %b}]}' % (
+        text,
+        text,
+        text,
+    )
+    return _post(body, "wrong UTF-8", dice.choice(_POSTS))
 
 
-def _headers(dice: random.Random) -> Hostile:
+def _headers(dice: random.Random, ids: list[str]) -> Hostile:
     head = dice.choice([
         b"X: " + b"a" * dice.choice([100, 70_000]) + b"\r\n",
         b"".join(b"X-%d: y\r\n" % i for i in range(dice.choice([10, 2000]))),
@@ -78,67 +97,89 @@ def _headers(dice: random.Random) -> Hostile:
         b"Content-Length: -1\r\n",
         b"Expect: 100-continue\r\n",
         b"Range: bytes=0-\r\n",
+        b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
+        b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\n",
+        b"Traceparent: 00-\xff-zz\r\n",
+        b"Last-Event-ID: \xff\r\n",
         b"Bad Header: x\r\n",
         b": nameless\r\n",
     ])  # fmt: skip
     made = _post(b'{"prompt": ""}', "header abuse", headers=head)
-    return Hostile(made.kind, made.request, is_whole=False)
+    return Hostile(made.kind, made.request, "status")
 
 
-def _lines(dice: random.Random) -> Hostile:
+def _lines(dice: random.Random, ids: list[str]) -> Hostile:
     line = dice.choice([
         b"GET / HTTP/9.9", b"G\x00T / HTTP/1.1", b"GET  HTTP/1.1", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"PRI * HTTP/2.0",
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1", b"GET /%00%2e%2e%2f HTTP/1.1", b"GET http://other/ HTTP/1.1", b"POST /v1/completions",
+        b"GET /\xff\xfe HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"GET //// HTTP/1.0",
     ])  # fmt: skip
-    return Hostile("wrong lines", line + b"\r\nHost: x\r\n\r\n", is_whole=False)
+    return Hostile("wrong lines", line + b"\r\nHost: x\r\n\r\n", "status")
 
 
-def _methods(dice: random.Random) -> Hostile:
-    method, path = dice.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"]), dice.choice(_PATHS)
+def _methods(dice: random.Random, ids: list[str]) -> Hostile:
+    method, path = (
+        dice.choice(["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"]),
+        dice.choice((*_POSTS, "/v1/files", "/v1/models", "/nowhere", "/v1/../v1")),
+    )
     return Hostile("wrong methods", f"{method} {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
 
 
-def _types(dice: random.Random) -> Hostile:
-    value = dice.choice([None, True, [], {}, [[]], [None], [[-1]], [10**9], "", 5, {"a": 1}, [[1, "a"]], ["a", 1]])
-    name = dice.choice(
-        [
-            "prompt",
-            "messages",
-            "input",
-            "stop",
-            "logit_bias",
-            "stream_options",
-            "model",
-            "bad_words",
-            "n",
-            "response_format",
-        ]
+def _objects(dice: random.Random, ids: list[str]) -> Hostile:
+    """What is named by an id: unknown, hostile, or somebody's."""
+    path = dice.choice(_OBJECTS)
+    names = [dice.choice((*_IDS, *ids[-6:])) for _ in range(path.count("{}"))]
+    method = "POST" if path.endswith("cancel") else dice.choice(["GET", "GET", "DELETE"])
+    return Hostile(
+        "objects", f"{method} {path.format(*names)} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode()
     )
-    path = dice.choice(_PATHS[:4])
-    return _post(json.dumps({"prompt": "", "messages": [], "max_tokens": 0, name: value}).encode(), "wrong types", path)
 
 
-def _slow(dice: random.Random) -> Hostile:
-    """A body that never comes whole."""
-    made = _post(b'{"prompt": "' + b"a" * 5000 + b'"}', "slow bodies")
-    return Hostile(made.kind, made.request[: dice.randrange(20, len(made.request))], is_whole=False)
+def _types(dice: random.Random, ids: list[str]) -> Hostile:
+    path, body = wrong_types(dice, ids)
+    return _post(body, "wrong types", path)
 
 
-def _left(dice: random.Random) -> Hostile:
+def _forms(dice: random.Random, ids: list[str]) -> Hostile:
+    path, body = forms(dice)
+    return _post(body, "schemas, grammars, tools", path)
+
+
+def _files(dice: random.Random, ids: list[str]) -> Hostile:
+    kind, body = upload(dice)
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n"
+    return Hostile("files", head % (kind, len(body)) + body)
+
+
+def _cut(dice: random.Random, ids: list[str]) -> Hostile:
+    """A body that never comes whole: its client leaves. (Bodies that come slowly: fuzz.py.)"""
+    made = _post(b'{"prompt": "' + b"a" * 5000 + b'"}', "cut bodies", dice.choice(_POSTS))
+    return Hostile(made.kind, made.request[: dice.randrange(20, len(made.request))], "nothing")
+
+
+def _left(dice: random.Random, ids: list[str]) -> Hostile:
     """A stream whose client leaves at once."""
-    body = b'{"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": true, "stream": true}'
-    return Hostile("SSE disconnects", _post(body, "").request, is_whole=False)
+    path, body = dice.choice([
+        ("/v1/completions", b'{"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": true, "stream": true}'),
+        ("/v1/responses", b'{"input": "Once upon a time", "max_output_tokens": 200, "stream": true, "store": false}'),
+        ("/v1/messages", b'{"messages": [{"role": "user", "content": "Tell"}], "max_tokens": 200, "stream": true}'),
+    ])  # fmt: skip
+    return Hostile("SSE disconnects", _post(body, "", path).request, "nothing")
 
 
-KINDS: dict[str, Callable[[random.Random], Hostile]] = {
-    "bad JSON": _bad_json,
-    "deep nesting": _deep,
-    "huge numbers": _numbers,
-    "wrong UTF-8": _utf8,
-    "header abuse": _headers,
-    "wrong lines": _lines,
-    "wrong methods": _methods,
-    "wrong types": _types,
-    "slow bodies": _slow,
-    "SSE disconnects": _left,
+KINDS: dict[str, tuple[float, Callable[[random.Random, list[str]], Hostile]]] = {
+    "bad JSON": (1, _bad_json),
+    "deep nesting": (1, _deep),
+    "huge numbers": (1, _numbers),
+    "wrong UTF-8": (1, _utf8),
+    "header abuse": (1, _headers),
+    "wrong lines": (1, _lines),
+    "wrong methods": (1, _methods),
+    "objects": (1, _objects),
+    "wrong types": (2, _types),
+    "schemas, grammars, tools": (0.4, _forms),  # some take a second to be understood
+    "files": (0.5, _files),
+    "cut bodies": (1, _cut),
+    "SSE disconnects": (1, _left),
 }
+"""Weight, and how it is made."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.http_stream import Client, HTTPFailure, Target
+from tests.processes import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 180.0
@@ -27,23 +28,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Number → command line."""
-    found = {}
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            with contextlib.suppress(OSError):
-                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def resident(pid: int) -> int:

@@ -26,6 +26,8 @@ FLAGS = (
 )
 _CANARY = {"prompt": "Once upon a time there was a", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 """Asked again and again in the crowd: its answer must never change."""
+_REST_S = 2.5
+"""After which an engine that has nothing to do has given back what it freed."""
 MAX_SLOPE = 0.01
 """Of what is held: how much of it may come on top in the steady part, by the line through its looks."""
 
@@ -83,6 +85,7 @@ class Soak:
 
     async def _look(self, minute: float) -> Look:
         await self._house.used_pages()
+        await asyncio.sleep(_REST_S)
         text = await self._house.metrics()
         pages = {
             state: read_metric(text, "octavo:kv_pages", f'state="{state}"') for state in ("used", "cached", "free")
