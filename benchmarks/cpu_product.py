@@ -53,9 +53,10 @@ def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) ->
     weights, num_bytes = QUANTS[kind]
     quants = torch.randint(0, 256, (num_columns, depth // weights, num_bytes), dtype=torch.uint8)
     halves = quants.view(torch.float16)  # [N, quants, half of the bytes]
-    halves[..., -1 if kind == Kind.CODES6_NESTED else 0] = 0.01
-    if kind not in (Kind.CODES8, Kind.CODES4, Kind.CODES5, Kind.CODES6_NESTED, Kind.CODES8_NESTED):
-        halves[..., 1] = 0.1  # of the minimum
+    scale, minimum = {Kind.CODES6_NESTED: (-1, -1), Kind.CODES2_NESTED: (-2, -1)}.get(kind, (0, 1))
+    if kind in (Kind.CODES4_MINIMUM, Kind.CODES5_MINIMUM, Kind.CODES4_NESTED, Kind.CODES5_NESTED, Kind.CODES2_NESTED):
+        halves[..., minimum] = 0.1
+    halves[..., scale] = 0.01
     return library.pack(threads, quants.flatten(1), kind)
 
 

@@ -23,18 +23,18 @@ _LARGE = 1 << 22
 _AT_ONCE_SMALL, _AT_ONCE_LARGE, _AT_ONCE_GPU = (1 << 15) - 256, 1 << 20, 1 << 24
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# type → weights and bytes of a quant. Q8_NESTED is Octavo's own, in no file: numbers that are too many for Q6_K.
-QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()} | {"Q8_NESTED": (256, 266)}
+# type → weights and bytes of a quant. IQ2_WIDE is Octavo's own, in no file: IQ2_XXS with four bits for each number.
+QUANT = {name: (weights, num_bytes) for name, weights, num_bytes in TYPES.values()} | {"IQ2_WIDE": (256, 138)}
 _DECODERS = _BLOCKS | _TABLES
 
-PACKED_TYPES = tuple(type for type in _DECODERS if type != "Q8_NESTED")
+PACKED_TYPES = tuple(type for type in _DECODERS if type != "IQ2_WIDE")
 """Every packed type that can be read."""
 
 
 # Where a quant's float16 numbers lie; MXFP4 has an exponent in its first byte instead.
 _HALVES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
-    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "MXFP4": (), "Q8_NESTED": (0,),
+    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "MXFP4": (), "IQ2_WIDE": (0,),
 }  # fmt: skip
 
 
@@ -42,7 +42,7 @@ _HALVES = {
 class Quants:
     """A weight [N, K] whose rows are quants, one after the other. They may lie in a mapped file: copy what you keep."""
 
-    type: str  # of PACKED_TYPES, or Q8_NESTED
+    type: str  # of PACKED_TYPES, or IQ2_WIDE
     stored: Tensor  # [N, bytes of a row] uint8
     order: Tensor | None = None  # [N]: which stored row comes where; None: as they are. Copied only when it must be
 

@@ -139,14 +139,7 @@ def two_bits(quants: Tensor, at: int) -> Tensor:
     return (quants[:, at : at + 64].view(-1, 2, 1, 32) >> shifts & 3).view(-1, 256)
 
 
-def _q8_nested(quants: Tensor, out: Tensor) -> None:
-    scale = quants[:, 2:10].view(torch.int8).float().mul_(half(quants, 0))  # [N, 8]
-    numbers = quants[:, 10:].view(torch.int8).float().view(-1, 8, 32)
-    torch.mul(numbers, scale.unsqueeze(2), out=out.view(-1, 8, 32))
-
-
 DECODERS: dict[str, Decoder] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-    "Q8_NESTED": _q8_nested,
 }  # fmt: skip

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from octavo.quants import QUANT, Quants
 from octavo.quants.blocks import q3_k_parts
-from octavo.quants.tables import FP4_LEVELS, IQ4_LEVELS, half_power, iq4_xs_parts, levels
-from octavo.quants.writers import q5_0, q6_k, q8_0, q8_nested
+from octavo.quants.tables import FP4_LEVELS, half_power, iq2_xxs_nibbles, levels
+from octavo.quants.writers import iq2_wide, q5_0, q6_k
 
 # Type → the one it is held as: its own where kernels multiply with that. What is missing has to be decoded.
 HELD_AS = {
     "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q4_K": "Q4_K", "Q5_K": "Q5_K",
-    "Q6_K": "Q6_K", "Q8_NESTED": "Q8_NESTED", "Q3_K": "Q6_K", "IQ4_NL": "Q8_0", "MXFP4": "Q5_0", "IQ4_XS": "Q8_NESTED",
+    "Q6_K": "Q6_K", "Q2_K": "Q2_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS", "IQ2_WIDE": "IQ2_WIDE", "IQ2_XXS": "IQ2_WIDE",
+    "Q3_K": "Q6_K", "MXFP4": "Q5_0",
 }  # fmt: skip
 
 
@@ -37,13 +38,12 @@ def held_exactly(weight: Quants) -> Quants | None:
     match weight.type:
         case "Q3_K":
             return _from_q3_k(quants, len(rows))
-        case "IQ4_NL":
-            scales = _first_half(quants).view(len(rows), -1)
-            return q8_0(scales, _in_order(quants[:, 2:], IQ4_LEVELS).view(len(rows), -1))
         case "MXFP4":
             return _from_mxfp4(quants, len(rows))
         case _:
-            return _from_iq4_xs(quants, len(rows))
+            scales, nibbles = iq2_xxs_nibbles(quants)
+            outer = quants[:, :2].contiguous().view(torch.float16)
+            return iq2_wide(outer.view(len(rows), -1), scales.view(len(rows), -1), nibbles.view(len(rows), -1))
 
 
 def _from_q3_k(quants: Tensor, num_rows: int) -> Quants:
@@ -61,16 +61,6 @@ def _from_mxfp4(quants: Tensor, num_rows: int) -> Quants | None:
     scales = half_power(quants[:, 0]).to(torch.float16)
     codes = (_in_order(quants[:, 1:], FP4_LEVELS) + 16).view(torch.uint8)
     return q5_0(scales.view(num_rows, -1), codes.view(num_rows, -1))
-
-
-def _from_iq4_xs(quants: Tensor, num_rows: int) -> Quants:
-    scales, numbers = iq4_xs_parts(quants)
-    outer = _first_half(quants)
-    return q8_nested(outer.view(num_rows, -1), scales.view(num_rows, -1), numbers.view(num_rows, -1))
-
-
-def _first_half(quants: Tensor) -> Tensor:
-    return quants[:, :2].contiguous().view(torch.float16)
 
 
 def _in_order(nibbles: Tensor, table: tuple[int, ...]) -> Tensor:

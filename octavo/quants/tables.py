@@ -15,7 +15,7 @@ IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 # MXFP4: the numbers of 4-bit floats (sign, two bits of exponent, one of mantissa), doubled.
 FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # IQ2_XXS: 256 points in eight dimensions. A point is 16 bits here, two for each coordinate, the first in the lowest.
-_IQ2_LEVELS = (8, 25, 43)
+IQ2_WIDE_LEVELS = (8, 25, 43, 0, -8, -25, -43)
 _IQ2_XXS_POINTS = """
 0000 0002 0005 0008 000a 0011 0014 0020 0022 0028 002a 0041 0044 0050 0058 0061 0064 0080 0082 008a 00a2 0101
 0104 0110 0115 0140 0184 0198 0200 0202 0222 0282 0401 0404 0410 0421 0424 0440 0442 0448 0460 0481 0484 0490
@@ -43,20 +43,14 @@ def _iq4_nl(quants: Tensor, out: Tensor) -> None:
 
 
 def _iq4_xs(quants: Tensor, out: Tensor) -> None:
-    scale, numbers = iq4_xs_parts(quants)
-    torch.mul(numbers.float(), (scale.float() * half(quants, 0)).unsqueeze(2), out=out.view(-1, 8, 32))
-
-
-def iq4_xs_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """int8: the scales [N, 8] that multiply a quant's own, and what stands in the table [N, 8, 32].
-
-    Scales have 6 bits: the low four are in bytes 4-7, the top two in bytes 2 and 3."""
+    # Eight scales of 6 bits: the low four are in bytes 4-7, the top two in bytes 2 and 3.
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=quants.device)
     top = (quants[:, 2:4, None] >> shifts & 3).view(-1, 8)
     low, high = nibbles(quants, 4, 4)
     scale = (torch.stack((low, high), dim=2).view(-1, 8) | (top << 4)).view(torch.int8) - 32
     first, second = (part.view(-1, 8, 16) for part in nibbles(quants, 8, 128))
-    return scale, levels(IQ4_LEVELS, torch.cat((first, second), dim=2))
+    numbers = levels(IQ4_LEVELS, torch.cat((first, second), dim=2)).float()
+    torch.mul(numbers, (scale.float() * half(quants, 0)).unsqueeze(2), out=out.view(-1, 8, 32))
 
 
 def _mxfp4(quants: Tensor, out: Tensor) -> None:
@@ -72,32 +66,46 @@ def half_power(exponents: Tensor) -> Tensor:
 
 
 def _iq2_xxs(quants: Tensor, out: Tensor) -> None:
-    scale, numbers = iq2_xxs_parts(quants)
+    scales, nibbles = iq2_xxs_nibbles(quants)
+    _iq2(half(quants, 0), scales, nibbles, out)
+
+
+def _iq2_wide(quants: Tensor, out: Tensor) -> None:
+    _iq2(half(quants, 0), quants[:, 2:10].view(torch.int8), quants[:, 10:].reshape(-1, 8, 16), out)
+
+
+def _iq2(outer: Tensor, scales: Tensor, nibbles: Tensor, out: Tensor) -> None:
+    numbers = levels(IQ2_WIDE_LEVELS, torch.cat((nibbles & 15, nibbles >> 4), dim=2)).float()
     # Halves of it: every product is exact, in whichever order.
-    torch.mul(numbers.float(), (scale.float() * half(quants, 0)).mul_(0.125).unsqueeze(2), out=out.view(-1, 8, 32))
+    torch.mul(numbers, (scales.float() * outer).mul_(0.125).unsqueeze(2), out=out.view(-1, 8, 32))
 
 
-def iq2_xxs_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """int8: the scales [N, 8] that multiply an eighth of a quant's own, and the coordinates [N, 8, 32].
+def iq2_xxs_nibbles(quants: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales, int8 [N, 8], that multiply an eighth of a quant's own; and the coordinates as codes of IQ2_WIDE_LEVELS, uint8
+    [N, 8, 16]: of each 32 the first 16 in the low halves.
 
     Of each 32 weights four bytes name four points; of 32 bits more, the top four are the scale, less a half, the others four
     times the signs of seven of a point's coordinates. The eighth makes the number of minus signs even."""
     parts = quants[:, 2:].reshape(-1, 8, 8)  # [N, part, byte]
-    grid, signs = (table.to(quants.device) for table in _iq2_xxs_tables())
+    points, signs = (table.to(quants.device) for table in _iq2_xxs_codes())
     bits = parts[:, :, 4:].contiguous().view(torch.int32)  # [N, 8, 1]
-    scale = ((bits[:, :, 0] >> 28 & 15) * 2 + 1).to(torch.int8)
+    scales = ((bits[:, :, 0] >> 28 & 15) * 2 + 1).to(torch.int8)
     sevens = bits >> torch.arange(0, 28, 7, dtype=torch.int32, device=quants.device) & 127  # [N, 8, 4]
-    return scale, (grid[parts[:, :, :4].int()] * signs[sevens]).view(-1, 8, 32)
+    codes = points[parts[:, :, :4].int()] | signs[sevens]
+    return scales, (codes[:, :, :2] | codes[:, :, 2:] << 4).view(torch.uint8)
 
 
 @functools.cache
-def _iq2_xxs_tables() -> tuple[Tensor, Tensor]:
-    """int8: the points [256, 8], and the signs [128, 8] that seven bits stand for."""
-    points = torch.tensor([int(word, 16) for word in _IQ2_XXS_POINTS.split()], dtype=torch.int32)
-    grid = torch.tensor(_IQ2_LEVELS, dtype=torch.int8)[points[:, None] >> torch.arange(0, 16, 2) & 3]
+def _iq2_xxs_codes() -> tuple[Tensor, Tensor]:
+    """int64, a byte for each of eight coordinates: a point's levels [256], and 4 where seven bits stand for a minus [128]."""
+    points = torch.tensor([int(word, 16) for word in _IQ2_XXS_POINTS.split()])
     sevens = torch.arange(128)[:, None] >> torch.arange(7) & 1  # [128, 7]
     minus = torch.cat((sevens, sevens.sum(dim=1, keepdim=True) % 2), dim=1)
-    return grid, (1 - 2 * minus).to(torch.int8)
+    bytes_of = (points[:, None] >> torch.arange(0, 16, 2) & 3, minus * 4)
+    point_codes, sign_codes = (table.to(torch.uint8).contiguous().view(torch.int64).view(-1) for table in bytes_of)
+    return point_codes, sign_codes
 
 
-DECODERS: dict[str, Decoder] = {"IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "IQ2_XXS": _iq2_xxs, "MXFP4": _mxfp4}
+DECODERS: dict[str, Decoder] = {
+    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "IQ2_XXS": _iq2_xxs, "MXFP4": _mxfp4, "IQ2_WIDE": _iq2_wide,
+}  # fmt: skip

@@ -37,10 +37,11 @@ def q6_k(outer: Tensor, scales: Tensor, codes: Tensor) -> Quants:
     return _rows("Q6_K", low, top, scales.view(torch.uint8).view(len(codes), -1, 16), _bytes_of(outer))
 
 
-def q8_nested(outer: Tensor, scales: Tensor, numbers: Tensor) -> Quants:
-    """outer [N, K / 256] float16, scales [N, K / 32] int8, numbers [N, K] int8 → outer · scale · number."""
-    small, whole = (part.view(torch.uint8).view(*outer.shape, -1) for part in (scales, numbers))
-    return _rows("Q8_NESTED", _bytes_of(outer), small, whole)
+def iq2_wide(outer: Tensor, scales: Tensor, nibbles: Tensor) -> Quants:
+    """outer [N, K / 256] float16, scales [N, K / 32] int8, nibbles [N, K / 2] uint8, of each 32 the first 16 codes in the low
+    halves → outer / 8 · scale · IQ2_WIDE_LEVELS[code]."""
+    small, codes = (part.view(torch.uint8).view(*outer.shape, -1) for part in (scales, nibbles))
+    return _rows("IQ2_WIDE", _bytes_of(outer), small, codes)
 
 
 def _bytes_of(scales: Tensor) -> Tensor:

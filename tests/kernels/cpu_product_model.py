@@ -9,8 +9,10 @@ import torch
 QUANTS = {  # weights, bytes, and where the float16 numbers are: the scale first
     "Q8_0": (32, 34, [0]), "Q4_0": (32, 18, [0]), "Q4_1": (32, 20, [0, 2]), "Q5_0": (32, 22, [0]), "Q5_1": (32, 24, [0, 2]),
     "Q4_K": (256, 144, [0, 2]), "Q5_K": (256, 176, [0, 2]), "Q6_K": (256, 210, [208]),
-    "Q8_NESTED": (256, 266, [0]),
+    "IQ4_NL": (32, 18, [0]), "IQ4_XS": (256, 136, [0]), "IQ2_WIDE": (256, 138, [0]), "Q2_K": (256, 84, [80, 82]),
 }  # fmt: skip
+IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+IQ2_LEVELS = np.array([8, 25, 43, 0, -8, -25, -43])
 
 
 @dataclass
@@ -19,13 +21,13 @@ class Codes:
 
     codes: np.ndarray  # [N, G, 32] int64, centred
     scale: np.ndarray  # [N, G, R] float32
-    minimum: np.ndarray | None  # [N, G] float32
+    minimum: np.ndarray | None  # [N, G, R] float32
 
     def weights(self) -> np.ndarray:  # [N, G * 32] float32
         num_rows, groups, runs = self.scale.shape
         scaled = self.codes.reshape(num_rows, groups, runs, -1).astype(np.float32) * self.scale[..., None]
         if self.minimum is not None:
-            scaled = scaled + self.minimum[:, :, None, None]
+            scaled = scaled + self.minimum[..., None]
         return scaled.reshape(num_rows, -1)
 
 
@@ -37,6 +39,9 @@ def random_quants(type: str, num_columns: int, depth: int, seed: int) -> torch.T
     for at, size in zip(halves, (0.02, 0.1), strict=False):
         numbers = rng.normal(0, size if weights == 32 else size / 40, (num_columns, depth // weights, 1))
         rows[..., at : at + 2] = numbers.astype(np.float16).view(np.uint8)
+    if type == "IQ2_WIDE":
+        low, high = rng.choice([0, 1, 2, 4, 5, 6], (2, num_columns, depth // weights, 128))
+        rows[..., 10:] = low | high << 4
     return torch.from_numpy(rows.reshape(num_columns, -1))
 
 
@@ -48,14 +53,16 @@ def decode(rows: np.ndarray, type: str) -> Codes:
     ]
     if weights == 256:
         return _decode_nested(quant, type, first, second[0] if second else None)
-    minimum = second[0] if second else None
+    minimum = second[0][..., None] if second else None
     if type == "Q8_0":
         return Codes(quant[..., 2:].view(np.int8).astype(np.int64), first[..., None], None)
     nibbles = quant[..., -16:]
     codes = np.concatenate([nibbles & 15, nibbles >> 4], -1).astype(np.int64)
     if type.startswith("Q5"):
         codes += np.unpackbits(quant[..., -20:-16], axis=-1, bitorder="little").astype(np.int64) << 4
-    if minimum is None:
+    if type == "IQ4_NL":
+        codes = IQ4_LEVELS[codes]
+    elif minimum is None:
         codes -= 16 if type == "Q5_0" else 8
     return Codes(codes, first[..., None], minimum)
 
@@ -67,10 +74,23 @@ def _decode_nested(quant: np.ndarray, type: str, outer: np.ndarray, outer_minimu
     def nibbles(start: int, at: int, is_high: bool) -> np.ndarray:
         return quant[..., start + at : start + at + 32].astype(np.int64) >> (4 if is_high else 0) & 15
 
-    if type == "Q8_NESTED":
-        numbers = quant[..., 10:].view(np.int8).astype(np.int64)
-        scale = quant[..., 2:10].view(np.int8).astype(np.float32) * outer[..., None]
-        return Codes(numbers.reshape(num_rows, groups, 32), scale.reshape(num_rows, groups, 1), None)
+    if type.startswith("IQ"):
+        halves = quant[..., -128:].reshape(num_rows, groups, 16)
+        codes = np.concatenate([halves & 15, halves >> 4], -1)
+        if type == "IQ2_WIDE":
+            scale = quant[..., 2:10].view(np.int8).astype(np.float32) * (outer[..., None] * np.float32(0.125))
+            return Codes(IQ2_LEVELS[codes], scale.reshape(num_rows, groups, 1), None)
+        top = np.ascontiguousarray(quant[..., 2:4]).view(np.uint16).astype(np.int64)
+        six = [quant[..., 4 + j // 2] >> 4 * (j % 2) & 15 | (top[..., 0] >> 2 * j & 3) << 4 for j in range(8)]
+        scale = (np.stack(six, -1) - 32).astype(np.float32) * outer[..., None]
+        return Codes(IQ4_LEVELS[codes], scale.reshape(num_rows, groups, 1), None)
+    if type == "Q2_K":
+        twos = quant[..., 16:80].astype(np.int64).reshape(num_rows, num_quants, 2, 1, 32)
+        codes = twos >> np.arange(0, 8, 2)[:, None] & 3
+        assert outer_minimum is not None
+        scale, least = (quant[..., :16] & 15) * outer[..., None], (quant[..., :16] >> 4) * outer_minimum[..., None]
+        shape = (num_rows, groups, 2)
+        return Codes(codes.reshape(num_rows, groups, 32), scale.reshape(shape), -least.reshape(shape))
     if type == "Q6_K":
         made = []
         for half in range(2):
@@ -90,7 +110,7 @@ def _decode_nested(quant: np.ndarray, type: str, outer: np.ndarray, outer_minimu
     return Codes(
         np.stack(made, 2).reshape(num_rows, groups, 32),
         (np.stack(scales, -1).astype(np.float32) * outer[..., None]).reshape(num_rows, groups, 1),
-        -(np.stack(least, -1).astype(np.float32) * outer_minimum[..., None]).reshape(num_rows, groups),
+        -(np.stack(least, -1).astype(np.float32) * outer_minimum[..., None]).reshape(num_rows, groups, 1),
     )
 
 
@@ -116,9 +136,8 @@ def product(x: np.ndarray, weight: Codes) -> np.ndarray:
         inverse = np.where(largest > np.float32(1e-30), np.float32(127) / largest, np.float32(0)).astype(np.float32)
     codes = np.rint(groups * inverse[..., None]).astype(np.int64)
     scale = largest / np.float32(127)
-    scaled_sum = scale * codes.sum(-1).astype(np.float32)
-
     num_columns, num_groups, runs = weight.scale.shape
+    scaled_sum = scale[..., None] * codes.reshape(num_rows, num_groups, runs, -1).sum(-1).astype(np.float32)
     dots = np.einsum(
         "mgrk,ngrk->grmn",
         codes.reshape(num_rows, num_groups, runs, -1),
@@ -128,6 +147,6 @@ def product(x: np.ndarray, weight: Codes) -> np.ndarray:
     for group in range(num_groups):
         for run in range(runs):
             y = fma(dots[group, run], weight.scale[:, group, run] * scale[:, group, None], y)
-        if weight.minimum is not None:
-            y = fma(np.broadcast_to(weight.minimum[:, group], y.shape), scaled_sum[:, group, None], y)
+            if weight.minimum is not None:
+                y = fma(np.broadcast_to(weight.minimum[:, group, run], y.shape), scaled_sum[:, group, run, None], y)
     return y

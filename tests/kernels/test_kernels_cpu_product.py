@@ -91,7 +91,10 @@ def test_the_model_decodes_as_the_loader_does(kind):
         (Kind.CODES4_NESTED, 4.625),
         (Kind.CODES5_NESTED, 5.625),
         (Kind.CODES6_NESTED, 6.5625),
-        (Kind.CODES8_NESTED, 8.3125),
+        (Kind.CODES4_IQ4, 4.5),
+        (Kind.CODES4_IQ4_NESTED, 4.3125),
+        (Kind.CODES4_IQ2_NESTED, 4.3125),
+        (Kind.CODES2_NESTED, 3.125),
         (Kind.BFLOAT16, 16),
     ],
 )

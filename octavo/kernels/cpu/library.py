@@ -33,7 +33,10 @@ class Kind(IntEnum):
     CODES4_NESTED = 7  # Q4_K
     CODES5_NESTED = 8  # Q5_K
     CODES6_NESTED = 9  # Q6_K
-    CODES8_NESTED = 10  # Q8_NESTED, Octavo's own
+    CODES4_IQ4 = 10  # IQ4_NL
+    CODES4_IQ4_NESTED = 11  # IQ4_XS
+    CODES4_IQ2_NESTED = 12  # IQ2_WIDE, Octavo's own
+    CODES2_NESTED = 13  # Q2_K
 
     @property
     def is_quantised(self) -> bool:
@@ -50,7 +53,10 @@ GGUF_KINDS = {
     "Q4_K": Kind.CODES4_NESTED,
     "Q5_K": Kind.CODES5_NESTED,
     "Q6_K": Kind.CODES6_NESTED,
-    "Q8_NESTED": Kind.CODES8_NESTED,
+    "IQ4_NL": Kind.CODES4_IQ4,
+    "IQ4_XS": Kind.CODES4_IQ4_NESTED,
+    "IQ2_WIDE": Kind.CODES4_IQ2_NESTED,
+    "Q2_K": Kind.CODES2_NESTED,
 }
 _PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
 _FINISHES = {  # by (gated, activation), as OctavoFinish
@@ -71,7 +77,10 @@ QUANTS = {  # weights and bytes of one quant
     Kind.CODES4_NESTED: (256, 144),
     Kind.CODES5_NESTED: (256, 176),
     Kind.CODES6_NESTED: (256, 210),
-    Kind.CODES8_NESTED: (256, 266),
+    Kind.CODES4_IQ4: (32, 18),
+    Kind.CODES4_IQ4_NESTED: (256, 136),
+    Kind.CODES4_IQ2_NESTED: (256, 138),
+    Kind.CODES2_NESTED: (256, 84),
 }
 _ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # what pack_quantised makes
 

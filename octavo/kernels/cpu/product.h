@@ -5,11 +5,13 @@
 // Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them),
 // padded to 64 bytes, then the codes, group of 32 K-values after group. Codes are unsigned:
 //   weight = scale · (code − centre)      or, with a minimum,      weight = scale · code + minimum.
+// Kinds with levels multiply by what stands at the code in a table of theirs, instead of by the code.
 // Nested kinds have bytes for scales and minimums, each times an outer float16 of its 256 K-values, which follow:
-// exact, and fewer bytes than their products would take. CODES6_NESTED has two runs of 16 in a group, each with a scale
-// of its own. A run's codes are vectors of 16 columns × 4 bytes. With 8 bits, vector v holds K-values 4v … 4v+3. With
-// fewer, it holds those in its low halves, and in its high ones 4v … of the run's second half; a last vector holds the
-// bits above the fourth: those of K-values 4j … 4j+3 are bits j (5 bits), or 2j and 2j+1 (6 bits), of its bytes.
+// exact, and fewer bytes than their products would take. CODES2_NESTED and CODES6_NESTED have two runs of 16 in a group,
+// each with a scale, and a minimum, of its own. A run's codes are vectors of 16 columns × 4 bytes. With 8 bits, vector v
+// holds K-values 4v … 4v+3. With 4 to 6, it holds those in its low halves, and in its high ones 4v … of the run's second
+// half; a last vector holds the bits above the fourth: those of K-values 4j … 4j+3 are bits j (5 bits), or 2j and 2j+1
+// (6 bits), of its bytes. With 2 bits, a run is one vector: K-values 4j … 4j+3 are bits 2j and 2j+1 of its bytes.
 // Plain, a panel is [K] vectors of 16 float32, or [K / 2] of 16 pairs of bfloat16, the even K-value in the low half.
 // Columns and K-values that pad a panel are zero.
 //
@@ -37,7 +39,10 @@ enum OctavoKind {
   OCTAVO_CODES4_NESTED = 7,   // 4 bits and a minimum: Q4_K
   OCTAVO_CODES5_NESTED = 8,   // 5 bits and a minimum: Q5_K
   OCTAVO_CODES6_NESTED = 9,   // 6 bits, centre 32: Q6_K
-  OCTAVO_CODES8_NESTED = 10,  // 8 bits, centre 128: what types with a table decode to, but for the scales
+  OCTAVO_CODES4_IQ4 = 10,         // 4 bits, IQ4's levels: IQ4_NL
+  OCTAVO_CODES4_IQ4_NESTED = 11,  // 4 bits, IQ4's levels: IQ4_XS
+  OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: what IQ2_XXS decodes to, but for the scales
+  OCTAVO_CODES2_NESTED = 13,      // 2 bits and a minimum: Q2_K
 };
 
 enum OctavoFinish {
@@ -146,16 +151,25 @@ static inline int64_t round_up(int64_t value, int64_t to) { return (value + to -
 
 static inline constexpr bool is_packed(int kind) { return kind != OCTAVO_FLOAT32 && kind != OCTAVO_BFLOAT16; }
 
+// What codes of 4 bits stand for, centred on a power of two, so that none is negative.
+constexpr uint8_t kIq4Levels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kIq2Levels[16] = {72, 89, 107, 64, 56, 39, 21};  // 8, 25, 43; from code 4 on the same below zero
+
 struct Form {
   int bits;
   bool has_minimum, is_nested;
   int runs;  // in a group
+  const uint8_t* levels = nullptr;
+  int level_bits = 0;
+  float factor = 1.0f;  // of all outer scales
 
   constexpr int width() const { return is_nested ? 1 : 2; }  // bytes of a scale
   constexpr int parts() const { return 8 / runs; }           // of a run: 4 K-values each
-  constexpr int above() const { return bits == 8 ? 0 : bits - 4; }
-  constexpr int nibbles() const { return bits == 8 ? 0 : parts() / 2; }  // vectors of a run
-  constexpr int vectors() const { return bits == 8 ? parts() : nibbles() + (above() != 0); }
+  constexpr bool has_nibbles() const { return bits != 8 && bits != 2; }
+  constexpr int above() const { return has_nibbles() ? bits - 4 : 0; }
+  constexpr int nibbles() const { return has_nibbles() ? parts() / 2 : 0; }  // vectors of a run
+  constexpr int vectors() const { return has_nibbles() ? nibbles() + (above() != 0) : parts() * bits / 8; }
+  constexpr int factor_bits() const { return levels ? level_bits : bits; }  // of what activations are multiplied by
 };
 
 static inline constexpr Form form_of(int kind) {  // of a packed kind
@@ -167,7 +181,10 @@ static inline constexpr Form form_of(int kind) {  // of a packed kind
     case OCTAVO_CODES5_MINIMUM: return {5, true, false, 1};
     case OCTAVO_CODES4_NESTED: return {4, true, true, 1};
     case OCTAVO_CODES5_NESTED: return {5, true, true, 1};
-    case OCTAVO_CODES8_NESTED: return {8, false, true, 1};
+    case OCTAVO_CODES4_IQ4: return {4, false, false, 1, kIq4Levels, 8};
+    case OCTAVO_CODES4_IQ4_NESTED: return {4, false, true, 1, kIq4Levels, 8};
+    case OCTAVO_CODES4_IQ2_NESTED: return {4, false, true, 1, kIq2Levels, 7, 0.125f};
+    case OCTAVO_CODES2_NESTED: return {2, true, true, 2};
     default: return {6, false, true, 2};
   }
 }
@@ -182,7 +199,7 @@ static inline Places places_of(int kind, int64_t depth) {
   const int64_t num_groups = depth / kGroup, outer = form.is_nested ? depth / kOuter * kPanel * 2 : 0;
   Places places;
   places.minimums = num_groups * form.runs * kPanel * form.width();
-  places.outer_scales = places.minimums + (form.has_minimum ? num_groups * kPanel * form.width() : 0);
+  places.outer_scales = places.minimums + (form.has_minimum ? places.minimums : 0);
   places.outer_minimums = places.outer_scales + outer;
   places.codes = round_up(places.outer_minimums + (form.has_minimum ? outer : 0), 64);
   places.end = places.codes + num_groups * form.runs * form.vectors() * 64;

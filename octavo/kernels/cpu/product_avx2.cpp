@@ -102,6 +102,12 @@ struct Lanes {
   }
   static Bytes high_halves(Bytes x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 
+  static Bytes no_bytes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+  // What stands at each byte, below 16, in a table.
+  static Bytes look_up(const uint8_t* table, Bytes x) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(both, x.a), _mm256_shuffle_epi8(both, x.b)};
+  }
   // weights | (plane moved by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {

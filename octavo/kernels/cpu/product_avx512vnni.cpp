@@ -71,6 +71,12 @@ struct Lanes {
   }
   static Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static Bytes no_bytes() { return _mm512_setzero_si512(); }
+  // What stands at each byte, below 16, in a table.
+  static Bytes look_up(const uint8_t* table, Bytes a) {
+    const __m128i lane = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lane), a);
+  }
   // weights | (plane moved by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {

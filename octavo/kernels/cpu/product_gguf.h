@@ -13,7 +13,7 @@ namespace octavo {
 struct Group {
   uint32_t parts[8];        // unsigned codes of K-values 4i … 4i+3, one a byte
   uint16_t scale, minimum;  // float16; of nested kinds the outer ones
-  int8_t inner_scale[2], inner_minimum;
+  int8_t inner_scale[2], inner_minimum[2];
 };
 
 static inline uint32_t load_word(const uint8_t* at) {
@@ -41,8 +41,20 @@ static inline int64_t quant_bytes(int kind) {
     case OCTAVO_CODES5_MINIMUM: return 24;
     case OCTAVO_CODES4_NESTED: return 144;
     case OCTAVO_CODES5_NESTED: return 176;
-    case OCTAVO_CODES8_NESTED: return 266;
+    case OCTAVO_CODES4_IQ4: return 18;
+    case OCTAVO_CODES4_IQ4_NESTED: return 136;
+    case OCTAVO_CODES4_IQ2_NESTED: return 138;
+    case OCTAVO_CODES2_NESTED: return 84;
     default: return 210;
+  }
+}
+
+// 16 bytes: the first 16 K-values in their low halves, the others in the high ones.
+static inline void read_nibbles(const uint8_t* at, Group& group) {
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t four = load_word(at + 4 * i);
+    group.parts[i] = four & kLowHalves;
+    group.parts[4 + i] = four >> 4 & kLowHalves;
   }
 }
 
@@ -59,11 +71,7 @@ static inline Group read_small_quant(int kind, const uint8_t* quant) {
   }
   const uint32_t fifth = form.bits == 5 ? load_word(at) : 0;  // bit i: of K-value i
   if (form.bits == 5) at += 4;
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t four = load_word(at + 4 * i);
-    group.parts[i] = four & kLowHalves;
-    group.parts[4 + i] = four >> 4 & kLowHalves;
-  }
+  read_nibbles(at, group);
   for (int i = 0; fifth && i < 8; ++i) {
     // Four neighbouring bits to the lowest bits of four bytes.
     group.parts[i] |= ((fifth >> 4 * i & 15) * 0x00204081u & kOnes) << 4;
@@ -76,10 +84,10 @@ static inline Group read_small_quant(int kind, const uint8_t* quant) {
 static inline void read_six_bits(const uint8_t* from, int which, Group& group) {
   if (which < 4) {
     group.inner_scale[0] = static_cast<int8_t>(from[which] & 63);
-    group.inner_minimum = static_cast<int8_t>(from[which + 4] & 63);
+    group.inner_minimum[0] = static_cast<int8_t>(from[which + 4] & 63);
   } else {
     group.inner_scale[0] = static_cast<int8_t>((from[which + 4] & 15) | (from[which - 4] >> 6) << 4);
-    group.inner_minimum = static_cast<int8_t>(from[which + 4] >> 4 | (from[which] >> 6) << 4);
+    group.inner_minimum[0] = static_cast<int8_t>(from[which + 4] >> 4 | (from[which] >> 6) << 4);
   }
 }
 
@@ -113,12 +121,37 @@ static inline Group read_q6_k(const uint8_t* quant, int which) {
   return group;
 }
 
-// Octavo's own: the outer scale, eight scales of a byte, 256 numbers of a byte with a sign.
-static inline Group read_q8_nested(const uint8_t* quant, int which) {
+// Q2_K: 16 scales and minimums in the halves of 16 bytes, two halves of four groups in 32 bytes each: bits 2g and 2g + 1
+// of byte i are weight i of group g.
+static inline Group read_q2_k(const uint8_t* quant, int which) {
+  Group group = {};
+  group.scale = load_half(quant + 80);
+  group.minimum = load_half(quant + 82) ^ 0x8000;  // what is stored is subtracted
+  for (int run = 0; run < 2; ++run) {
+    group.inner_scale[run] = static_cast<int8_t>(quant[2 * which + run] & 15);
+    group.inner_minimum[run] = static_cast<int8_t>(quant[2 * which + run] >> 4);
+  }
+  const uint8_t* twos = quant + 16 + which / 4 * 32;
+  for (int i = 0; i < 8; ++i) group.parts[i] = load_word(twos + 4 * i) >> (which % 4 * 2) & 3 * kOnes;
+  return group;
+}
+
+// IQ4_XS: of the eight scales, centred on 32, the top two bits come first, then the low four.
+static inline Group read_iq4_xs(const uint8_t* quant, int which) {
+  Group group = {};
+  group.scale = load_half(quant);
+  const int top = load_half(quant + 2) >> (2 * which) & 3, low = quant[4 + which / 2] >> (which % 2 * 4) & 15;
+  group.inner_scale[0] = static_cast<int8_t>((top << 4 | low) - 32);
+  read_nibbles(quant + 8 + 16 * which, group);
+  return group;
+}
+
+// IQ2_WIDE, Octavo's own: the outer scale, eight scales of a byte, nibbles group after group.
+static inline Group read_iq2_wide(const uint8_t* quant, int which) {
   Group group = {};
   group.scale = load_half(quant);
   memcpy(group.inner_scale, quant + 2 + which, 1);
-  for (int i = 0; i < 8; ++i) group.parts[i] = load_word(quant + 10 + 32 * which + 4 * i) ^ 0x80808080u;
+  read_nibbles(quant + 10 + 16 * which, group);
   return group;
 }
 
@@ -126,9 +159,13 @@ static inline Group read_quant(int kind, const uint8_t* row, int64_t group) {
   const int64_t groups = quant_weights(kind) / kGroup;
   const uint8_t* quant = row + group / groups * quant_bytes(kind);
   const int which = static_cast<int>(group % groups);
-  if (kind == OCTAVO_CODES6_NESTED) return read_q6_k(quant, which);
-  if (kind == OCTAVO_CODES8_NESTED) return read_q8_nested(quant, which);
-  return form_of(kind).is_nested ? read_q45_k(kind, quant, which) : read_small_quant(kind, quant);
+  switch (kind) {
+    case OCTAVO_CODES6_NESTED: return read_q6_k(quant, which);
+    case OCTAVO_CODES2_NESTED: return read_q2_k(quant, which);
+    case OCTAVO_CODES4_IQ4_NESTED: return read_iq4_xs(quant, which);
+    case OCTAVO_CODES4_IQ2_NESTED: return read_iq2_wide(quant, which);
+    default: return form_of(kind).is_nested ? read_q45_k(kind, quant, which) : read_small_quant(kind, quant);
+  }
 }
 
 }  // namespace octavo

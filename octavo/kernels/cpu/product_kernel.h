@@ -218,7 +218,10 @@ void product_share(const OctavoProduct* product, const OctavoProduct* next, Ahea
     case OCTAVO_CODES5_MINIMUM: return run(PackedTile<OCTAVO_CODES5_MINIMUM>());
     case OCTAVO_CODES4_NESTED: return run(PackedTile<OCTAVO_CODES4_NESTED>());
     case OCTAVO_CODES5_NESTED: return run(PackedTile<OCTAVO_CODES5_NESTED>());
-    case OCTAVO_CODES8_NESTED: return run(PackedTile<OCTAVO_CODES8_NESTED>());
+    case OCTAVO_CODES4_IQ4: return run(PackedTile<OCTAVO_CODES4_IQ4>());
+    case OCTAVO_CODES4_IQ4_NESTED: return run(PackedTile<OCTAVO_CODES4_IQ4_NESTED>());
+    case OCTAVO_CODES4_IQ2_NESTED: return run(PackedTile<OCTAVO_CODES4_IQ2_NESTED>());
+    case OCTAVO_CODES2_NESTED: return run(PackedTile<OCTAVO_CODES2_NESTED>());
     default: return run(PackedTile<OCTAVO_CODES6_NESTED>());
   }
 }

@@ -47,7 +47,10 @@ void with_constant(int kind, Body body) {
     case OCTAVO_CODES5_MINIMUM: return body(Constant<OCTAVO_CODES5_MINIMUM>());
     case OCTAVO_CODES4_NESTED: return body(Constant<OCTAVO_CODES4_NESTED>());
     case OCTAVO_CODES5_NESTED: return body(Constant<OCTAVO_CODES5_NESTED>());
-    case OCTAVO_CODES8_NESTED: return body(Constant<OCTAVO_CODES8_NESTED>());
+    case OCTAVO_CODES4_IQ4: return body(Constant<OCTAVO_CODES4_IQ4>());
+    case OCTAVO_CODES4_IQ4_NESTED: return body(Constant<OCTAVO_CODES4_IQ4_NESTED>());
+    case OCTAVO_CODES4_IQ2_NESTED: return body(Constant<OCTAVO_CODES4_IQ2_NESTED>());
+    case OCTAVO_CODES2_NESTED: return body(Constant<OCTAVO_CODES2_NESTED>());
     default: return body(Constant<OCTAVO_CODES6_NESTED>());
   }
 }
@@ -67,7 +70,7 @@ struct Column {
   uint8_t* scale(int64_t group, int run) const {
     return panel + ((group * form.runs + run) * kPanel + lane) * form.width();
   }
-  uint8_t* minimum(int64_t group) const { return panel + places.minimums + (group * kPanel + lane) * form.width(); }
+  uint8_t* minimum(int64_t group, int run) const { return scale(group, run) + places.minimums; }
   uint8_t* outer(int64_t group) const {
     return panel + places.outer_scales + (group / (kOuter / kGroup) * kPanel + lane) * 2;
   }
@@ -80,13 +83,15 @@ struct Column {
   template <typename Copy>
   void scales(int64_t at, Group& group, Copy copy) const {
     if (form.is_nested) {
-      for (int run = 0; run < form.runs; ++run) copy(scale(at, run), group.inner_scale + run, 1);
+      for (int run = 0; run < form.runs; ++run) {
+        copy(scale(at, run), group.inner_scale + run, 1);
+        if (form.has_minimum) copy(minimum(at, run), group.inner_minimum + run, 1);
+      }
       copy(outer(at), &group.scale, 2);
-      if (form.has_minimum) copy(minimum(at), &group.inner_minimum, 1);
       if (form.has_minimum) copy(outer_minimum(at), &group.minimum, 2);
     } else {
       copy(scale(at, 0), &group.scale, 2);
-      if (form.has_minimum) copy(minimum(at), &group.minimum, 2);
+      if (form.has_minimum) copy(minimum(at, 0), &group.minimum, 2);
     }
   }
 
@@ -99,7 +104,8 @@ struct Column {
       for (int j = 0; j < form.parts(); ++j) plane |= (parts[j] >> 4 & kTop) << j * form.above();
       for (int v = 0; v < form.vectors(); ++v) {
         uint32_t word = parts[v];
-        if (form.bits != 8) {
+        if (form.bits == 2) word = parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6;
+        if (form.has_nibbles()) {
           const bool is_plane = v == form.nibbles();
           word = is_plane ? plane : (word & kLowHalves) | (parts[v + form.nibbles()] & kLowHalves) << 4;
         }
@@ -118,6 +124,8 @@ struct Column {
       for (int j = 0; j < form.parts(); ++j) {
         if (form.bits == 8) {
           parts[j] = load_word(from + j * 64);
+        } else if (form.bits == 2) {
+          parts[j] = load_word(from) >> 2 * j & 3 * kOnes;
         } else {
           const bool is_low = j < form.nibbles();
           const uint32_t word = load_word(from + (is_low ? j : j - form.nibbles()) * 64);
@@ -131,15 +139,15 @@ struct Column {
 
   void decode(int64_t at, float* out) const {
     const Group group = read(at);
-    const float outer_scale = half_to_float(group.scale), outer_minimum = half_to_float(group.minimum);
-    const float minimum = form.is_nested ? outer_minimum * static_cast<float>(group.inner_minimum) : outer_minimum;
-    const int centre = form.has_minimum ? 0 : 1 << (form.bits - 1);
+    const float outer_scale = half_to_float(group.scale) * form.factor, outer_minimum = half_to_float(group.minimum);
+    const int centre = form.has_minimum ? 0 : 1 << (form.factor_bits() - 1);
     for (int k = 0; k < kGroup; ++k) {
-      const int8_t inner = group.inner_scale[form.runs == 2 ? k / 16 : 0];
-      const float scale = form.is_nested ? outer_scale * static_cast<float>(inner) : outer_scale;
+      const int run = form.runs == 2 ? k / 16 : 0;
+      const float inner = form.is_nested ? static_cast<float>(group.inner_scale[run]) : 1.0f;
+      const float inner_minimum = form.is_nested ? static_cast<float>(group.inner_minimum[run]) : 1.0f;
       const int code = static_cast<int>(group.parts[k / 4] >> k % 4 * 8 & 255);
-      out[k] = scale * static_cast<float>(code - centre);
-      if (form.has_minimum) out[k] += minimum;
+      out[k] = outer_scale * inner * static_cast<float>((form.levels ? form.levels[code] : code) - centre);
+      if (form.has_minimum) out[k] += outer_minimum * inner_minimum;
     }
   }
 };

@@ -138,6 +138,14 @@ struct Lanes {
   }
   static Bytes low_halves(Bytes x) { return bytes([&](int i) { return x.v[i] & 0x0f0f0f0fu; }); }
   static Bytes high_halves(Bytes x) { return bytes([&](int i) { return x.v[i] >> 4 & 0x0f0f0f0fu; }); }
+  static Bytes no_bytes() { return bytes([](int) { return FourWords{}; }); }
+  // What stands at each byte, below 16, in a table.
+  static Bytes look_up(const uint8_t* table, Bytes x) {
+    uint8_t codes[64];
+    memcpy(codes, x.v, 64);
+    for (uint8_t& code : codes) code = table[code];
+    return load_bytes(codes);
+  }
   // weights | (plane moved by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {

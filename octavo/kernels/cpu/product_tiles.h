@@ -66,6 +66,7 @@ struct PackedWork {
   inline __attribute__((always_inline)) void next_outer() {
     for (int p = 0; p < PANELS; ++p) {
       outer_scale[p] = L::load_halves(outer[p]);
+      if (kForm.factor != 1.0f) outer_scale[p] = L::mul(outer_scale[p], L::splat(kForm.factor));
       if (kForm.has_minimum) outer_minimum[p] = L::load_halves(outer[p] + outer_minimums);
       outer[p] += kPanel * 2;
     }
@@ -75,14 +76,15 @@ struct PackedWork {
   template <int J>
   static inline __attribute__((always_inline)) Bytes whole(Bytes nibbles, Bytes plane) {
     constexpr int above = kForm.above();
-    return above ? L::template with_bits<4 - J * above, above == 1 ? 16 : 48>(nibbles, plane) : nibbles;
+    if constexpr (kForm.levels != nullptr) return L::look_up(kForm.levels, nibbles);
+    else return above ? L::template with_bits<4 - J * above, above == 1 ? 16 : 48>(nibbles, plane) : nibbles;
   }
 
   inline __attribute__((always_inline)) void dot_part(const OctavoGroup* records, int part,
                                                       const Bytes (&weights)[PANELS]) {
     for (int r = 0; r < ROWS; ++r) {
       const Bytes x = L::splat_bytes(records[r].codes + 4 * part);
-      for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<kForm.bits != 8>(dots[r][p], weights[p], x);
+      for (int p = 0; p < PANELS; ++p) dots[r][p] = L::template dot<kForm.factor_bits() != 8>(dots[r][p], weights[p], x);
     }
   }
 
@@ -90,8 +92,12 @@ struct PackedWork {
   template <int FIRST, int V>
   inline __attribute__((always_inline)) void dot_vectors(const OctavoGroup* records, const Bytes (&plane)[PANELS]) {
     Bytes raw[PANELS], part[PANELS];
-    for (int p = 0; p < PANELS; ++p) raw[p] = L::load_bytes(codes[p] + V * 64);
-    if constexpr (kForm.bits == 8) {
+    for (int p = 0; p < PANELS; ++p) raw[p] = L::load_bytes(codes[p] + (kForm.bits == 2 ? 0 : V) * 64);
+    if constexpr (kForm.bits == 2) {
+      for (int p = 0; p < PANELS; ++p) part[p] = L::template with_bits<-2 * V, 3>(L::no_bytes(), raw[p]);
+      dot_part(records, FIRST + V, part);
+      if constexpr (V + 1 < kForm.parts()) dot_vectors<FIRST, V + 1>(records, plane);
+    } else if constexpr (kForm.bits == 8) {
       dot_part(records, FIRST + V, raw);
       if constexpr (V + 1 < kForm.parts()) dot_vectors<FIRST, V + 1>(records, plane);
     } else {
@@ -110,7 +116,7 @@ struct PackedWork {
       // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts at the last term, and stays exact.
       const int32_t all = records[r].minus_sum, first = records[r].minus_sum_first;
       const int32_t minus_sum = kForm.runs == 1 ? all : RUN == 0 ? first : all - first;
-      const Ints start = L::template shift_left<kForm.bits - 1>(L::splat_int(kForm.has_minimum ? 0 : minus_sum));
+      const Ints start = L::template shift_left<kForm.factor_bits() - 1>(L::splat_int(kForm.has_minimum ? 0 : minus_sum));
       for (int p = 0; p < PANELS; ++p) dots[r][p] = start;
     }
     Bytes plane[PANELS];
@@ -130,13 +136,30 @@ struct PackedWork {
     }
   }
 
+  // scale · Σ codes of a run.
+  template <int RUN>
+  static inline __attribute__((always_inline)) float sum_of_run(const OctavoGroup& record) {
+    if (kForm.runs == 1) return record.scaled_sum;
+    const int32_t all = record.minus_sum, first = record.minus_sum_first;
+    return record.scale * static_cast<float>(RUN == 0 ? -first : first - all);
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) void add_minimum(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
+    for (int p = 0; kForm.has_minimum && p < PANELS; ++p) {
+      const uint8_t* at = scales[p] + minimums + RUN * kPanel;
+      const Floats minimum = kForm.is_nested ? L::mul(L::load_small(at), outer_minimum[p]) : L::load_halves(at);
+      for (int r = 0; r < ROWS; ++r)
+        total[r][p] = L::fma(minimum, L::splat(sum_of_run<RUN>(records[r])), total[r][p]);
+    }
+  }
+
   inline __attribute__((always_inline)) void add_group(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
     add_run<0>(records, total);
-    if constexpr (kForm.runs == 2) add_run<1>(records, total);
-    for (int p = 0; kForm.has_minimum && p < PANELS; ++p) {
-      const uint8_t* at = scales[p] + minimums;
-      const Floats minimum = kForm.is_nested ? L::mul(L::load_small(at), outer_minimum[p]) : L::load_halves(at);
-      for (int r = 0; r < ROWS; ++r) total[r][p] = L::fma(minimum, L::splat(records[r].scaled_sum), total[r][p]);
+    add_minimum<0>(records, total);
+    if constexpr (kForm.runs == 2) {
+      add_run<1>(records, total);
+      add_minimum<1>(records, total);
     }
     for (int p = 0; p < PANELS; ++p) scales[p] += kForm.runs * kPanel * kForm.width();
   }
