@@ -163,7 +163,7 @@ def main() -> None:
         parser.error(f"this CPU has no {arguments.isa}")
 
     torch.set_num_threads(1)
-    threads = Threads(arguments.threads, pin=True)
+    threads = Threads(arguments.threads, first_cpu=0)
     rate = max(library.dot_rate(threads) for _ in range(50)) / 1e9
     print(f"{library.isa()}, {arguments.threads} threads; dot instructions {rate:.0f} GOP/s")
     print(f"{'':28}{'MB':>6}{'read GB/s':>10}  rows: GB/s (share of read) GOP/s (share) µs")
