@@ -182,4 +182,5 @@ def test_the_memory_it_takes_is_known_before(type: str) -> None:
     weight = packed_weight(type, 4, 2)
     held = held_exactly(weight)
     taken = 4 * weight.dequantise().numel() if held is None else held.rows.nbytes
-    assert held_bytes(type, 4 * 2 * QUANTS[type][1], 4) == taken
+    more = 4 * 2 * 16 if type == "Q2_K" else 0  # in kernels' hands 16 scales and minimums of 4 bits become bytes
+    assert held_bytes(type, 4 * 2 * QUANTS[type][1], 4) == taken + more

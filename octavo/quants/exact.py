@@ -20,13 +20,15 @@ HELD_AS = {
     "Q3_K": "Q6_K", "MXFP4": "Q5_0",
 }  # fmt: skip
 
+_MORE = {"Q2_K": 16}  # bytes of a quant: its scales and minimums of 4 bits get 8
+
 
 def held_bytes(type: str, num_weights: int, itemsize: int) -> int:
     """What so many weights take; `itemsize`: bytes of one that is decoded."""
     if type not in HELD_AS:
         return num_weights * itemsize
     weights, num_bytes = QUANT[HELD_AS[type]]
-    return num_weights // weights * num_bytes
+    return num_weights // weights * (num_bytes + _MORE.get(type, 0))
 
 
 def held_exactly(weight: Quants) -> Quants | None:

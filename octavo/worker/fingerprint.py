@@ -14,7 +14,7 @@ from octavo.weights.identity import weights_identity, words_identity
 from octavo.weights.source import ModelSource
 from octavo.worker.native import kinds_of
 
-NUMERICS = "1"
+NUMERICS = "2"
 """Raised with every change after which the same model, request and machine may give other bits."""
 
 

@@ -72,7 +72,7 @@ def held(model: DecoderModel) -> str:
 def _words(kind: Kind) -> str:
     if not kind.is_quantised:
         return kind.name.lower()
-    return f"{''.join(filter(str.isdigit, kind.name))} bits"
+    return f"{kind.name.removeprefix('CODES')[0]} bits"
 
 
 _INPUTS = ("input_ids", "positions", "slots", "sample_at")

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from octavo import LLM
 from octavo.attention.choose import choose
 from octavo.batch import Batch
+from octavo.kernels.cpu.library import Kind, library
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.worker.native import WholeSteps, record
+from octavo.worker.native import WholeSteps, _words, record
 from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
 from tests.models.batches import Row, Store, make_batch
@@ -124,3 +125,12 @@ def test_same_bits_whatever_the_company(family: str, held: str, kv_dtype: torch.
                 assert torch.equal(found, expected)
 
     check()
+
+
+def test_people_are_told_the_bits_of_a_code():
+    """A weight takes those, and about one more for its scales."""
+    native()
+    for kind in filter(lambda kind: kind.is_quantised, Kind):
+        number, unit = _words(kind).split()
+        taken = library().octavo_packed_bytes(kind, 64, 2048) * 8 / (64 * 2048)
+        assert unit == "bits" and int(number) < taken < int(number) + 1.2
