@@ -35,6 +35,7 @@ QWEN_TEXTS = {
 }
 LLAMA_IDS = [822, 285, 29898, 29916, 1125, 13, 1678, 736, 921, 3579, 29871, 29906, 29871, 396, 29871, 30606, 30525]
 LLAMA_IDS += [29871, 243, 162, 155, 131, 1055, 30085, 345, 29871, 29896, 29906, 29941, 29946, 29945, 13]
+LLAMA_CHAT = "<|user|>\nHi</s> \n<|assistant|>\n"
 LLAMA_TEXTS = {"2, 4, 6, 8, 10,": " 12, 14, 16, 18, 20,", "one two three four": " five six seven eight nine"}
 
 GEMMA_IDS = [2063, 517, 236769, 236781, 1473, 107, 140, 2060, 1123, 5213, 236743, 236778, 138, 236865, 61628, 237256]
@@ -67,8 +68,9 @@ FILES = [
     GEMMA,
     File("qwen2.5-coder-0.5b-q4_k_m.gguf", QWEN_IDS, QWEN_CHAT, (151643, 151645), QWEN_TEXTS),
     File("qwen2.5-coder-1.5b-q4_k_m.gguf", QWEN_IDS, QWEN_CHAT, (151643, 151645), QWEN_TEXTS),
-    # Cut from a file of two bits a weight, so it knows little more than how to count.
-    File("tinyllama-1.1b-q4_0.gguf", LLAMA_IDS, "<|user|>\nHi</s> \n<|assistant|>\n", (2,), LLAMA_TEXTS),
+    # With two bits a weight it knows little more than how to count; so does what was cut from it.
+    File("tinyllama-1.1b-iq2_xxs.gguf", LLAMA_IDS, LLAMA_CHAT, (2,), LLAMA_TEXTS),
+    File("tinyllama-1.1b-q4_0.gguf", LLAMA_IDS, LLAMA_CHAT, (2,), LLAMA_TEXTS),
 ]
 
 
