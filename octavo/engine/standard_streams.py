@@ -7,9 +7,10 @@ import sys
 
 
 def say(line: str) -> None:
-    """A full disk or a reader that left is no reason to stop."""
+    """A full disk or a reader that left is no reason to stop. In one piece: threads that speak at once each have their line."""
     with contextlib.suppress(OSError, ValueError):
-        print(f"octavo: {line}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"octavo: {line}\n")
+        sys.stderr.flush()
 
 
 def hold_standard_streams() -> None:

@@ -1,5 +1,5 @@
 """A server whose engine ends, as by a fault of its own, when a prompt holds the word DEADLY, and takes SLOW_SECONDS for a step with the
-word SLOW: all else is the real thing.
+word SLOW, or until there is the file that OCTAVO_TEST_ENOUGH names: all else is the real thing.
 `python -m tests.e2e.mortal_engine serve …` serves; without arguments this is the engine process."""
 
 import os
@@ -16,7 +16,7 @@ from octavo.weights.source import ModelSource
 
 DEADLY = " Mississippi"
 SLOW = " Sacramento"
-SLOW_SECONDS = 3.0
+SLOW_SECONDS = 15.0
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:
@@ -28,14 +28,14 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
                 if holds(entering.token_ids, deadly):
                     os.abort()
                 until = time.monotonic() + SLOW_SECONDS * holds(entering.token_ids, slow)
-                while time.monotonic() < until:  # as a kernel that goes round in circles
+                while time.monotonic() < until and not os.path.exists(enough):  # as a kernel that goes round in circles
                     pass
             super().submit(plan)
 
     def holds(ids: list[int], word: list[int]) -> bool:
         return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
-    text = load_text(source.path)
+    text, enough = load_text(source.path), os.environ["OCTAVO_TEST_ENOUGH"]
     deadly, slow = text.encode(DEADLY), text.encode(SLOW)
     return MortalExecutor(config, source)
 

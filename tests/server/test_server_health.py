@@ -64,7 +64,8 @@ async def test_metrics_are_the_engines(serve: Serve, monkeypatch: pytest.MonkeyP
     assert error_of(await client.get("/metrics"), 503)
 
 
-async def test_live_ready_and_the_whole(serve: Serve) -> None:
+async def test_live_ready_and_the_whole(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "FRESH_SECONDS", 60.0)
     engine = ScriptedEngine()
     client = serve(engine)
     engine.pulse = pulse = Pulse()
