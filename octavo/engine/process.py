@@ -91,6 +91,7 @@ class ZmqOutbox:
 
 
 def main() -> int:
+    gc.disable()  # torch alone makes a million objects that stay: looking through them time and again is a tenth of a start
     keep_one_heap()
     # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -117,11 +118,11 @@ def main() -> int:
         return 2
     if order.record_to:
         engine.loop.record(start_recorder(order, engine))
+    os.write(report_pipe, msgspec.json.encode(engine.report) + b"\n")
     # What is alive now stays alive: the collector need not look at it again, nor look often.
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    os.write(report_pipe, msgspec.json.encode(engine.report) + b"\n")
+    gc.enable()
     outbox = ZmqOutbox()
     is_stepping.set()
     try:

@@ -1,4 +1,4 @@
-"""An API process: loads the text room while the engine loads, then serves what it is handed, then drains.
+"""An API process: loads the text room and makes the application while the engine loads, then serves what it is handed, then drains.
 Knows nothing of endpoints. Started by the supervisor with one JSON line on standard input.
 
 Standard input stays open for as long as the supervisor lives; its end means that nobody is left to serve for. One line on
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 
 from octavo.engine.anteroom import Anteroom
 from octavo.engine.children import signal_at_parents_end
@@ -30,11 +31,9 @@ from octavo.engine.pulse import Pulse
 from octavo.engine.standard_streams import settle_standard_error
 from octavo.errors import ConfigError, EngineDead
 from octavo.observe import logs
-from octavo.server.app import build_app
 from octavo.server.connections import HttpServer, http_server
 from octavo.server.prepare import prepare
 from octavo.server.service import Service
-from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
 
@@ -99,10 +98,10 @@ async def _run(order: ServerOrder) -> int:
         anteroom = Anteroom(pulse, order.origin, *most, order.num_servers)
     client = ZmqClient(order.engine_address, order.reply_address, order.origin, order.orders_address, pulse, anteroom)
     try:
-        text = await _unless_stopped(stop, prepare(client, order.model_path, order.config, order.default_sampling))
-        if text is None:
+        preparing = prepare(client, order.model_path, order.model_name, order.config, order.default_sampling)
+        app = await _unless_stopped(stop, preparing)
+        if app is None:
             return 0
-        app = build_app(client, text, order.config, order.model_name)
         service: Service = app.state.service
         service.patience = order.patience
         await service.siblings.open(folder, order.origin)
@@ -116,7 +115,7 @@ async def _run(order: ServerOrder) -> int:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, Text]) -> Text | None:
+async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
     """None: the order to stop came first."""
     task = asyncio.ensure_future(work)
     order = asyncio.ensure_future(stop.given.wait())

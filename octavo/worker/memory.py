@@ -17,7 +17,7 @@ MiB = 2**20
 GiB = 2**30
 
 _AUTO_CPU_BYTES = 4 * GiB  # a host has other work: more than this is taken only when it is asked for
-_WARM_BYTES = 256 * MiB  # on a CPU, where the size is auto: what idle pages may keep resident
+_WARM_BYTES = 192 * MiB  # on a CPU, where the size is auto: what idle pages may keep resident
 _AUTO_CPU_SHARE = 0.4
 
 

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from octavo.config import Config
 from octavo.engine.own import OwnEngine
 from octavo.errors import ConfigError, EngineDead, OctavoError
-from octavo.server.app import build_app
 from octavo.server.batch.answers import answer_lines
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back
@@ -124,15 +123,14 @@ class _Job:
         self._lines.seek(0)
         async with OwnEngine(self._config) as engine:
             try:
-                text = await engine.alongside(
-                    prepare(engine.client, engine.model_path, self._config, engine.default_sampling)
+                app = await engine.alongside(
+                    prepare(engine.client, engine.model_path, engine.name, self._config, engine.default_sampling)
                 )
             except EngineDead:
                 if await engine.ended() != EXIT_REFUSED:
                     raise
                 return EXIT_REFUSED
             assert engine.client.report is not None
-            app = build_app(engine.client, text, self._config, engine.name)
             slots = asyncio.Semaphore(self._max_concurrency or LINES_PER_ROW * engine.client.report.max_num_seqs)
             self._started = time.monotonic()
             self._bar = tqdm(
