@@ -91,7 +91,7 @@ class ZmqOutbox:
 
 
 def main() -> int:
-    gc.disable()  # torch alone makes a million objects that stay: looking through them time and again is a tenth of a start
+    gc.disable()  # a start makes two hundred thousand objects that stay: nobody needs to look through them meanwhile
     keep_one_heap()
     # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
