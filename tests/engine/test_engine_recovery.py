@@ -65,6 +65,7 @@ class House:
         self.gate = threading.Event()
         self.gate.set()
         self.num_engines = 0
+        self.num_received = 0  # messages, by all of them
         self.threads: list[threading.Thread] = []
         self.inbox: Inbox = queue.SimpleQueue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,6 +110,7 @@ class House:
         socket.bind(address)
         while True:
             inbox.put(decoder.decode(socket.recv()))
+            self.num_received += 1
 
     def drive(self, engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
         outbox = ZmqOutbox()
@@ -220,6 +222,8 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
 
     taken = [submit(first, f"a{number}") for number in range(10)]
     is_full(first, "waiting-requests")  # on their way is what an engine without work would take
+    while house.num_received < 1 + len(taken):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     await second.ready()
     while first._anteroom._sent:
         first._anteroom._let_in()
