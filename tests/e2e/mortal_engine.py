@@ -35,7 +35,7 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
     def holds(ids: list[int], word: list[int]) -> bool:
         return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
-    text, enough = load_text(source.path), os.environ["OCTAVO_TEST_ENOUGH"]
+    text, enough = load_text(source.path), os.environ.get("OCTAVO_TEST_ENOUGH", "")
     deadly, slow = text.encode(DEADLY), text.encode(SLOW)
     return MortalExecutor(config, source)
 
