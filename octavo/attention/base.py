@@ -37,6 +37,8 @@ class AttentionBackend(Protocol):
     name: str
     page_dim: int
     """The dimension of a store that counts pages, so that others can copy whole pages without knowing the layout."""
+    pages_may_lie_apart: bool
+    """Whether pages of one store may have something else between them: then the layers' parts of a page lie side by side."""
     can_capture: bool
     """Whether a CUDA graph of a decode step, plan() and run() together, serves every step of as many rows."""
 

@@ -145,6 +145,7 @@ class _Wrappers:
 class FlashInferAttention:
     name = "flashinfer"
     page_dim = 0
+    pages_may_lie_apart = False
     can_capture = False
 
     def __init__(self) -> None:

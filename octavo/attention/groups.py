@@ -19,6 +19,7 @@ class GroupedAttention:
         self._backends, self._group_of = backends, group_of
         first = backends[0]
         self.name, self.page_dim, self.can_capture = first.name, first.page_dim, first.can_capture
+        self.pages_may_lie_apart = first.pages_may_lie_apart
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         return self._backends[0].supports(spec, device, dtype, kv_dtype)

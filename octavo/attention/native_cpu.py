@@ -15,6 +15,7 @@ from octavo.spec import ModelSpec
 class NativeCpuAttention:
     name = "native_cpu"
     page_dim = 0
+    pages_may_lie_apart = True
     can_capture = False
 
     def __init__(self, native: Native, kv_dtype: torch.dtype = torch.float32) -> None:

@@ -12,6 +12,7 @@ from octavo.spec import ModelSpec
 class ReferenceAttention:
     name = "reference"
     page_dim = 0
+    pages_may_lie_apart = False
     can_capture = False
 
     def __init__(self) -> None:

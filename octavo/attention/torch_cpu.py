@@ -44,6 +44,7 @@ class _LongRow:
 class TorchCpuAttention:
     name = "torch_cpu"
     page_dim = 0
+    pages_may_lie_apart = False
     can_capture = False
 
     def __init__(self) -> None:

@@ -20,6 +20,7 @@ _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256
 class TritonAttention:
     name = "triton"
     page_dim = 0
+    pages_may_lie_apart = False
     can_capture = True
     is_fixed = False  # whether norms are summed in one order, however many tokens there are
 

@@ -13,6 +13,7 @@ from octavo.spec import ModelSpec
 class WholeAttention:
     name = "whole"
     page_dim = 0
+    pages_may_lie_apart = False
     can_capture = False
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:

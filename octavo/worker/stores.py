@@ -35,8 +35,14 @@ class Stores:
         # Zeros: a page's unwritten slots are read with weight 0, and 0 times a NaN that memory happened to hold is NaN.
         if not num_pages:  # an encoder's
             return []
-        shape = self._shape(num_pages)
-        stores = [self._zeros(shape, self._dtype) for _ in range(self._layout.num_places)]
+        shape, num_places = self._shape(num_pages), self._layout.num_places
+        if self._attention.pages_may_lie_apart:
+            # Where memory is taken at the first touch, and by huge pages, a page shall touch one of them and not one for each layer.
+            assert self._attention.page_dim == 0
+            together = self._zeros((num_pages, num_places, *shape[1:]), self._dtype)
+            stores = list(together.unbind(1))
+        else:
+            stores = [self._zeros(shape, self._dtype) for _ in range(num_places)]
         self._attention.bind([stores[place] for place in self._layout.place_of], max_rows)
         return stores
 

@@ -48,6 +48,11 @@ def chosen(spec: ModelSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
     return choose(spec, CPU, dtype, dtype, name, native() if name == "native_cpu" else None)[0]
 
 
+def side_by_side(stores: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same, but the layers' parts of a page are neighbours: what one store's pages have between them are the others'."""
+    return list(torch.stack(stores, 1).unbind(1))
+
+
 def attend(
     backend: AttentionBackend,
     spec: ModelSpec,
@@ -64,7 +69,8 @@ def attend(
     rows = [Row([0] * 2000, [pages.pop() for _ in range(-(-(before + count) // page_size))]) for before, count in mix]
     shape = backend.kv_shape(spec, num_pages, page_size, 1)
     assert shape[backend.page_dim] == num_pages
-    backend.bind([torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)], len(mix))
+    stores = [torch.full(shape, 50.0, dtype=dtype) for _ in range(spec.num_layers)]
+    backend.bind(side_by_side(stores) if backend.pages_may_lie_apart else stores, len(mix))
 
     def random_heads(num_tokens: int) -> torch.Tensor:
         num_heads = spec.num_heads + 2 * spec.num_kv_heads

@@ -25,15 +25,17 @@ def moves(draw: st.DrawFn) -> PageMove:
     return PageMove(kind, draw(source), draw(target))
 
 
-@pytest.mark.parametrize("page_dim", [0, 1])
+@pytest.mark.parametrize(("page_dim", "is_side_by_side"), [(0, False), (1, False), (0, True)])
 @pytest.mark.parametrize("staged_pages", [1, 2, 100])
 @settings(max_examples=60, deadline=None)
 @given(sequence=st.lists(moves(), max_size=20), slab_pages=st.integers(1, 3))
 def test_chunks_and_slabs_change_nothing(
-    page_dim: int, staged_pages: int, sequence: list[PageMove], slab_pages: int
+    page_dim: int, is_side_by_side: bool, staged_pages: int, sequence: list[PageMove], slab_pages: int
 ) -> None:
     pages, host = list(range(DEVICE_PAGES)), [0] * HOST_PAGES
     layers = [filled(pages, page_dim, layer) for layer in range(LAYERS)]
+    if is_side_by_side:
+        layers = list(torch.stack(layers, 1).unbind(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pages_module, "_SLAB_BYTES", slab_pages * PAGE_BYTES)
         store = Pages(layers, page_dim, Device("cpu"), HOST_PAGES, staged_pages * PAGE_BYTES)
