@@ -3,11 +3,13 @@ Knows nothing of clocks or sockets: whoever asks brings the time."""
 
 import math
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import Overloaded
 from octavo.messages import GenerateRequest
-from octavo.schedule import Scheduler
+
+if TYPE_CHECKING:
+    from octavo.schedule import Scheduler
 
 WINDOW_SECONDS = 60.0
 MAX_RETRY_SECONDS = 600
@@ -54,7 +56,7 @@ class Backlog:
         self._num_admitted += num_admitted
         self._forget(now)
 
-    def check(self, request: GenerateRequest, scheduler: Scheduler, now: float) -> None:
+    def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
         """Raises Overloaded. While there are rows for all who wait, anything is taken: what can be served has a way in."""
         waiting, tokens = scheduler.num_waiting - scheduler.num_free_rows, scheduler.num_waiting_tokens
         if waiting < 0 or not scheduler.num_waiting:

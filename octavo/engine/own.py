@@ -10,7 +10,7 @@ from octavo.config import Config
 from octavo.engine.children import describe_exit, spawn
 from octavo.engine.client import ZmqClient
 from octavo.engine.folder import SocketFolder
-from octavo.engine.process import EngineOrder
+from octavo.engine.order import EngineOrder
 from octavo.errors import EngineDead
 from octavo.weights.source import resolve
 

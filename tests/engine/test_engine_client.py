@@ -10,8 +10,8 @@ import pytest
 from octavo.cache import KVCache
 from octavo.engine.budget import budget_lines
 from octavo.engine.build import Engine
-from octavo.engine.client import InProcessClient
 from octavo.engine.door import admit
+from octavo.engine.inside import InProcessClient
 from octavo.engine.loop import EngineLoop
 from octavo.errors import ContextTooLong, EngineDead, InvalidRequest
 from octavo.messages import EngineReport, Ping, ReadMetrics, ResetPrefixCache, SamplingParams, StepPlan, StepResult

@@ -20,7 +20,8 @@ from octavo.engine.black_box import BlackBox
 from octavo.engine.build import start_engine
 from octavo.engine.flights import MOST_KEPT, Flights
 from octavo.engine.imagined import Imagined
-from octavo.engine.process import EngineOrder, start_recorder
+from octavo.engine.order import EngineOrder
+from octavo.engine.process import start_recorder
 from octavo.engine.recompute import Recomputation
 from octavo.engine.recorder import PLAIN_TURNS, RETRY_SECONDS, Segments
 from octavo.engine.recording import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk

@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.cache import KVCache
 from octavo.engine.build import Engine
-from octavo.engine.client import InProcessClient
+from octavo.engine.inside import InProcessClient
 from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.observe.metrics import EngineMetrics
