@@ -60,6 +60,9 @@ def value(figures: dict[str, Any], load: str, measure: str) -> float | None:
             return float(figures["start_s"])
         case "memory":
             return figures["memory_bytes"] / 1e9
+        case "beyond":
+            taken = figures.get("taken_bytes")  # which peers do not say
+            return (figures["memory_bytes"] - 1.3 * taken["weights"] - taken["pages"]) / 1e6 if taken else None
     found = figures["loads"].get(load)
     if found is None or found["num_errors"] or not found["output_tokens"]:
         return None

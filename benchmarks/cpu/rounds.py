@@ -3,7 +3,9 @@ Knows nothing of how figures are judged."""
 
 import dataclasses
 import os
+import re
 import time
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,8 +65,18 @@ def serve(server: Server, wanted: Sequence[Load], number: int, patience: Patienc
                 load, server, running.url, running.pid, seed, patience
             )
             figures["memory_bytes"] = found["memory_bytes"] = processes.resident_bytes(running.pid)
+            if not server.is_peer:
+                figures["taken_bytes"] = _taken(running.url)
             print(f"  {load.name}: {_said(found)}", flush=True)
         return figures
+
+
+def _taken(url: str) -> dict[str, int]:
+    """What our own server says that weights, and KV pages, take."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        metrics = answer.read().decode()
+    found = re.findall(r'^octavo:memory_bytes{.*kind="(\w+)".*} (\S+)$', metrics, re.MULTILINE)
+    return {kind: int(float(taken)) for kind, taken in found}
 
 
 def _least_disturbed(load: Load, server: Server, url: str, pid: int, seed: int, patience: Patience) -> dict[str, Any]:

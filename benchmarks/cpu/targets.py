@@ -1,4 +1,4 @@
-"""What Octavo is held against on a CPU: ratios to the best peer measured in the same run, and two limits of its own.
+"""What Octavo is held against on a CPU: ratios to the best peer measured in the same run, and limits of its own.
 Knows nothing of how anything is measured."""
 
 from typing import NamedTuple
@@ -27,6 +27,8 @@ TARGETS = (
     Target("float32, c32: output tokens/s", OCTAVO_FLOAT32, "c32", "rate", 1.4, 2.0),
     Target("start to first token, s", OCTAVO, "", "start", 3.0, 1.8, is_ratio=False),
     Target("resident memory, GB", OCTAVO, "", "memory", 0.8, 0.6, is_ratio=False),
+    Target("memory beyond 1.3 × weights and pages, MB", OCTAVO, "", "beyond", 250, 250, is_ratio=False),
+    Target("float32: the same, MB", OCTAVO_FLOAT32, "", "beyond", 250, 250, is_ratio=False),
 )
 
-MORE_IS_BETTER = {"rate": True, "tpot": False, "ttft": False, "start": False, "memory": False}
+MORE_IS_BETTER = {"rate": True, "tpot": False, "ttft": False, "start": False, "memory": False, "beyond": False}

@@ -15,7 +15,7 @@ class PagePool:
     def __init__(self, num_pages: int, num_warm: int | None = None) -> None:
         self.num_pages = num_pages
         self._num_warm = num_pages if num_warm is None else num_warm
-        self._num_touched = 0  # pages below this were taken before
+        self.num_touched = 0  # pages below this were taken before
         self.refs = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
         self.index: dict[bytes, int] = {}
@@ -40,11 +40,11 @@ class PagePool:
     def _prefers_blank(self) -> bool:
         if not self.blank or not self.cached:
             return bool(self.blank)
-        return self.blank[0] < self._num_touched or self._num_touched < self._num_warm
+        return self.blank[0] < self.num_touched or self.num_touched < self._num_warm
 
     def _take_blank(self) -> int:
         page = self.blank.popleft()
-        self._num_touched = max(self._num_touched, page + 1)
+        self.num_touched = max(self.num_touched, page + 1)
         return page
 
     def share(self, page: int) -> None:

@@ -42,7 +42,7 @@ def take(cache: KVCache) -> CacheState:
         list(pool.blank),
         list(pool.cached),
         {page: key for key, page in pool.index.items()},
-        pool._num_touched,
+        pool.num_touched,
         cache.queried_tokens,
         cache.hit_tokens,
     )
@@ -57,7 +57,7 @@ def restore(cache: KVCache, state: CacheState) -> None:
     cache._published = dict(state.published)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
     pool.blank, pool.cached = deque(state.blank), OrderedDict.fromkeys(state.cached)
-    pool._num_touched = state.num_touched
+    pool.num_touched = state.num_touched
     for page, key in state.keys.items():
         pool.keys[page], pool.index[key] = key, page
     owned = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)

@@ -242,6 +242,7 @@ class EngineLoop:
             num_used_pages=pool.num_used,
             num_cached_pages=len(pool.cached),
             num_free_pages=len(pool.blank),
+            num_touched_pages=pool.num_touched,
             num_filled_slots=scheduler.slot_use()[0],
             num_host_pages_used=scheduler.cache.num_host_used,
             audits=self.audits,

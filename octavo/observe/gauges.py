@@ -21,6 +21,7 @@ class EngineState:
     num_used_pages: int = 0
     num_cached_pages: int = 0
     num_free_pages: int = 0
+    num_touched_pages: int = 0  # those that ever held anything
     num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
     num_host_pages_used: int = 0
     audits: Mapping[str, int] = field(default_factory=dict)  # since the start: how the books of the pages were found
@@ -40,6 +41,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         "cached": state.num_cached_pages,
         "free": state.num_free_pages,
     }
+    taken = state.num_touched_pages if report.memory is None else pages
     deferred = state.waiting_by_reason.get("grammar", 0)
     config = {
         "block_size": str(report.page_size),
@@ -64,6 +66,11 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
             "octavo:kv_slot_use_ratio",
             "Share of the slots of used KV pages that hold a token; the rest is waste. 1 when no page is in use.",
             [({}, state.num_filled_slots / slots if slots else 1.0)],
+        ),
+        (
+            "octavo:memory_bytes",
+            "Memory by what takes it. On a CPU a KV page takes none before it is first used.",
+            [({"kind": "weights"}, report.weights_bytes), ({"kind": "pages"}, taken * report.page_bytes)],
         ),
         ("octavo:host_pages_used", "Pages of the swap space in use.", [({}, state.num_host_pages_used)]),
         (

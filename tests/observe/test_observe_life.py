@@ -97,6 +97,7 @@ VALUES: Mapping[str, Mapping[str, float]] = {
     "vllm:gpu_cache_usage_perc": {"": 1 / 12},
     "octavo:kv_pages": {"used": 1, "cached": 1, "free": 10},
     "octavo:kv_slot_use_ratio": {"": 5 / 16},
+    "octavo:memory_bytes": {"weights": 1000, "pages": 300},  # three pages were ever in use
     "octavo:host_pages_used": {"": 0},
     "vllm:cache_config_info": {"16,12,0,float32": 1},
     "vllm:prompt_tokens_total": {"": 45},

@@ -176,6 +176,7 @@ def test_gauges_show_pages_and_waste() -> None:
         num_used_pages=8,
         num_cached_pages=4,
         num_free_pages=20,
+        num_touched_pages=13,
         num_filled_slots=96,
         num_host_pages_used=1,
         blocked_seconds={"pages": 2.5},
@@ -188,6 +189,8 @@ def test_gauges_show_pages_and_waste() -> None:
     assert found["octavo:kv_pages", "cached"] == 4
     assert found["octavo:waiting_by_reason", "order"] == 1
     assert found["octavo:host_pages_used", ""] == 1
+    assert found["octavo:memory_bytes", "weights"] == REPORT.weights_bytes > 0
+    assert found["octavo:memory_bytes", "pages"] == 13 * REPORT.page_bytes > 0
     assert found["octavo:queue_blocked_seconds_total", "pages"] == 2.5
     assert found["octavo:queue_blocked_seconds_total", "rows"] == 0
     assert found["vllm:num_requests_waiting_by_reason", "capacity"] == 2
