@@ -27,10 +27,11 @@ import numpy as np
 from octavo.sampling.bits import WORD, Ints, Words, is_set, leave, tokens_of
 from octavo.sampling.nearness import SIGNS, opens, rank_of, text_rank
 from octavo.sampling.shortest import CONTEXT, LONGEST, Shortest
-from octavo.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from octavo.text.vocabulary import Vocabulary
 
 _Groups = list[tuple[list[int], list[int]]]  # the token of a byte, and tokens that begin with it
 
@@ -91,27 +92,30 @@ class Closing:
 class Ends:
     """Of one vocabulary. Takes a moment to make."""
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+    def __init__(self, vocabulary: "Vocabulary", vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._spell = vocabulary.spell
         self._text_signs: list[int] = []  # what may come within a text, and not all of it anywhere else
         # [3, V] the lower, the nearer an end: outside of a text; within one, where all but a quote goes on with it; and within one
         # that needs a certain character before it may end, as addresses do.
-        self._ranks = np.full((3, vocab_size), _NEVER, dtype=np.int32)
-        opening = np.zeros(-(-vocab_size // WORD) * WORD, dtype=np.uint8)
-        blank = np.zeros_like(opening)
+        ranks = [[_NEVER] * vocab_size for _ in range(3)]
+        opening, blank = (bytearray(-(-vocab_size // WORD) * WORD) for _ in range(2))
         single: dict[bytes, int] = {}
         for token in range(min(vocab_size, vocabulary.size)):
             if token not in vocabulary.special_ids and (piece := vocabulary.spell(token)):
-                self._ranks[:, token] = rank_of(piece), text_rank(piece, b""), text_rank(piece, SIGNS)
+                rank = rank_of(piece)
+                ranks[0][token] = rank
+                ranks[1][token] = text_rank(piece, b"", rank)
+                ranks[2][token] = text_rank(piece, SIGNS, rank)
                 opening[token] = opens(piece)
                 blank[token] = not piece.strip()
                 if len(piece) == 1:
                     single.setdefault(piece, token)
                 if piece in (b"}", b"q"):
                     self._text_signs.append(token)
-        self._opens: Words = np.packbits(opening, bitorder="little").view(np.int32)
-        self._blank: Words = np.packbits(blank, bitorder="little").view(np.int32)
+        self._ranks = np.array(ranks, dtype=np.int32)
+        self._opens: Words = np.packbits(np.frombuffer(opening, np.uint8), bitorder="little").view(np.int32)
+        self._blank: Words = np.packbits(np.frombuffer(blank, np.uint8), bitorder="little").view(np.int32)
         self._eos_ids = [token for token in vocabulary.eos_ids if token < vocab_size]
         self._bits: Words = np.empty_like(self._opens)
         self._bits_at = self._bits.ctypes.data

@@ -24,10 +24,11 @@ from octavo.messages import SamplingParams
 from octavo.sampling.bits import WORD, Ints, Words, any_set, clear_bits, set_bits
 from octavo.sampling.closing import Closing, Ends
 from octavo.sampling.shortest import Shortest
-from octavo.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from octavo.text.vocabulary import Vocabulary
 
 log = logging.getLogger("octavo.grammar")
 
@@ -91,7 +92,7 @@ class _Latest:
     step: Sampled
 
 
-def no_vocabulary() -> Vocabulary:
+def no_vocabulary() -> "Vocabulary":
     raise ConfigError("there is no vocabulary here: no grammar can be kept to")
 
 
@@ -99,7 +100,7 @@ class Grammars:
     """One for a rank. enter() and leave() follow the rows; each step that samples asks for its masks() once its logits are on
     their way, and started() is told of every step."""
 
-    def __init__(self, vocab_size: int, vocabulary: Callable[[], Vocabulary], num_threads: int) -> None:
+    def __init__(self, vocab_size: int, vocabulary: "Callable[[], Vocabulary]", num_threads: int) -> None:
         self._vocab_size = vocab_size
         self._open = vocabulary
         self._num_threads = num_threads
@@ -302,7 +303,7 @@ class Grammars:
         return LLExecutor(self._num_threads)
 
     @functools.cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> "Vocabulary":
         return self._open()
 
     @functools.cached_property

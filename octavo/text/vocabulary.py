@@ -24,6 +24,11 @@ class Vocabulary:
         names = {self.spell(i).decode("utf-8", "replace"): i for i in sorted(self.special_ids)}
         return {name: i for name, i in names.items() if name}
 
+    def alone(self) -> "Vocabulary":
+        """The same, spelled out, without the tokenizer that it was read from."""
+        pieces = [self.spell(i) for i in range(self.size)]
+        return Vocabulary(self.size, pieces.__getitem__, self.special_ids, self.eos_ids)
+
     @cached_property
     def stand_in(self) -> "LLTokenizer":
         """Single bytes in place of the words, and the control tokens where they are: enough to check a grammar with, and made

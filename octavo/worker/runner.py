@@ -4,6 +4,7 @@ Knows nothing of requests, of other ranks' processes, or of why the plan is what
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -26,8 +27,6 @@ from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.sampling.grammar import Grammars
 from octavo.spec import ModelSpec, PageLayout
-from octavo.text import load_text
-from octavo.text.vocabulary import Vocabulary
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
@@ -45,6 +44,9 @@ from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, Step
 from octavo.worker.stores import Stores
 from octavo.worker.weights import Weights
+
+if TYPE_CHECKING:
+    from octavo.text.vocabulary import Vocabulary
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
@@ -241,7 +243,8 @@ class Runner:
             if not self.device.is_cuda:  # there, the tables were taken before the measurement
                 self._seat(self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens))
                 notes = self._record()
-        if not self.spec.is_encoder:
+        # A CPU's memory is what weights and pages live in too: there the first grammar waits for the vocabulary, half a second.
+        if self.device.is_cuda and not self.spec.is_encoder:
             self.rows.sampling.grammars.warm_later(_START_S)
         return notes
 
@@ -277,8 +280,10 @@ class Runner:
             self.graphs = Graphs(self.device, self.rows, self.model, limits.max_num_seqs)
         self._answers = [self.device.pinned((limits.max_num_seqs,), torch.int64) for _ in range(_MAX_UNCOLLECTED + 1)]
 
-    def _vocabulary(self) -> Vocabulary:
-        return load_text(self.source.path, tokenizer=self.config.model.tokenizer).vocabulary
+    def _vocabulary(self) -> "Vocabulary":
+        from octavo.text import load_text  # for grammars alone: a start need not wait for it
+
+        return load_text(self.source.path, tokenizer=self.config.model.tokenizer).vocabulary.alone()
 
     def launch(self, plan: StepPlan) -> Step:
         """Start one step. Sampled tokens stay in the token table, where the next step finds its inputs."""
