@@ -1,12 +1,16 @@
-"""Gives freed memory back to the system: the C library keeps what a burst of work took, in pieces, for bursts to come.
+"""Gives memory back to the system: what was freed, which the C library keeps in pieces for bursts to come, and code that has run.
 Knows nothing of who used it."""
 
 import ctypes
 import functools
 import gc
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 _ARENA_MAX = -8  # of mallopt(), in malloc.h
+_DONTNEED = 4  # of madvise(), in mman.h
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (.{4}) \S+ \S+ \d+ *(.*)$")
 
 
 def keep_one_heap() -> None:
@@ -22,6 +26,29 @@ def give_back() -> None:
         gc.collect()
     if (trim := _of_c("malloc_trim")) is not None:
         trim(0)
+
+
+def let_go_of_code() -> None:
+    """To be called once the start is over. Most that was read of libraries by then, of torch fifty megabytes, was for the start alone.
+    The system keeps it with its files, where it takes nobody's room: what is needed again is there at once."""
+    if (advise := _of_c("madvise")) is not None:
+        for begin, end in _unwritten():
+            advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
+
+
+def _unwritten() -> Iterator[tuple[int, int]]:
+    """Where parts of libraries lie that cannot be written to and never were: code and constants. Libraries stay where they are for as
+    long as the process lives. Nothing where the system does not say."""
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        if found := _MAPPING.match(line):
+            begin, end = int(found[1], 16), int(found[2], 16)
+            is_fixed = found[3][1] == "-" and found[3][3] == "p" and ".so" in found[4]
+        elif line.startswith("Anonymous:") and is_fixed and line.split()[1] == "0":
+            yield begin, end
 
 
 @functools.cache

@@ -18,19 +18,19 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import zmq
 
 from octavo import __version__
-from octavo.config import Config
 from octavo.engine.backlog import Backlog
 from octavo.engine.black_box import BlackBox
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.children import signal_at_parents_end
 from octavo.engine.driver import Driver, Inbox
-from octavo.engine.heap import keep_one_heap
+from octavo.engine.heap import keep_one_heap, let_go_of_code
+from octavo.engine.light_torch import light_torch, needs_little_of_torch
+from octavo.engine.order import EngineOrder
 from octavo.engine.pulse import Pulse
 from octavo.engine.recorder import Recorder, Segments
 from octavo.engine.recording import FORMAT, Header
@@ -41,22 +41,6 @@ from octavo.weights.source import ModelSource
 
 RECORDED = ("model", "cache", "scheduler", "parallel")
 """Sections of the configuration that a recording tells: never the server's, which has keys."""
-
-
-class EngineOrder(msgspec.Struct, frozen=True):
-    """What the supervisor tells an engine process to be."""
-
-    config: Config
-    model_path: str
-    model_kind: Literal["folder", "gguf"]
-    model_name: str  # the model's own
-    served_name: str  # what clients call it
-    address: str  # where to listen for API processes
-    num_servers: int = 0  # API processes that will say hello
-    pulse_fd: int = -1  # inherited memory; see octavo.engine.pulse
-    number: int = 1  # of this server's engines
-    record_to: str = ""  # folder; empty: nothing is recorded
-    box_fd: int = -1  # inherited memory; see octavo.engine.black_box
 
 
 class ZmqOutbox:
@@ -112,7 +96,8 @@ def main() -> int:
     threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
-        engine = start_engine(order.config, source, order.served_name, pulse, backlog)
+        with light_torch() if needs_little_of_torch(order.config) else contextlib.nullcontext():
+            engine = start_engine(order.config, source, order.served_name, pulse, backlog)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
@@ -123,6 +108,7 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
+    let_go_of_code()
     outbox = ZmqOutbox()
     is_stepping.set()
     try:

@@ -53,3 +53,23 @@ stop.set()
 def test_what_a_thread_freed_goes_back_whoever_asks():
     ran = subprocess.run([sys.executable, "-c", OF_A_THREAD], capture_output=True, text=True)
     assert ran.returncode == 0 and int(ran.stdout) < 8 * 2**20, ran
+
+
+OF_LIBRARIES = """
+import numpy
+from octavo.engine.heap import let_go_of_code
+from tests.engine.test_engine_heap import resident
+
+def work():
+    return float(numpy.linalg.inv(numpy.arange(9.0).reshape(3, 3) + numpy.eye(3)).sum()), sorted({"a": 1})
+
+first, before = work(), resident()
+let_go_of_code()
+print(before - resident())
+assert work() == first
+"""
+
+
+def test_code_that_has_run_is_let_go_of_and_runs_again():
+    ran = subprocess.run([sys.executable, "-c", OF_LIBRARIES], capture_output=True, text=True)
+    assert ran.returncode == 0 and int(ran.stdout) > 2 * 2**20, ran
