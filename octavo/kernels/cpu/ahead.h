@@ -21,7 +21,7 @@ class PagesAhead {
   void plan(const OctavoAttention& call, const int32_t* page_table, int64_t table_stride, const int32_t* seq_lens,
             int64_t num_rows, int num_shares) {
     runs_.clear();
-    const int64_t most = most_bytes() / call.page_stride;
+    const int64_t page_bytes = bytes_of_page(call), most = most_bytes() / page_bytes;
     for (int64_t row = 0; row < num_rows && static_cast<int64_t>(runs_.size()) < most; ++row) {
       const int32_t *table = page_table + row * table_stride, *before = table - (row > 0 ? table_stride : 0);
       const int64_t unseen = call.window > 0 ? std::max<int64_t>(0, seq_lens[row] - call.window) : 0;
@@ -34,7 +34,7 @@ class PagesAhead {
     shares_.resize(static_cast<size_t>(num_shares));
     for (int index = 0; index < num_shares; ++index) {
       const Share share = share_of(count, index, num_shares);
-      shares_[index] = {runs_.data() + share.begin, runs_.data() + share.end, 0, call.page_stride / 64};
+      shares_[index] = {runs_.data() + share.begin, runs_.data() + share.end, 0, page_bytes / 64};
     }
   }
 
@@ -43,6 +43,13 @@ class PagesAhead {
   Ahead* shares() { return shares_.empty() ? nullptr : shares_.data(); }
 
  private:
+  // Of one layer: other layers' parts may lie between it and the next.
+  static int64_t bytes_of_page(const OctavoAttention& call) {
+    const int64_t num_cells = int64_t{2} * call.num_kv_heads * call.page_size;
+    if (call.is_int8) return num_cells * (call.head_size + 4);
+    return num_cells * call.head_size * (call.is_float16 ? 2 : 4);
+  }
+
   // Of one layer: what is fetched beyond a part of the last cache would drive out what was fetched first.
   static int64_t most_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
