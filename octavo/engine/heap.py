@@ -40,15 +40,23 @@ def _unwritten() -> Iterator[tuple[int, int]]:
     """Where parts of libraries lie that cannot be written to and never were: code and constants. Libraries stay where they are for as
     long as the process lives. Nothing where the system does not say."""
     try:
-        lines = Path("/proc/self/smaps").read_text().splitlines()
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
     except OSError:
         return
+    begin = end = 0
+    sizes: dict[str, str] = {}
     for line in lines:
+        name, _, rest = line.partition(":")
         if found := _MAPPING.match(line):
-            begin, end = int(found[1], 16), int(found[2], 16)
             is_fixed = found[3][1] == "-" and found[3][3] == "p" and ".so" in found[4]
-        elif line.startswith("Anonymous:") and is_fixed and line.split()[1] == "0":
+            begin, end = (int(found[1], 16), int(found[2], 16)) if is_fixed else (0, 0)
+            sizes = {}
+        elif end and name in ("Rss", "Anonymous", "Swap"):
+            sizes[name] = rest.split()[0]
+        # What was written to is the process's own, here or swapped out. Where all is said to be 0, nothing is known.
+        if sizes.get("Swap") == sizes.get("Anonymous") == "0" != sizes.get("Rss"):
             yield begin, end
+            sizes = {}
 
 
 @functools.cache

@@ -9,6 +9,8 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ _PARTS = (
     "torch.quantization",
     "torch.utils.data",
 )
-_GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+_GPUS = ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 
 
 def needs_little_of_torch(config: Config) -> bool:
@@ -69,17 +71,37 @@ class _Later(types.ModuleType):
 
 
 class _More:
-    """Is asked where modules are, and notices who wants more of torch once that is imported. Finds nothing itself."""
+    """Is asked where modules are, and notices who wants more of torch once that is imported."""
 
     def __init__(self, parts: list[_Later]) -> None:
         self._parts = parts
+        self._has_noticed = False
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name.startswith(f"{_TORCH}.") and not _is_being_imported(_TORCH):
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
-            for part in self._parts:
-                part.step_aside()
-            importlib.import_module(_FOR_COMPILERS)
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if self._has_noticed or not name.startswith(f"{_TORCH}.") or _is_being_imported(_TORCH):
+            return None
+        self._has_noticed = True
+        for part in self._parts:
+            part.step_aside()
+        if name == _FOR_COMPILERS:
+            return None
+        importlib.import_module(_FOR_COMPILERS)
+        # Which may have imported what is asked for, and that must not run twice.
+        return ModuleSpec(name, _There(sys.modules[name])) if name in sys.modules else None
+
+
+class _There(Loader):
+    """Of a module that has come in the meantime."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+        module.__spec__ = None  # else importing takes that one, and runs the module again
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 def _is_being_imported(name: str) -> bool:

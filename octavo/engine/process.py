@@ -108,7 +108,8 @@ def main() -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
-    let_go_of_code()
+    if engine.report.memory is None:  # a GPU's libraries are many, and its host has room
+        let_go_of_code()
     outbox = ZmqOutbox()
     is_stepping.set()
     try:

@@ -27,7 +27,8 @@ class Vocabulary:
     def alone(self) -> "Vocabulary":
         """The same, spelled out, without the tokenizer that it was read from."""
         pieces = [self.spell(i) for i in range(self.size)]
-        return Vocabulary(self.size, pieces.__getitem__, self.special_ids, self.eos_ids)
+        spell = lambda token_id: pieces[token_id] if 0 <= token_id < len(pieces) else b""  # noqa: E731
+        return Vocabulary(self.size, spell, self.special_ids, self.eos_ids)
 
     @cached_property
     def stand_in(self) -> "LLTokenizer":

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 LIGHT = """
 import sys
 from octavo.engine.light_torch import _PARTS, light_torch
@@ -46,6 +48,13 @@ def test_parts_that_nobody_asks_for_are_left_out() -> None:
 
 def test_who_asks_later_gets_all_of_a_part() -> None:
     run(LIGHT + LATER)
+
+
+@pytest.mark.parametrize(
+    "module", ["torch._meta_registrations", "torch._refs", "torch._prims", "torch._dynamo", "torch.optim.lr_scheduler"]
+)
+def test_more_of_torch_may_be_imported_in_any_order(module: str) -> None:
+    run(f"{LIGHT}import {module}\nassert sys.modules['{module}'].__spec__.loader is {module}.__loader__\n{LATER}")
 
 
 def test_a_torch_that_is_there_already_is_left_alone() -> None:
