@@ -21,7 +21,6 @@ from octavo.engine.children import describe_exit, spawn
 from octavo.engine.fleet import Fleet, Member, ServerOrder
 from octavo.engine.flights import Flights
 from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
-from octavo.engine.heap import let_go_of_code
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.order import EngineOrder
@@ -337,7 +336,6 @@ class _Supervisor:
     def _say_if_ready(self) -> None:
         if not self._has_served and self._is_engine_ready and self._fleet.num_ready == self._num_servers:
             self._has_served = True
-            let_go_of_code()
             self._say(
                 f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
             )

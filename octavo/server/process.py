@@ -26,7 +26,7 @@ from octavo.engine.anteroom import Anteroom
 from octavo.engine.children import signal_at_parents_end
 from octavo.engine.client import ZmqClient
 from octavo.engine.fleet import ServerOrder
-from octavo.engine.heap import give_back, keep_one_heap, let_go_of_code
+from octavo.engine.heap import give_back, keep_one_heap
 from octavo.engine.pulse import Pulse
 from octavo.engine.standard_streams import settle_standard_error
 from octavo.errors import ConfigError, EngineDead
@@ -152,7 +152,6 @@ def settle_collector() -> None:
 
 async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
     settle_collector()
-    let_go_of_code()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
     turning = asyncio.create_task(_turn(service, order.origin))
