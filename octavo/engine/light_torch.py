@@ -9,7 +9,6 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -87,10 +86,10 @@ class _More:
             return None
         importlib.import_module(_FOR_COMPILERS)
         # Which may have imported what is asked for, and that must not run twice.
-        return ModuleSpec(name, _There(sys.modules[name])) if name in sys.modules else None
+        return ModuleSpec(name, _There(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
 
 
-class _There(Loader):
+class _There:
     """Of a module that has come in the meantime."""
 
     def __init__(self, module: types.ModuleType) -> None:

@@ -1,7 +1,10 @@
 """A GGUF file's metadata → a tokenizer, its end-of-sequence ids and the names templates use.
 Knows nothing of tensors; which words a BPE vocabulary is cut into is pretokenizers.py's."""
 
+import itertools
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,9 +162,21 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     added = vocabulary.added()
     _add(tokenizer, added)
     literal = {token_id: token for token, token_id in added.id_of.items()}
-    pieces = byte_level_pieces(vocabulary.tokens.__getitem__, literal, added.special_ids, len(vocabulary.tokens))
+    names = _Names(vocabulary.tokens)
+    pieces = byte_level_pieces(names.__getitem__, literal, added.special_ids, len(vocabulary.tokens))
     before, after = vocabulary.around(words.adds_bos)
     return LibraryTokenizer(tokenizer, len(vocabulary.tokens), pieces, before, after)
+
+
+class _Names:
+    """Every token's name, in one text: as a list of strings they take five times the memory, in every API process."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._all = "".join(names)
+        self._ends = array("I", itertools.accumulate(len(name) for name in names))
+
+    def __getitem__(self, token_id: int) -> str:
+        return self._all[self._ends[token_id - 1] if token_id else 0 : self._ends[token_id]]
 
 
 def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:

@@ -6,13 +6,15 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-from sentencepiece import SentencePieceProcessor
+from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.text.detokenizer import BytePieces, Detokenizer
 from octavo.text.lookalikes import LookAlikes, any_of, reads_like_control
 from octavo.text.tokenizer import SPACE_MARK, spell_marked
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class SentencePieceTokenizer:
     def encode_chat(self, text: str) -> list[int]:
         return self._encode(text, self._encode_hidden)
 
-    def _encode_hidden(self, processor: SentencePieceProcessor, part: str) -> list[int]:
+    def _encode_hidden(self, processor: "SentencePieceProcessor", part: str) -> list[int]:
         if not self._insists:
             return _encode(processor, self.lookalikes.reveal(part))
         ids: list[int] = []
@@ -85,12 +87,12 @@ class SentencePieceTokenizer:
         return ids
 
     @functools.cached_property
-    def _unprefixed(self) -> SentencePieceProcessor:
+    def _unprefixed(self) -> "SentencePieceProcessor":
         processor = _load(self._model)
         processor.override_normalizer_spec(add_dummy_prefix=False)
         return processor
 
-    def _encode(self, text: str, encode: Callable[[SentencePieceProcessor, str], list[int]]) -> list[int]:
+    def _encode(self, text: str, encode: "Callable[[SentencePieceProcessor, str], list[int]]") -> list[int]:
         ids = []
         processor = self._processor
         for part in self._cut.split(text) if self._cut else [text]:
@@ -141,18 +143,20 @@ def control_tokens(model: bytes) -> dict[str, int]:
     return {processor.id_to_piece(i): i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
 
 
-def _encode(processor: SentencePieceProcessor, text: str) -> list[int]:
+def _encode(processor: "SentencePieceProcessor", text: str) -> list[int]:
     ids: list[int] = processor.encode(text)
     return ids
 
 
-def _found_by_the_package(processor: SentencePieceProcessor) -> list[str]:
+def _found_by_the_package(processor: "SentencePieceProcessor") -> list[str]:
     """Tokens that the package itself cuts out of every text (user-defined ones) although they read like control tokens."""
     names = [(i, processor.id_to_piece(i)) for i in range(processor.vocab_size())]
     return [name for i, name in names if reads_like_control(name) and i in processor.encode(name)]
 
 
-def _load(model: bytes) -> SentencePieceProcessor:
+def _load(model: bytes) -> "SentencePieceProcessor":
+    from sentencepiece import SentencePieceProcessor  # most vocabularies are of another kind
+
     try:
         if not model:  # which the package takes for "none yet"
             raise ValueError("it is empty")

@@ -38,7 +38,9 @@ def answers(small: Server) -> list[tuple[dict[str, Any], float]]:
         assert status == 200, text
         return json.loads(text), time.monotonic() - started
 
-    for _ in range(4):  # each API process twice: its first request meets code that has not run yet, before any journey begins
+    for _ in range(
+        4
+    ):  # each API process twice: its first request meets code that has not run yet, before any journey begins
         assert small.post("/v1/completions", {"prompt": "A", "max_tokens": 1})[0] == 200
     with concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS) as pool:
         return list(pool.map(ask, range(NUM_REQUESTS)))
