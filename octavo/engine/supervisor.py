@@ -21,6 +21,7 @@ from octavo.engine.children import describe_exit, spawn
 from octavo.engine.fleet import Fleet, Member, ServerOrder
 from octavo.engine.flights import Flights
 from octavo.engine.folder import SocketFolder, files_folder, remove_abandoned
+from octavo.engine.heap import let_go_of_code
 from octavo.engine.keeper import LOOK_SECONDS, Restarts, Watch
 from octavo.engine.listening import cannot_listen, check_certificates, listen, url_of
 from octavo.engine.order import EngineOrder
@@ -147,6 +148,7 @@ class _Supervisor:
         self._start_engine()
         for member in self._fleet.members:
             self._start_server(member)
+        let_go_of_code()  # while the engine loads
         while not self._is_over:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 key.data()

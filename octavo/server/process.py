@@ -26,7 +26,7 @@ from octavo.engine.anteroom import Anteroom
 from octavo.engine.children import signal_at_parents_end
 from octavo.engine.client import ZmqClient
 from octavo.engine.fleet import ServerOrder
-from octavo.engine.heap import give_back, keep_one_heap
+from octavo.engine.heap import give_back, keep_one_heap, let_go_of_code
 from octavo.engine.pulse import Pulse
 from octavo.engine.standard_streams import settle_standard_error
 from octavo.errors import ConfigError, EngineDead
@@ -89,6 +89,7 @@ def main() -> int:
 
 
 async def _run(order: ServerOrder) -> int:
+    let_go_of_code()  # of importing; what serving needs of it comes back while the engine loads
     folder = Path(order.reply_address.removeprefix("ipc://")).parent
     stop = StopOrder(folder)
     pulse = Pulse(order.pulse_fd) if order.pulse_fd >= 0 else None
