@@ -229,7 +229,9 @@ def test_serve(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = figures["load"]
     assert load == {"num_streams": 5, "num_requests": 20, "input_len": 3, "output_len": 5}
     (served,) = figures["http"]
-    assert served["num_errors"] == 0 and served["output_tokens"] == 20 * 5 and served["itl_ms"] is not None
+    assert served["num_errors"] == 0 and served["output_tokens"] == 20 * 5
+    # A small model may be done before its first event leaves: then no answer has anything between its events.
+    assert (served["itl_ms"] is not None) == (served["texts_per_token"] > 1 / 5)
     assert figures["ratio"] == pytest.approx(served["output_tokens_per_second"] / figures["offline_rates"][0], abs=1e-3)
     assert f"HTTP / offline = {figures['ratio']:.3f}" in capsys.readouterr().out
 
