@@ -1,4 +1,4 @@
-"""Has torch imported without the parts that no engine uses. Knows nothing of torch but their names.
+"""Has torch imported without the parts that a CPU's engine does not use. Knows nothing of torch but their names.
 
 torch imports all that it has: compilers, optimizers, distributions, readers of training data. What is named here makes for a third of
 the time and for 25 MB, and torch asks none of it for anything while it is imported. Whoever asks for a part later gets it then; and
