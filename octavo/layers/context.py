@@ -26,6 +26,7 @@ class BuildContext:
     keeps_packed: bool = (
         False  # weights that are packed in the checkpoint come so: a layer that cannot hold them decodes
     )
+    decodes: bool = False  # … and are multiplied in float32, as if they had been decoded
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Room for a parameter of this rank."""

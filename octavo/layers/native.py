@@ -29,9 +29,11 @@ class NativeWeight:
     file chooses for each tensor."""
 
     def __init__(
-        self, native: Native, num_parts: int, dtype: torch.dtype, quantization: str = "", is_one: bool = False
+        self, native: Native, num_parts: int, dtype: torch.dtype, quantization: str = "", is_one: bool = False,
+        decodes: bool = False,
     ) -> None:
-        self._native = native
+        """`decodes`: what comes packed stays so, and is multiplied in float32."""
+        self._native, self._decodes = native, decodes
         self._is_one = is_one
         self._dtype = dtype
         self._rounded = ROUNDED.get(quantization)
@@ -42,14 +44,14 @@ class NativeWeight:
     def of_parts(cls, context: BuildContext, num_parts: int = 1, is_one: bool = False) -> "NativeWeight":
         """`is_one`: for users that need one product for all parts; those that come packed differently are decoded."""
         assert context.native is not None
-        return cls(context.native, num_parts, context.weight_dtype, context.quantization, is_one)
+        return cls(context.native, num_parts, context.weight_dtype, context.quantization, is_one, context.decodes)
 
     @classmethod
     def of_vocabulary(cls, context: BuildContext, num_parts: int = 1) -> "NativeWeight":
         """An embedding's or a head's. An error in a logit is an error in the answer, so it is never rounded to 4 bits here."""
         assert context.native is not None
         quantization = "int8" if context.quantization in ROUNDED else ""
-        return cls(context.native, num_parts, context.weight_dtype, quantization)
+        return cls(context.native, num_parts, context.weight_dtype, quantization, decodes=context.decodes)
 
     def fill(self, part: int, rows: Tensor | Quants) -> None:
         assert self._parts[part] is None
@@ -80,7 +82,8 @@ class NativeWeight:
         if isinstance(part, Quants):
             kept = held_exactly(part)
             if kept is not None:
-                return GGUF_KINDS[kept.type], False, kept.rows
+                kind = GGUF_KINDS[kept.type]
+                return kind.decoded if self._decodes else kind, False, kept.rows
             part = part.dequantise()
         if self._rounded is not None and part.shape[1] % GROUP == 0:
             return self._rounded, True, part.float()

@@ -48,7 +48,8 @@ def fingerprint_of(
 
 def _held(context: BuildContext, model: DecoderModel) -> str:
     if context.native is not None:
-        return "+".join(sorted(kind.name.lower() for kind in kinds_of(model)))
+        # Decoded ones give float32's bits.
+        return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
     packed = context.quantization or ("mxfp4" if context.keeps_packed else "")
     return "+".join(filter(None, (packed, _name(context.weight_dtype))))
 

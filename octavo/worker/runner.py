@@ -13,7 +13,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
-from octavo.config import Config
+from octavo.config import AUTO, Config
 from octavo.device import Device, pick
 from octavo.kernels.sizes import ladder
 from octavo.layers.context import BuildContext
@@ -159,7 +159,9 @@ class Runner:
         self._kernels = _kernels(self.device, dtype, self._is_invariant)
         packing = "" if checkpoint.weights is None else checkpoint.weights.packing
         has_kernels = self._native is not None or (self._kernels is not None and packing == _GPU_PACKING)
-        self._keeps_packed = self.limits.keeps_packed and has_kernels
+        # Who wants float32 gets its arithmetic and its bits; native kernels need no more than the packed weights for that.
+        decodes = self._native is not None and config.model.dtype == "float32" and config.model.quantization == AUTO
+        self._keeps_packed = (self.limits.keeps_packed or decodes) and has_kernels
         return BuildContext(
             self.group,
             dtype,
@@ -172,6 +174,7 @@ class Runner:
             self.weight_dtype,
             self.limits.max_model_len,
             self._keeps_packed,
+            decodes,
         )
 
     def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:

@@ -131,9 +131,22 @@ def test_bfloat16_is_float_with_the_widened_weights(threads, isa, shape):
     assert narrow.memory.nbytes == wide.memory.nbytes // 2
 
 
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("shape", [(1, 64, 256), (3, 33, 512), (20, 100, 768), (150, 64, 256)])
+def test_decoded_is_float_with_the_decoded_weights(threads, isa, kind, shape):
+    num_rows, num_columns, depth = shape
+    rows, x = quants(kind, num_columns, depth, seed=7), torch.randn(num_rows, depth)
+    w = dequantise(rows.flatten(), TYPES[kind]).view(num_columns, depth)
+    packed, wide = pack(threads, rows, kind.decoded), pack(threads, w, Kind.FLOAT32)
+    assert torch.equal(run(threads, x, packed), run(threads, x, wide))
+    assert torch.equal(packed.columns(torch.arange(num_columns)), w)
+    assert packed.memory.nbytes == pack(threads, rows, kind).memory.nbytes
+
+
 @pytest.fixture(scope="module")
 def weights(threads):
     made = {kind: pack(threads, quants(kind, 7 * 32, 256, seed=4), kind) for kind in PACKED}
+    made |= {kind.decoded: pack(threads, quants(kind, 7 * 32, 256, seed=4), kind.decoded) for kind in PACKED}
     made[Kind.FLOAT32] = pack(threads, torch.randn(7 * 32, 256), Kind.FLOAT32)
     made[Kind.BFLOAT16] = pack(threads, torch.randn(7 * 32, 256).bfloat16(), Kind.BFLOAT16)
     return made

@@ -95,7 +95,7 @@ void octavo_rms_norm_prepare(Threads* threads, int kind, const float* x, int64_t
   const ElementwiseVariant& variant = elementwise_variant();
   const auto prepare_row = product_kernels().prepare_row;
   const int64_t tiles = num_tiles(num_rows, tile_rows), row_bytes = octavo_prepared_bytes(kind, 1, size);
-  const int64_t record_bytes = is_packed(kind) ? (int64_t)sizeof(OctavoGroup) : (int64_t)sizeof(float) * kSlice;
+  const int64_t record_bytes = takes_codes(kind) ? (int64_t)sizeof(OctavoGroup) : (int64_t)sizeof(float) * kSlice;
   for_rows(threads, num_rows, size, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> numbers;
     if ((int64_t)numbers.size() < size) numbers.resize((size_t)size);

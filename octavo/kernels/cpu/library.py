@@ -20,6 +20,9 @@ PANEL = 16  # columns kept together
 _ALIGNMENT = 64
 
 
+_DECODED = 64
+
+
 class Kind(IntEnum):
     """How weights are stored, as OctavoKind in product.h."""
 
@@ -37,11 +40,36 @@ class Kind(IntEnum):
     CODES4_IQ4_NESTED = 11  # IQ4_XS
     CODES4_IQ2_NESTED = 12  # IQ2_WIDE, Octavo's own
     CODES2_NESTED = 13  # Q2_K
+    # The same, decoded where they are used and multiplied in float32: the bits of FLOAT32 with the decoded weights.
+    CODES8_DECODED = 65
+    CODES4_DECODED = 66
+    CODES4_MINIMUM_DECODED = 67
+    CODES5_DECODED = 69
+    CODES5_MINIMUM_DECODED = 70
+    CODES4_NESTED_DECODED = 71
+    CODES5_NESTED_DECODED = 72
+    CODES6_NESTED_DECODED = 73
+    CODES4_IQ4_DECODED = 74
+    CODES4_IQ4_NESTED_DECODED = 75
+    CODES4_IQ2_NESTED_DECODED = 76
+    CODES2_NESTED_DECODED = 77
 
     @property
     def is_quantised(self) -> bool:
         """Whether activations are quantised for it, too."""
-        return self not in (Kind.FLOAT32, Kind.BFLOAT16)
+        return self not in (Kind.FLOAT32, Kind.BFLOAT16) and not self.is_decoded
+
+    @property
+    def is_decoded(self) -> bool:
+        return self >= _DECODED
+
+    @property
+    def decoded(self) -> "Kind":
+        return Kind(self | _DECODED)
+
+    @property
+    def stored_as(self) -> "Kind":
+        return Kind(self & ~_DECODED)
 
 
 GGUF_KINDS = {
@@ -194,11 +222,11 @@ class Prepared:
 def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
     """rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF quants, uint8 [N, bytes of a row]."""
     assert rows.is_contiguous() and rows.dim() == 2
-    if not kind.is_quantised:
+    if kind in _PLAIN:
         assert rows.dtype == _PLAIN[kind]
         depth = rows.shape[1]
     else:
-        weights, num_bytes = QUANTS[kind]
+        weights, num_bytes = QUANTS[kind.stored_as]
         assert rows.dtype == torch.uint8 and rows.shape[1] % num_bytes == 0
         depth = rows.shape[1] // num_bytes * weights
     return _packed(library().octavo_pack, threads, rows, kind, depth)

@@ -60,7 +60,7 @@ int octavo_use_isa(const char* name) {
 }
 
 int32_t octavo_tile_rows(int kind) {
-  return is_packed(kind) ? product_kernels().packed_tile_rows : product_kernels().float_tile_rows;
+  return takes_codes(kind) ? product_kernels().packed_tile_rows : product_kernels().float_tile_rows;
 }
 
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth) {
@@ -68,7 +68,7 @@ int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth) {
 }
 
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth) {
-  if (!is_packed(kind)) return num_rows * round_up(depth, kSlice) * 4;
+  if (!takes_codes(kind)) return num_rows * round_up(depth, kSlice) * 4;
   return num_rows * (depth / kGroup) * static_cast<int64_t>(sizeof(OctavoGroup));
 }
 

@@ -24,6 +24,8 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "threads.h"
 
 extern "C" {
@@ -43,6 +45,9 @@ enum OctavoKind {
   OCTAVO_CODES4_IQ4_NESTED = 11,  // 4 bits, IQ4's levels: IQ4_XS
   OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: what IQ2_XXS decodes to, but for the scales
   OCTAVO_CODES2_NESTED = 13,      // 2 bits and a minimum: Q2_K
+  // With a packed kind: the same panels, whose weights are decoded where they are used and multiplied in float32: the bits of FLOAT32
+  // with the decoded weights.
+  OCTAVO_DECODED = 64,
 };
 
 enum OctavoFinish {
@@ -149,7 +154,13 @@ static inline bool is_gated(int finish) { return finish == OCTAVO_FINISH_GATED |
 
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-static inline constexpr bool is_packed(int kind) { return kind != OCTAVO_FLOAT32 && kind != OCTAVO_BFLOAT16; }
+// How panels of a kind lie in memory.
+static inline constexpr int stored_as(int kind) { return kind & ~OCTAVO_DECODED; }
+static inline constexpr bool is_packed(int kind) {
+  return stored_as(kind) != OCTAVO_FLOAT32 && stored_as(kind) != OCTAVO_BFLOAT16;
+}
+// Whether activations are quantised for it.
+static inline constexpr bool takes_codes(int kind) { return is_packed(kind) && stored_as(kind) == kind; }
 
 // What codes of 4 bits stand for, centred on a power of two, so that none is negative.
 constexpr uint8_t kIq4Levels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
@@ -173,7 +184,7 @@ struct Form {
 };
 
 static inline constexpr Form form_of(int kind) {  // of a packed kind
-  switch (kind) {
+  switch (stored_as(kind)) {
     case OCTAVO_CODES8: return {8, false, false, 1};
     case OCTAVO_CODES4: return {4, false, false, 1};
     case OCTAVO_CODES4_MINIMUM: return {4, true, false, 1};
@@ -186,6 +197,25 @@ static inline constexpr Form form_of(int kind) {  // of a packed kind
     case OCTAVO_CODES4_IQ2_NESTED: return {4, false, true, 1, kIq2Levels, 7, 0.125f};
     case OCTAVO_CODES2_NESTED: return {2, true, true, 2};
     default: return {6, false, true, 2};
+  }
+}
+
+// body(a constant, whose ::value is the packed kind): compiled once for each, so that shifts and places are known.
+template <typename Body>
+void with_kind(int kind, Body body) {
+  switch (stored_as(kind)) {
+    case OCTAVO_CODES8: return body(std::integral_constant<int, OCTAVO_CODES8>());
+    case OCTAVO_CODES4: return body(std::integral_constant<int, OCTAVO_CODES4>());
+    case OCTAVO_CODES4_MINIMUM: return body(std::integral_constant<int, OCTAVO_CODES4_MINIMUM>());
+    case OCTAVO_CODES5: return body(std::integral_constant<int, OCTAVO_CODES5>());
+    case OCTAVO_CODES5_MINIMUM: return body(std::integral_constant<int, OCTAVO_CODES5_MINIMUM>());
+    case OCTAVO_CODES4_NESTED: return body(std::integral_constant<int, OCTAVO_CODES4_NESTED>());
+    case OCTAVO_CODES5_NESTED: return body(std::integral_constant<int, OCTAVO_CODES5_NESTED>());
+    case OCTAVO_CODES4_IQ4: return body(std::integral_constant<int, OCTAVO_CODES4_IQ4>());
+    case OCTAVO_CODES4_IQ4_NESTED: return body(std::integral_constant<int, OCTAVO_CODES4_IQ4_NESTED>());
+    case OCTAVO_CODES4_IQ2_NESTED: return body(std::integral_constant<int, OCTAVO_CODES4_IQ2_NESTED>());
+    case OCTAVO_CODES2_NESTED: return body(std::integral_constant<int, OCTAVO_CODES2_NESTED>());
+    default: return body(std::integral_constant<int, OCTAVO_CODES6_NESTED>());
   }
 }
 

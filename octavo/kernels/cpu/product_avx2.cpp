@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include <vector>
+
 namespace octavo {
 namespace {
 
@@ -72,6 +74,12 @@ struct Lanes {
     __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  }
+  // Byte J of every four.
+  template <int J>
+  static Ints byte_of(Bytes x) {
+    const __m256i mask = _mm256_set1_epi32(255);
+    return {_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * J), mask), _mm256_and_si256(_mm256_srli_epi32(x.b, 8 * J), mask)};
   }
   template <int COUNT>
   static Ints shift_left(Ints x) { return {_mm256_slli_epi32(x.a, COUNT), _mm256_slli_epi32(x.b, COUNT)}; }

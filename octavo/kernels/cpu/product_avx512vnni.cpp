@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include <vector>
+
 namespace octavo {
 namespace {
 
@@ -49,6 +51,11 @@ struct Lanes {
   static Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
   static Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
   static int32_t total(Ints a) { return _mm512_reduce_add_epi32(a); }
+  // Byte J of every four.
+  template <int J>
+  static Ints byte_of(Bytes x) {
+    return J == 3 ? _mm512_srli_epi32(x, 24) : _mm512_and_si512(_mm512_srli_epi32(x, 8 * J), _mm512_set1_epi32(255));
+  }
   template <int COUNT>
   static Ints shift_left(Ints a) { return _mm512_slli_epi32(a, COUNT); }
   static Ints nearest(Floats a) { return _mm512_cvtps_epi32(a); }

@@ -203,11 +203,59 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, A
   }
 }
 
+// The same with packed weights in float32: a unit's panels are decoded, then multiplied as FLOAT32's are, tile after tile.
+template <int KIND>
+void share_of_decoded(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
+                      int index, int num_shares) {
+  const RunTiles<DecodedTile, 1> single;
+  const RunTiles<DecodedTile, 2> pair;
+  const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, DecodedTile::kRows), depth = product->depth;
+  const int64_t num_groups = depth / kGroup, num_steps = depth / kSlice;
+  const Units mine = units_of(product, num_rows, index, num_shares);
+  const bool gated = mine.apart != 0;
+  const auto* records = static_cast<const Slice*>(product->activations);
+  static thread_local std::vector<float> room;
+  if (static_cast<int64_t>(room.size()) < 2 * depth * kPanel + kPanel) room.resize(2 * depth * kPanel + kPanel);
+  float* decoded = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+  OctavoProduct plain = *product;
+  plain.weights = decoded;
+  const uint8_t* then = nullptr;
+  if (next) {
+    const Units others = units_of(next, num_rows, index, num_shares);
+    then = others.weights + others.begin * others.per_unit * others.num_bytes;
+  }
+  const auto own_or_claimed = [&](int64_t unit) {
+    return unit < mine.end ? unit : mine.pool + __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
+  };
+  for (int64_t unit = own_or_claimed(mine.begin), following; unit < mine.count; unit = following) {
+    following = own_or_claimed(unit + 1);
+    const int64_t panel = unit * mine.per_unit;
+    const int width = gated || (mine.per_unit == 2 && panel + 1 < mine.num_panels) ? 2 : 1;
+    const int64_t panels[2] = {panel, gated ? panel + mine.num_panels : panel + 1};
+    const bool has_more = following < mine.count;
+    const uint8_t* after = has_more ? mine.weights + following * mine.per_unit * mine.num_bytes : then;
+    for (int p = 0; p < width; ++p) {
+      const uint8_t* fetched = after && p ? after + (gated && has_more ? mine.apart : mine.num_bytes) : after;
+      Decoder<KIND>(product, panels + p, decoded + p * depth * kPanel).run(num_groups, fetched, mine.num_bytes);
+    }
+    Fetch fetch = {};
+    if (ahead) fetch.ahead = ahead + index;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
+      (width == 1 ? single.of : pair.of)[end - begin - 1](&plain, records + begin * num_steps, begin, panels, fetch);
+    }
+  }
+}
+
 void product_share(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                    int index, int num_shares) {
   const auto run = [&](auto tile) {
     share_of_product<decltype(tile)>(product, next, ahead, num_claimed, index, num_shares);
   };
+  if (is_packed(product->kind) && !takes_codes(product->kind))
+    return with_kind(stored_as(product->kind), [&](auto kind) {
+      share_of_decoded<decltype(kind)::value>(product, next, ahead, num_claimed, index, num_shares);
+    });
   switch (product->kind) {
     case OCTAVO_FLOAT32: return run(FloatTile<OCTAVO_FLOAT32>());
     case OCTAVO_BFLOAT16: return run(FloatTile<OCTAVO_BFLOAT16>());
@@ -258,13 +306,13 @@ void lay_out(const float* x, int64_t depth, Slice* slices, int64_t step) {
 }
 
 void prepare_row(int kind, const float* x, int64_t depth, void* records, int64_t step) {
-  if (is_packed(kind)) quantise(x, depth / kGroup, static_cast<OctavoGroup*>(records), step);
+  if (takes_codes(kind)) quantise(x, depth / kGroup, static_cast<OctavoGroup*>(records), step);
   else lay_out(x, depth, static_cast<Slice*>(records), step);
 }
 
 void prepare_share(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                    int thread, int num_threads) {
-  const bool packed = is_packed(kind);
+  const bool packed = takes_codes(kind);
   const int64_t tiles = num_tiles(num_rows, packed ? Lanes::kPackedRows : Lanes::kFloatRows);
   const int64_t step = packed ? kGroup : kSlice, num_steps = (depth + step - 1) / step;
   const Share share = share_of(num_rows, thread, num_threads);

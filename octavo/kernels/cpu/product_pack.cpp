@@ -31,30 +31,6 @@ float half_to_float(uint16_t half) {
   return half & 0x8000 ? -size : size;
 }
 
-// body(a constant, of which .kind is the kind): compiled once for each, so that shifts and places are known.
-template <int KIND>
-struct Constant {
-  static constexpr int kind = KIND;
-};
-
-template <typename Body>
-void with_constant(int kind, Body body) {
-  switch (kind) {
-    case OCTAVO_CODES8: return body(Constant<OCTAVO_CODES8>());
-    case OCTAVO_CODES4: return body(Constant<OCTAVO_CODES4>());
-    case OCTAVO_CODES4_MINIMUM: return body(Constant<OCTAVO_CODES4_MINIMUM>());
-    case OCTAVO_CODES5: return body(Constant<OCTAVO_CODES5>());
-    case OCTAVO_CODES5_MINIMUM: return body(Constant<OCTAVO_CODES5_MINIMUM>());
-    case OCTAVO_CODES4_NESTED: return body(Constant<OCTAVO_CODES4_NESTED>());
-    case OCTAVO_CODES5_NESTED: return body(Constant<OCTAVO_CODES5_NESTED>());
-    case OCTAVO_CODES4_IQ4: return body(Constant<OCTAVO_CODES4_IQ4>());
-    case OCTAVO_CODES4_IQ4_NESTED: return body(Constant<OCTAVO_CODES4_IQ4_NESTED>());
-    case OCTAVO_CODES4_IQ2_NESTED: return body(Constant<OCTAVO_CODES4_IQ2_NESTED>());
-    case OCTAVO_CODES2_NESTED: return body(Constant<OCTAVO_CODES2_NESTED>());
-    default: return body(Constant<OCTAVO_CODES6_NESTED>());
-  }
-}
-
 // Groups of one column in and out of its panel.
 template <int KIND>
 struct Column {
@@ -239,8 +215,8 @@ using namespace octavo;
 
 void octavo_pack(Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth, void* packed) {
   if (is_packed(kind)) {
-    return with_constant(kind, [=](auto constant) {
-      constexpr int known = decltype(constant)::kind;
+    return with_kind(kind, [=](auto constant) {
+      constexpr int known = decltype(constant)::value;
       const int64_t row_bytes = depth / quant_weights(known) * quant_bytes(known);
       write_panels<known>(threads, num_columns, depth, packed, [=](int64_t column, int64_t group) {
         return read_quant(known, static_cast<const uint8_t*>(rows) + column * row_bytes, group);
@@ -257,8 +233,8 @@ void octavo_pack(Threads* threads, int kind, const void* rows, int64_t num_colum
 
 void octavo_pack_quantised(Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
                            void* packed) {
-  with_constant(kind, [=](auto constant) {
-    constexpr int known = decltype(constant)::kind;
+  with_kind(kind, [=](auto constant) {
+    constexpr int known = decltype(constant)::value;
     write_panels<known>(threads, num_columns, depth, packed, [=](int64_t column, int64_t group) {
       return quantise_group(known, rows + column * depth + group * kGroup);
     });
@@ -274,8 +250,8 @@ void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, c
       read_plain_column(kind, panel, depth, lane, out);
       continue;
     }
-    with_constant(kind, [=](auto constant) {
-      const Column<decltype(constant)::kind> column(depth, const_cast<uint8_t*>(panel), lane);  // is read only
+    with_kind(kind, [=](auto constant) {
+      const Column<decltype(constant)::value> column(depth, const_cast<uint8_t*>(panel), lane);  // is read only
       for (int64_t group = 0; group < depth / kGroup; ++group) column.decode(group, out + group * kGroup);
     });
   }

@@ -5,6 +5,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <vector>
+
 namespace octavo {
 namespace {
 
@@ -113,6 +115,11 @@ struct Lanes {
   static int32_t total(Ints x) {
     const FourWords sum = (FourWords)x.v[0] + (FourWords)x.v[1] + (FourWords)x.v[2] + (FourWords)x.v[3];
     return static_cast<int32_t>(sum[0] + sum[1] + sum[2] + sum[3]);
+  }
+  // Byte J of every four.
+  template <int J>
+  static Ints byte_of(Bytes x) {
+    return ints([&](int i) { return (FourInts)((load_any<Ints>(&x).v[i] >> 8 * J) & 255); });
   }
   template <int COUNT>
   static Ints shift_left(Ints x) { return ints([&](int i) { return x.v[i] * (1 << COUNT); }); }

@@ -248,3 +248,85 @@ struct FloatTile {
     }
   }
 };
+
+// A panel's weights as float32, laid out as FLOAT32's are.
+template <int KIND>
+struct Decoder {
+  static constexpr Form kForm = form_of(KIND);
+  using Work = PackedWork<KIND, 1, 1>;
+  Work work;
+  float* out;
+  Floats scale, offset;
+
+  inline __attribute__((always_inline)) Decoder(const OctavoProduct* product, const int64_t* panel, float* out)
+      : work(product, panel), out(out) {}
+
+  inline __attribute__((always_inline)) void put(int part, Bytes codes) {
+    float* at = out + part * 4 * kPanel;
+    // Codes and scales have so few bits that their product is exact: there is one rounding, with a minimum, or none.
+    L::store(at, L::fma(L::to_float(L::template byte_of<0>(codes)), scale, offset));
+    L::store(at + kPanel, L::fma(L::to_float(L::template byte_of<1>(codes)), scale, offset));
+    L::store(at + 2 * kPanel, L::fma(L::to_float(L::template byte_of<2>(codes)), scale, offset));
+    L::store(at + 3 * kPanel, L::fma(L::to_float(L::template byte_of<3>(codes)), scale, offset));
+  }
+
+  // Vectors V and on of a run whose first part is FIRST of its group.
+  template <int FIRST, int V>
+  inline __attribute__((always_inline)) void put_vectors(Bytes plane) {
+    const Bytes raw = L::load_bytes(work.codes[0] + (kForm.bits == 2 ? 0 : V) * 64);
+    if constexpr (kForm.bits == 2) {
+      put(FIRST + V, L::template with_bits<-2 * V, 3>(L::no_bytes(), raw));
+      if constexpr (V + 1 < kForm.parts()) put_vectors<FIRST, V + 1>(plane);
+    } else if constexpr (kForm.bits == 8) {
+      put(FIRST + V, raw);
+      if constexpr (V + 1 < kForm.parts()) put_vectors<FIRST, V + 1>(plane);
+    } else {
+      constexpr int second = V + kForm.nibbles();
+      put(FIRST + V, Work::template whole<V>(L::low_halves(raw), plane));
+      put(FIRST + second, Work::template whole<second>(L::high_halves(raw), plane));
+      if constexpr (V + 1 < kForm.nibbles()) put_vectors<FIRST, V + 1>(plane);
+    }
+  }
+
+  template <int RUN>
+  inline __attribute__((always_inline)) void put_run() {
+    const uint8_t* at = work.scales[0] + RUN * kPanel;
+    scale = kForm.is_nested ? L::mul(L::load_small(at), work.outer_scale[0]) : L::load_halves(at);
+    if (kForm.has_minimum) {
+      const uint8_t* minimum = at + work.minimums;
+      offset = kForm.is_nested ? L::mul(L::load_small(minimum), work.outer_minimum[0]) : L::load_halves(minimum);
+    } else {
+      offset = L::mul(scale, L::splat(-static_cast<float>(1 << (kForm.factor_bits() - 1))));
+    }
+    Bytes plane = L::no_bytes();
+    if (kForm.above()) plane = L::load_bytes(work.codes[0] + kForm.nibbles() * 64);
+    put_vectors<RUN * kForm.parts(), 0>(plane);
+    work.codes[0] += kForm.vectors() * 64;
+  }
+
+  // Meanwhile some bytes from `ahead` on (null: none) are fetched.
+  inline __attribute__((always_inline)) void run(int64_t num_groups, const uint8_t* ahead, int64_t ahead_bytes) {
+    const int64_t per_group = ahead ? ahead_bytes / num_groups / 64 + 1 : 0;
+    for (int64_t group = 0; group < num_groups; ++group, out += kGroup * kPanel) {
+      for (int64_t line = 0; line < per_group; ++line) __builtin_prefetch(ahead + (group * per_group + line) * 64, 0, 2);
+      if (kForm.is_nested && group % (kOuter / kGroup) == 0) work.next_outer();
+      put_run<0>();
+      if constexpr (kForm.runs == 2) put_run<1>();
+      work.scales[0] += kForm.runs * kPanel * kForm.width();
+    }
+  }
+};
+
+// Of panels that were decoded to where product->weights points, one or two, whatever their numbers are.
+struct DecodedTile {
+  using Plain = FloatTile<OCTAVO_FLOAT32>;
+  using Record = Slice;
+  static constexpr int kRows = Plain::kRows;
+
+  template <int ROWS, int PANELS>
+  static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
+                                                         const int64_t*, Fetch fetch, Floats (&total)[ROWS][PANELS]) {
+    const int64_t places[2] = {0, 1};
+    Plain::template sums<ROWS, PANELS>(product, records, places, fetch, total);
+  }
+};
