@@ -4,9 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include <vector>
 
 namespace octavo {
 namespace {
@@ -81,6 +80,7 @@ struct Lanes {
     const __m256i mask = _mm256_set1_epi32(255);
     return {_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * J), mask), _mm256_and_si256(_mm256_srli_epi32(x.b, 8 * J), mask)};
   }
+  static constexpr bool kPicks = false;
   template <int COUNT>
   static Ints shift_left(Ints x) { return {_mm256_slli_epi32(x.a, COUNT), _mm256_slli_epi32(x.b, COUNT)}; }
   static Ints nearest(Floats x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
@@ -110,6 +110,10 @@ struct Lanes {
   }
   static Bytes high_halves(Bytes x) { return low_halves({_mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)}); }
 
+  static Bytes move_down(Bytes x, int count) {
+    const __m256i by = _mm256_set1_epi32(count);
+    return {_mm256_srlv_epi32(x.a, by), _mm256_srlv_epi32(x.b, by)};
+  }
   static Bytes no_bytes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   // What stands at each byte, below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes x) {

@@ -4,9 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include <vector>
 
 namespace octavo {
 namespace {
@@ -56,6 +55,10 @@ struct Lanes {
   static Ints byte_of(Bytes x) {
     return J == 3 ? _mm512_srli_epi32(x, 24) : _mm512_and_si512(_mm512_srli_epi32(x, 8 * J), _mm512_set1_epi32(255));
   }
+  static constexpr bool kPicks = true;
+  // What stands in a table at the four bits from SHIFT on, of every lane.
+  template <int SHIFT>
+  static Floats pick(Floats table, Bytes a) { return _mm512_permutexvar_ps(_mm512_srli_epi32(a, SHIFT), table); }
   template <int COUNT>
   static Ints shift_left(Ints a) { return _mm512_slli_epi32(a, COUNT); }
   static Ints nearest(Floats a) { return _mm512_cvtps_epi32(a); }
@@ -78,6 +81,7 @@ struct Lanes {
   }
   static Bytes low_halves(Bytes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static Bytes move_down(Bytes a, int count) { return _mm512_srlv_epi32(a, _mm512_set1_epi32(count)); }
   static Bytes no_bytes() { return _mm512_setzero_si512(); }
   // What stands at each byte, below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes a) {

@@ -84,43 +84,49 @@ inline void finish_plain(const OctavoProduct* product, int64_t row, int64_t colu
   for (int64_t lane = 0; lane < num_left; ++lane) product->y[at + lane] = lanes[lane];
 }
 
-template <int ROWS, int PANELS>
-inline void finish(const OctavoProduct* product, int64_t row, const int64_t* panels, Floats (&sums)[ROWS][PANELS]) {
-  for (int r = 0; r < ROWS; ++r) {
-    if (PANELS == 2 && is_gated(product->finish)) {
-      const Floats gate = product->finish == OCTAVO_FINISH_GATED ? silu(sums[r][0]) : gelu(sums[r][0]);
-      const Floats value = L::mul(gate, sums[r][PANELS - 1]);
-      L::store(product->y + (row + r) * product->y_stride + panels[0] * kPanel, value);
+// What becomes of a tile's sums, [num_rows, num_panels]. Compiled once, and called with every tile.
+__attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row, int num_rows, const int64_t* panels,
+                                      int num_panels, const Floats* sums) {
+  for (int r = 0; r < num_rows; ++r, sums += num_panels) {
+    if (is_gated(product->finish)) {
+      const Floats gate = product->finish == OCTAVO_FINISH_GATED ? silu(sums[0]) : gelu(sums[0]);
+      L::store(product->y + (row + r) * product->y_stride + panels[0] * kPanel, L::mul(gate, sums[1]));
     } else {
-      for (int p = 0; p < PANELS; ++p) finish_plain(product, row + r, panels[p] * kPanel, sums[r][p]);
+      finish_plain(product, row + r, panels[0] * kPanel, sums[0]);
+      if (num_panels == 2 && panels[1] != panels[0]) finish_plain(product, row + r, panels[1] * kPanel, sums[1]);
     }
   }
 }
 
+// PANELS is 2 but for one row; an odd panel at the end is then multiplied twice.
 template <typename Tile, int ROWS, int PANELS>
 __attribute__((noinline)) void run_tile(const OctavoProduct* product, const void* records, int64_t row,
                                         const int64_t* panels, Fetch fetch) {
-  Floats total[ROWS][PANELS];
+  Floats total[ROWS][PANELS], sums[ROWS][PANELS];  // apart, so that total needs no memory
   Tile::template sums<ROWS, PANELS>(product, static_cast<const typename Tile::Record*>(records), panels, fetch, total);
-  finish<ROWS, PANELS>(product, row, panels, total);
+  for (int r = 0; r < ROWS; ++r)
+    for (int p = 0; p < PANELS; ++p) sums[r][p] = total[r][p];
+  finish(product, row, ROWS, panels, PANELS, sums[0]);
 }
 
 using RunTile = void (*)(const OctavoProduct*, const void*, int64_t, const int64_t*, Fetch);
 
 // run_tile for 1 … kRows rows, at [rows − 1].
-template <typename Tile, int PANELS, int ROWS = Tile::kRows>
-struct RunTiles : RunTiles<Tile, PANELS, ROWS - 1> {
-  RunTiles() { this->of[ROWS - 1] = run_tile<Tile, ROWS, PANELS>; }
+template <typename Tile, int ROWS = Tile::kRows>
+struct RunTiles : RunTiles<Tile, ROWS - 1> {
+  RunTiles() { this->of[ROWS - 1] = run_tile<Tile, ROWS, 2>; }
 };
-template <typename Tile, int PANELS>
-struct RunTiles<Tile, PANELS, 0> {
+template <typename Tile>
+struct RunTiles<Tile, 0> {
   RunTile of[Tile::kRows];
 };
 
 // ── a thread's share of a product ───────────────────────────────────────────────────────────────────
 
 // One row is bound by memory: one panel at a time is one stream of addresses, fetched this many bytes ahead of its use.
+// But where it must decode: two panels then give it two chains of sums to work on.
 constexpr int64_t kAhead = 8192;
+inline bool is_stream(int kind, int64_t num_rows) { return num_rows == 1 && stored_as(kind) == kind; }
 
 // Multiplications of a product that lasts long enough, about a millisecond, for other processes to slow one thread.
 constexpr int64_t kLong = int64_t{1} << 28;
@@ -140,7 +146,7 @@ inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index,
   units.num_panels = (product->num_columns + kPanel - 1) / kPanel / (gated ? 2 : 1);
   units.num_bytes = panel_bytes(product->kind, product->depth);
   units.apart = gated ? units.num_panels * units.num_bytes : 0;
-  units.per_unit = gated || num_rows == 1 ? 1 : 2;
+  units.per_unit = gated || is_stream(product->kind, num_rows) ? 1 : 2;
   units.count = (units.num_panels + units.per_unit - 1) / units.per_unit;
   // A pool lets threads end together that had unequal parts of their CPUs. It breaks runs of addresses, which costs a
   // short product (and one row, bound by memory) more than it gains.
@@ -153,9 +159,9 @@ inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index,
 }
 
 // What to fetch while unit `panel` on is multiplied: what follows it, or what follows the product.
-inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bool is_stream, const Fetch& after) {
+inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bool streams, const Fetch& after) {
   Fetch fetch = after;
-  if (is_stream) {
+  if (streams) {
     fetch.at = mine.weights + panel * mine.num_bytes + kAhead;
     fetch.limit = mine.weights + mine.end * mine.num_bytes;
     fetch.second = mine.apart;
@@ -167,24 +173,25 @@ inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bo
   return fetch;
 }
 
-template <typename Tile>
+// Tile: for a unit's first tile of rows; Others: for those after it.
+template <typename Tile, typename Others>
 void share_of_product(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                       int index, int num_shares) {
-  const RunTiles<Tile, 1> single;
-  const RunTiles<Tile, 2> pair;
+  const RunTiles<Tile> first;
+  const RunTiles<Others> others;
   const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, Tile::kRows);
   const int64_t num_steps = (product->depth + Tile::kStep - 1) / Tile::kStep;
   const Units mine = units_of(product, num_rows, index, num_shares);
-  const bool gated = mine.apart != 0;
+  const bool gated = mine.apart != 0, streams = is_stream(product->kind, num_rows);
   const auto* records = static_cast<const typename Tile::Record*>(product->activations);
 
   Fetch after = {};
   if (ahead) after.ahead = ahead + index;
   after.num_lines = mine.per_unit * mine.num_bytes / 64 / (num_steps * tiles) + 1;  // a part with every tile
   if (next) {
-    const Units others = units_of(next, num_rows, index, num_shares);
-    after.then = others.weights + others.begin * others.per_unit * others.num_bytes;
-    after.then_second = others.apart;
+    const Units then = units_of(next, num_rows, index, num_shares);
+    after.then = then.weights + then.begin * then.per_unit * then.num_bytes;
+    after.then_second = then.apart;
   }
   const auto own_or_claimed = [&](int64_t unit) {
     return unit < mine.end ? unit : mine.pool + __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
@@ -192,86 +199,36 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, A
   for (int64_t unit = own_or_claimed(mine.begin), following; unit < mine.count; unit = following) {
     following = own_or_claimed(unit + 1);  // early, so that it can be fetched
     const int64_t panel = unit * mine.per_unit;
-    const int width = gated || (mine.per_unit == 2 && panel + 1 < mine.num_panels) ? 2 : 1;
-    const int64_t panels[2] = {panel, gated ? panel + mine.num_panels : panel + 1};
-    Fetch fetch = fetch_after(mine, panel, following, num_rows == 1, after);
+    const int64_t beside = gated ? panel + mine.num_panels : panel + 1 < mine.num_panels ? panel + 1 : panel;
+    const int64_t panels[2] = {panel, beside};
+    Fetch fetch = fetch_after(mine, panel, following, streams, after);
+    if constexpr (Tile::kStreams) {
+      if (streams && !gated) {
+        run_tile<Tile, 1, 1>(product, records, 0, panels, fetch);
+        continue;
+      }
+    }
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
-      (width == 1 ? single.of : pair.of)[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
+      const RunTile* run = tile == 0 ? first.of : others.of;
+      run[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
       fetch.at += fetch.num_lines * 64 * num_steps;
-    }
-  }
-}
-
-// The same with packed weights in float32: a unit's panels are decoded, then multiplied as FLOAT32's are, tile after tile.
-template <int KIND>
-void share_of_decoded(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
-                      int index, int num_shares) {
-  const RunTiles<DecodedTile, 1> single;
-  const RunTiles<DecodedTile, 2> pair;
-  const int64_t num_rows = product->num_rows, tiles = num_tiles(num_rows, DecodedTile::kRows), depth = product->depth;
-  const int64_t num_groups = depth / kGroup, num_steps = depth / kSlice;
-  const Units mine = units_of(product, num_rows, index, num_shares);
-  const bool gated = mine.apart != 0;
-  const auto* records = static_cast<const Slice*>(product->activations);
-  static thread_local std::vector<float> room;
-  if (static_cast<int64_t>(room.size()) < 2 * depth * kPanel + kPanel) room.resize(2 * depth * kPanel + kPanel);
-  float* decoded = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
-  OctavoProduct plain = *product;
-  plain.weights = decoded;
-  const uint8_t* then = nullptr;
-  if (next) {
-    const Units others = units_of(next, num_rows, index, num_shares);
-    then = others.weights + others.begin * others.per_unit * others.num_bytes;
-  }
-  const auto own_or_claimed = [&](int64_t unit) {
-    return unit < mine.end ? unit : mine.pool + __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
-  };
-  for (int64_t unit = own_or_claimed(mine.begin), following; unit < mine.count; unit = following) {
-    following = own_or_claimed(unit + 1);
-    const int64_t panel = unit * mine.per_unit;
-    const int width = gated || (mine.per_unit == 2 && panel + 1 < mine.num_panels) ? 2 : 1;
-    const int64_t panels[2] = {panel, gated ? panel + mine.num_panels : panel + 1};
-    const bool has_more = following < mine.count;
-    const uint8_t* after = has_more ? mine.weights + following * mine.per_unit * mine.num_bytes : then;
-    for (int p = 0; p < width; ++p) {
-      const uint8_t* fetched = after && p ? after + (gated && has_more ? mine.apart : mine.num_bytes) : after;
-      Decoder<KIND>(product, panels + p, decoded + p * depth * kPanel).run(num_groups, fetched, mine.num_bytes);
-    }
-    Fetch fetch = {};
-    if (ahead) fetch.ahead = ahead + index;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
-      (width == 1 ? single.of : pair.of)[end - begin - 1](&plain, records + begin * num_steps, begin, panels, fetch);
     }
   }
 }
 
 void product_share(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                    int index, int num_shares) {
-  const auto run = [&](auto tile) {
-    share_of_product<decltype(tile)>(product, next, ahead, num_claimed, index, num_shares);
+  const auto run = [&](auto first, auto others) {
+    share_of_product<decltype(first), decltype(others)>(product, next, ahead, num_claimed, index, num_shares);
   };
-  if (is_packed(product->kind) && !takes_codes(product->kind))
-    return with_kind(stored_as(product->kind), [&](auto kind) {
-      share_of_decoded<decltype(kind)::value>(product, next, ahead, num_claimed, index, num_shares);
-    });
-  switch (product->kind) {
-    case OCTAVO_FLOAT32: return run(FloatTile<OCTAVO_FLOAT32>());
-    case OCTAVO_BFLOAT16: return run(FloatTile<OCTAVO_BFLOAT16>());
-    case OCTAVO_CODES8: return run(PackedTile<OCTAVO_CODES8>());
-    case OCTAVO_CODES4: return run(PackedTile<OCTAVO_CODES4>());
-    case OCTAVO_CODES4_MINIMUM: return run(PackedTile<OCTAVO_CODES4_MINIMUM>());
-    case OCTAVO_CODES5: return run(PackedTile<OCTAVO_CODES5>());
-    case OCTAVO_CODES5_MINIMUM: return run(PackedTile<OCTAVO_CODES5_MINIMUM>());
-    case OCTAVO_CODES4_NESTED: return run(PackedTile<OCTAVO_CODES4_NESTED>());
-    case OCTAVO_CODES5_NESTED: return run(PackedTile<OCTAVO_CODES5_NESTED>());
-    case OCTAVO_CODES4_IQ4: return run(PackedTile<OCTAVO_CODES4_IQ4>());
-    case OCTAVO_CODES4_IQ4_NESTED: return run(PackedTile<OCTAVO_CODES4_IQ4_NESTED>());
-    case OCTAVO_CODES4_IQ2_NESTED: return run(PackedTile<OCTAVO_CODES4_IQ2_NESTED>());
-    case OCTAVO_CODES2_NESTED: return run(PackedTile<OCTAVO_CODES2_NESTED>());
-    default: return run(PackedTile<OCTAVO_CODES6_NESTED>());
-  }
+  if (product->kind == OCTAVO_FLOAT32) return run(FloatTile<OCTAVO_FLOAT32>(), FloatTile<OCTAVO_FLOAT32>());
+  if (product->kind == OCTAVO_BFLOAT16) return run(FloatTile<OCTAVO_BFLOAT16>(), FloatTile<OCTAVO_BFLOAT16>());
+  with_kind(product->kind, [&](auto kind) {
+    constexpr int KIND = decltype(kind)::value;
+    if (takes_codes(product->kind)) run(PackedTile<KIND>(), PackedTile<KIND>());
+    else run(DecodingTile<KIND>(), DecodedTile());
+  });
 }
 
 // ── activations ─────────────────────────────────────────────────────────────────────────────────────

@@ -3,9 +3,8 @@
 #include "product.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
-
-#include <vector>
 
 namespace octavo {
 namespace {
@@ -121,6 +120,7 @@ struct Lanes {
   static Ints byte_of(Bytes x) {
     return ints([&](int i) { return (FourInts)((load_any<Ints>(&x).v[i] >> 8 * J) & 255); });
   }
+  static constexpr bool kPicks = false;
   template <int COUNT>
   static Ints shift_left(Ints x) { return ints([&](int i) { return x.v[i] * (1 << COUNT); }); }
   // For |x| < 2²².
@@ -145,6 +145,7 @@ struct Lanes {
   }
   static Bytes low_halves(Bytes x) { return bytes([&](int i) { return x.v[i] & 0x0f0f0f0fu; }); }
   static Bytes high_halves(Bytes x) { return bytes([&](int i) { return x.v[i] >> 4 & 0x0f0f0f0fu; }); }
+  static Bytes move_down(Bytes x, int count) { return bytes([&](int i) { return x.v[i] >> count; }); }
   static Bytes no_bytes() { return bytes([](int) { return FourWords{}; }); }
   // What stands at each byte, below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes x) {

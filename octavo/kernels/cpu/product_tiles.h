@@ -167,6 +167,7 @@ struct PackedWork {
 
 template <int KIND>
 struct PackedTile {
+  static constexpr bool kStreams = true;  // one row is multiplied panel after panel
   static constexpr int kRows = Lanes::kPackedRows;
   static constexpr int kStep = kGroup;  // K-values of a step of the loop
   using Record = OctavoGroup;
@@ -194,6 +195,7 @@ struct Slice {
 
 template <int KIND>
 struct FloatTile {
+  static constexpr bool kStreams = true;
   static constexpr int kRows = Lanes::kFloatRows;
   static constexpr int kStep = kSlice;
   static constexpr int kWidth = KIND == OCTAVO_FLOAT32 ? 4 : 2;  // bytes of a weight
@@ -249,75 +251,132 @@ struct FloatTile {
   }
 };
 
-// A panel's weights as float32, laid out as FLOAT32's are.
-template <int KIND>
-struct Decoder {
+// A tile at work on packed weights that are multiplied in float32, group after group: four K-values at a time, so that
+// decoding some runs beside multiplying with others. L is a parameter as not all Lanes can pick.
+template <int KIND, int ROWS, int PANELS, typename L = Lanes>
+struct DecodingWork {
   static constexpr Form kForm = form_of(KIND);
-  using Work = PackedWork<KIND, 1, 1>;
-  Work work;
-  float* out;
-  Floats scale, offset;
+  static constexpr bool kPicks = L::kPicks && (kForm.bits == 2 || kForm.bits == 4);
+  static constexpr bool kKeeps = ROWS > 1 || L::kFloatRows == 2;  // of 2 at most, the first of two tiles may have 1
+  PackedWork<KIND, 1, PANELS> work;
+  float* decoded[PANELS];
+  Floats scale[PANELS], offset[PANELS], table;
+  Bytes bits[PANELS];  // of two bits, the run's codes; else those above the fourth; the next ones lowest
 
-  inline __attribute__((always_inline)) Decoder(const OctavoProduct* product, const int64_t* panel, float* out)
-      : work(product, panel), out(out) {}
-
-  inline __attribute__((always_inline)) void put(int part, Bytes codes) {
-    float* at = out + part * 4 * kPanel;
-    // Codes and scales have so few bits that their product is exact: there is one rounding, with a minimum, or none.
-    L::store(at, L::fma(L::to_float(L::template byte_of<0>(codes)), scale, offset));
-    L::store(at + kPanel, L::fma(L::to_float(L::template byte_of<1>(codes)), scale, offset));
-    L::store(at + 2 * kPanel, L::fma(L::to_float(L::template byte_of<2>(codes)), scale, offset));
-    L::store(at + 3 * kPanel, L::fma(L::to_float(L::template byte_of<3>(codes)), scale, offset));
+  inline __attribute__((always_inline)) DecodingWork(const OctavoProduct* product, const int64_t* panels, float* room)
+      : work(product, panels) {
+    for (int p = 0; kKeeps && p < PANELS; ++p) decoded[p] = room + p * product->depth * kPanel;
+    float factors[16];
+    for (int code = 0; code < 16; ++code) {
+      if constexpr (kForm.levels != nullptr) factors[code] = kForm.levels[code];
+      else factors[code] = static_cast<float>(code & ((1 << kForm.bits) - 1));
+    }
+    table = L::load(factors);
   }
 
-  // Vectors V and on of a run whose first part is FIRST of its group.
-  template <int FIRST, int V>
-  inline __attribute__((always_inline)) void put_vectors(Bytes plane) {
-    const Bytes raw = L::load_bytes(work.codes[0] + (kForm.bits == 2 ? 0 : V) * 64);
-    if constexpr (kForm.bits == 2) {
-      put(FIRST + V, L::template with_bits<-2 * V, 3>(L::no_bytes(), raw));
-      if constexpr (V + 1 < kForm.parts()) put_vectors<FIRST, V + 1>(plane);
-    } else if constexpr (kForm.bits == 8) {
-      put(FIRST + V, raw);
-      if constexpr (V + 1 < kForm.parts()) put_vectors<FIRST, V + 1>(plane);
-    } else {
-      constexpr int second = V + kForm.nibbles();
-      put(FIRST + V, Work::template whole<V>(L::low_halves(raw), plane));
-      put(FIRST + second, Work::template whole<second>(L::high_halves(raw), plane));
-      if constexpr (V + 1 < kForm.nibbles()) put_vectors<FIRST, V + 1>(plane);
+  // Part `part` of a run: four K-values of each column, a byte each; above their bits is what table does not look at.
+  inline __attribute__((always_inline)) Bytes next_codes(int part, int p) {
+    if constexpr (kForm.bits == 8) return L::load_bytes(work.codes[p] + part * 64);
+    const Bytes lowest = bits[p];
+    if constexpr (kForm.bits == 2 || kForm.above() != 0)
+      bits[p] = L::template with_bits<kForm.bits == 2 ? -2 : -kForm.above(), 255>(L::no_bytes(), lowest);
+    if constexpr (kForm.bits == 2) return kPicks ? lowest : L::template with_bits<0, 3>(L::no_bytes(), lowest);
+    // First all low halves, then all high ones.
+    const int in_high = part / kForm.nibbles();
+    const Bytes moved = L::move_down(L::load_bytes(work.codes[p] + (part - in_high * kForm.nibbles()) * 64), 4 * in_high);
+    if constexpr (kPicks) return moved;
+    const Bytes nibbles = L::low_halves(moved);
+    if constexpr (kForm.levels != nullptr) return L::look_up(kForm.levels, nibbles);
+    return kForm.above() ? L::template with_bits<4, kForm.above() == 1 ? 16 : 48>(nibbles, lowest) : nibbles;
+  }
+
+  // K-values J … 3 of four.
+  template <int J>
+  inline __attribute__((always_inline)) void add(const Slice* records, int k, const Bytes (&codes)[PANELS],
+                                                 Floats (&total)[ROWS][PANELS]) {
+    Floats weights[PANELS];
+    for (int p = 0; p < PANELS; ++p) {
+      if constexpr (kPicks) weights[p] = L::template pick<8 * J>(table, codes[p]);
+      else weights[p] = L::to_float(L::template byte_of<J>(codes[p]));
+      // Codes and scales have so few bits that their product is exact: there is one rounding, with a minimum, or none.
+      weights[p] = L::fma(weights[p], scale[p], offset[p]);
+      if (kKeeps) L::store(decoded[p] + J * kPanel, weights[p]);
     }
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats x = L::splat(records[r].values[k + J]);
+      for (int p = 0; p < PANELS; ++p) total[r][p] = L::fma(x, weights[p], total[r][p]);
+    }
+    if constexpr (J < 3) add<J + 1>(records, k, codes, total);
   }
 
   template <int RUN>
-  inline __attribute__((always_inline)) void put_run() {
-    const uint8_t* at = work.scales[0] + RUN * kPanel;
-    scale = kForm.is_nested ? L::mul(L::load_small(at), work.outer_scale[0]) : L::load_halves(at);
-    if (kForm.has_minimum) {
-      const uint8_t* minimum = at + work.minimums;
-      offset = kForm.is_nested ? L::mul(L::load_small(minimum), work.outer_minimum[0]) : L::load_halves(minimum);
-    } else {
-      offset = L::mul(scale, L::splat(-static_cast<float>(1 << (kForm.factor_bits() - 1))));
+  inline __attribute__((always_inline)) void add_run(const Slice* records, Floats (&total)[ROWS][PANELS]) {
+    for (int p = 0; p < PANELS; ++p) {
+      const uint8_t *at = work.scales[p] + RUN * kPanel, *minimum = at + work.minimums;
+      scale[p] = kForm.is_nested ? L::mul(L::load_small(at), work.outer_scale[p]) : L::load_halves(at);
+      if (!kForm.has_minimum) offset[p] = L::mul(scale[p], L::splat(-static_cast<float>(1 << (kForm.factor_bits() - 1))));
+      else if (!kForm.is_nested) offset[p] = L::load_halves(minimum);
+      else offset[p] = L::mul(L::load_small(minimum), work.outer_minimum[p]);
+      if (kForm.bits == 2 || kForm.above()) bits[p] = L::load_bytes(work.codes[p] + kForm.nibbles() * 64);
     }
-    Bytes plane = L::no_bytes();
-    if (kForm.above()) plane = L::load_bytes(work.codes[0] + kForm.nibbles() * 64);
-    put_vectors<RUN * kForm.parts(), 0>(plane);
-    work.codes[0] += kForm.vectors() * 64;
+    for (int part = 0; part < kForm.parts(); ++part) {
+      Bytes codes[PANELS];
+      for (int p = 0; p < PANELS; ++p) codes[p] = next_codes(part, p);
+      const int k = 4 * (RUN * kForm.parts() + part);
+      add<0>(records + k / kSlice * ROWS, k % kSlice, codes, total);
+      for (int p = 0; kKeeps && p < PANELS; ++p) decoded[p] += 4 * kPanel;
+    }
+    for (int p = 0; p < PANELS; ++p) work.codes[p] += kForm.vectors() * 64;
   }
+};
 
-  // Meanwhile some bytes from `ahead` on (null: none) are fetched.
-  inline __attribute__((always_inline)) void run(int64_t num_groups, const uint8_t* ahead, int64_t ahead_bytes) {
-    const int64_t per_group = ahead ? ahead_bytes / num_groups / 64 + 1 : 0;
-    for (int64_t group = 0; group < num_groups; ++group, out += kGroup * kPanel) {
-      for (int64_t line = 0; line < per_group; ++line) __builtin_prefetch(ahead + (group * per_group + line) * 64, 0, 2);
-      if (kForm.is_nested && group % (kOuter / kGroup) == 0) work.next_outer();
-      put_run<0>();
-      if constexpr (kForm.runs == 2) put_run<1>();
-      work.scales[0] += kForm.runs * kPanel * kForm.width();
+// Room for two panels as float32, a thread's own and kept; 64-byte aligned.
+inline float* decoded_room(int64_t depth) {
+  struct Room {
+    void* at = nullptr;
+    int64_t num_bytes = 0;
+    ~Room() { free(at); }
+  };
+  static thread_local Room room;
+  const int64_t num_bytes = 2 * depth * kPanel * static_cast<int64_t>(sizeof(float));
+  if (room.num_bytes < num_bytes) {
+    free(room.at);
+    room.at = aligned_alloc(64, static_cast<size_t>(num_bytes));
+    if (!room.at) abort();
+    room.num_bytes = num_bytes;
+  }
+  return static_cast<float*>(room.at);
+}
+
+// Packed weights, decoded where they are used: the first tile of rows leaves the panels as float32 for those after it.
+template <int KIND>
+struct DecodingTile {
+  static constexpr bool kStreams = false;
+  static constexpr int kRows = Lanes::kFloatRows;
+  static constexpr int kStep = kSlice;
+  using Record = Slice;
+
+  template <int ROWS, int PANELS>
+  static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
+                                                         const int64_t* panels, Fetch fetch,
+                                                         Floats (&total)[ROWS][PANELS]) {
+    using Work = DecodingWork<KIND, ROWS, PANELS>;
+    Work work(product, panels, Work::kKeeps ? decoded_room(product->depth) : nullptr);
+    for (int r = 0; r < ROWS; ++r)
+      for (int p = 0; p < PANELS; ++p) total[r][p] = L::splat(0.0f);
+    const int64_t num_groups = product->depth / kGroup;
+    for (int64_t group = 0; group < num_groups; ++group, records += kGroup / kSlice * ROWS) {
+      for (int step = 0; step < kGroup / kStep; ++step) fetch_some(fetch);
+      if (ROWS > 1) fetch_ahead(fetch.ahead);
+      if (work.kForm.is_nested && group % (kOuter / kGroup) == 0) work.work.next_outer();
+      work.template add_run<0>(records, total);
+      if constexpr (work.kForm.runs == 2) work.template add_run<1>(records, total);
+      for (int p = 0; p < PANELS; ++p) work.work.scales[p] += work.kForm.runs * kPanel * work.kForm.width();
     }
   }
 };
 
-// Of panels that were decoded to where product->weights points, one or two, whatever their numbers are.
+// The tiles after it, from what it left.
 struct DecodedTile {
   using Plain = FloatTile<OCTAVO_FLOAT32>;
   using Record = Slice;
@@ -326,7 +385,9 @@ struct DecodedTile {
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
                                                          const int64_t*, Fetch fetch, Floats (&total)[ROWS][PANELS]) {
-    const int64_t places[2] = {0, 1};
-    Plain::template sums<ROWS, PANELS>(product, records, places, fetch, total);
+    OctavoProduct plain = *product;
+    plain.weights = decoded_room(product->depth);
+    const int64_t panels[2] = {0, 1};
+    Plain::template sums<ROWS, PANELS>(&plain, records, panels, fetch, total);
   }
 };
