@@ -101,7 +101,7 @@ __attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row,
 // PANELS is 2 but for one row; an odd panel at the end is then multiplied twice.
 template <typename Tile, int ROWS, int PANELS>
 __attribute__((noinline)) void run_tile(const OctavoProduct* product, const void* records, int64_t row,
-                                        const int64_t* panels, Fetch fetch) {
+                                        const int64_t* panels, Fetch& fetch) {
   Floats total[ROWS][PANELS], sums[ROWS][PANELS];  // apart, so that total needs no memory
   Tile::template sums<ROWS, PANELS>(product, static_cast<const typename Tile::Record*>(records), panels, fetch, total);
   for (int r = 0; r < ROWS; ++r)
@@ -109,7 +109,7 @@ __attribute__((noinline)) void run_tile(const OctavoProduct* product, const void
   finish(product, row, ROWS, panels, PANELS, sums[0]);
 }
 
-using RunTile = void (*)(const OctavoProduct*, const void*, int64_t, const int64_t*, Fetch);
+using RunTile = void (*)(const OctavoProduct*, const void*, int64_t, const int64_t*, Fetch&);
 
 // run_tile for 1 … kRows rows, at [rows − 1].
 template <typename Tile, int ROWS = Tile::kRows>
@@ -212,7 +212,6 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, A
       const int64_t begin = tile_begin(tile, tiles, num_rows), end = tile_begin(tile + 1, tiles, num_rows);
       const RunTile* run = tile == 0 ? first.of : others.of;
       run[end - begin - 1](product, records + begin * num_steps, begin, panels, fetch);
-      fetch.at += fetch.num_lines * 64 * num_steps;
     }
   }
 }

@@ -174,7 +174,7 @@ struct PackedTile {
 
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
-                                                         const int64_t* panels, Fetch fetch,
+                                                         const int64_t* panels, Fetch& fetch,
                                                          Floats (&total)[ROWS][PANELS]) {
     PackedWork<KIND, ROWS, PANELS> work(product, panels);
     for (int r = 0; r < ROWS; ++r)
@@ -215,7 +215,7 @@ struct FloatTile {
 
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
-                                                         const int64_t* panels, Fetch fetch,
+                                                         const int64_t* panels, Fetch& fetch,
                                                          Floats (&total)[ROWS][PANELS]) {
     const int64_t num_slices = (product->depth + kSlice - 1) / kSlice;
     const uint8_t* weights[PANELS];
@@ -358,7 +358,7 @@ struct DecodingTile {
 
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
-                                                         const int64_t* panels, Fetch fetch,
+                                                         const int64_t* panels, Fetch& fetch,
                                                          Floats (&total)[ROWS][PANELS]) {
     using Work = DecodingWork<KIND, ROWS, PANELS>;
     Work work(product, panels, Work::kKeeps ? decoded_room(product->depth) : nullptr);
@@ -384,7 +384,7 @@ struct DecodedTile {
 
   template <int ROWS, int PANELS>
   static inline __attribute__((always_inline)) void sums(const OctavoProduct* product, const Record* records,
-                                                         const int64_t*, Fetch fetch, Floats (&total)[ROWS][PANELS]) {
+                                                         const int64_t*, Fetch& fetch, Floats (&total)[ROWS][PANELS]) {
     OctavoProduct plain = *product;
     plain.weights = decoded_room(product->depth);
     const int64_t panels[2] = {0, 1};
