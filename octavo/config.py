@@ -47,7 +47,7 @@ class ModelConfig:
     dtype: str = knob(
         AUTO,
         "type of arithmetic and of weights; auto: the checkpoint's on a GPU; on a CPU float32, with packed weights left as they "
-        "are. On a CPU float32 is exact: weights are decoded; bfloat16: native kernels hold weights so and compute in float32",
+        "are. On a CPU float32 is exact: packed weights are decoded where they are used; bfloat16: native kernels hold weights so and compute in float32",
         choices=(AUTO, "float32", "bfloat16", "float16"),
     )
     max_model_len: int | str = knob(
@@ -64,7 +64,7 @@ class ModelConfig:
     quantization: str = knob(
         AUTO,
         "how products hold weights. auto: as the checkpoint does, so those of GGUF, AWQ or GPTQ stay packed on a CPU with native kernels (not "
-        "with an explicit --dtype); none: in --dtype, never packed; fp8 (GPU): in 8 bits, with inputs rounded too, embedding and "
+        "with --dtype bfloat16 or float16); none: in --dtype, never packed; fp8 (GPU): in 8 bits, with inputs rounded too, embedding and "
         "head as they are; int8, int4 (CPU): rounded to 8 bits in groups of 32, or to 4 bits with a minimum for each group",
         choices=(AUTO, "none", "fp8", "int8", "int4"),
     )

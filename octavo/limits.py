@@ -14,6 +14,7 @@ class Limits:
 
     dtype: str
     keeps_packed: bool  # weights that come packed stay so, where there are kernels that multiply them
+    decodes_packed: bool  # … in float32, as if they had been decoded
     max_model_len: int
     max_model_len_is_auto: bool
     max_num_seqs: int
@@ -35,11 +36,14 @@ def resolve(
         )
     (_check_on_cpu if on_cpu else _check_on_gpu)(config)
     rows = or_else(config.scheduler.max_num_seqs, 64 if on_cpu else 512)
+    is_exact = on_cpu and config.model.dtype == "float32"
     return Limits(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
-        # A person who names a type wants the weights in it; only who leaves both open gets them as they come.
-        keeps_packed=config.model.dtype == AUTO and config.model.quantization == AUTO,
+        # A person who names a type wants its arithmetic; only who leaves both open gets what rounds activations, too. A CPU's
+        # kernels need no more than the packed weights to give float32's very bits.
+        keeps_packed=config.model.quantization == AUTO and (config.model.dtype == AUTO or is_exact),
+        decodes_packed=config.model.quantization == AUTO and is_exact,
         max_model_len=or_else(wanted, context_len),
         max_model_len_is_auto=wanted == AUTO,
         max_num_seqs=rows,

@@ -22,7 +22,9 @@ def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Lim
         ("cpu", {}, True),
         ("cuda", {}, True),
         ("cuda", {"dtype": "bfloat16"}, False),
-        ("cpu", {"dtype": "float32"}, False),
+        ("cpu", {"dtype": "float32"}, True),
+        ("cuda", {"dtype": "float32"}, False),
+        ("cpu", {"dtype": "float32", "quantization": "none"}, False),
         ("cpu", {"dtype": "bfloat16"}, False),
         ("cpu", {"quantization": "none"}, False),
         ("cpu", {"quantization": "int8"}, False),
@@ -33,7 +35,9 @@ def resolved(device: str, stored_dtype: str = "bfloat16", **options: Any) -> Lim
 def test_weights_may_stay_packed_where_nothing_else_is_asked_for(
     device: str, options: dict[str, str], keeps_packed: bool
 ) -> None:
-    assert resolved(device, **options).keeps_packed is keeps_packed
+    limits = resolved(device, **options)
+    assert limits.keeps_packed is keeps_packed
+    assert limits.decodes_packed is (keeps_packed and options.get("dtype") == "float32")
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,12 @@ class NativeWeight:
     file chooses for each tensor."""
 
     def __init__(
-        self, native: Native, num_parts: int, dtype: torch.dtype, quantization: str = "", is_one: bool = False,
+        self,
+        native: Native,
+        num_parts: int,
+        dtype: torch.dtype,
+        quantization: str = "",
+        is_one: bool = False,
         decodes: bool = False,
     ) -> None:
         """`decodes`: what comes packed stays so, and is multiplied in float32."""

@@ -65,14 +65,16 @@ def held(model: DecoderModel) -> str:
         by_words[_words(kind)] += num_bytes
     whole = kinds.total()
     parts = [f"{num_bytes / whole:.0%} in {words}" for words, num_bytes in by_words.most_common()]
-    rounded = "; products with packed ones take activations in 8 bits" if any(k.is_quantised for k in kinds) else ""
+    how = ""
+    if any(kind.is_quantised for kind in kinds):
+        how = "; products with packed ones take activations in 8 bits"
     if any(kind.is_decoded for kind in kinds):
-        rounded = "; packed ones are decoded where they are used, and multiplied in float32"
-    return f"weights: {', '.join(parts)}{rounded}"
+        how = "; packed ones are decoded where they are used, and multiplied in float32"
+    return f"weights: {', '.join(parts)}{how}"
 
 
 def _words(kind: Kind) -> str:
-    if not kind.is_quantised and not kind.is_decoded:
+    if not kind.is_packed:
         return kind.name.lower()
     return f"{kind.name.removeprefix('CODES')[0]} bits"
 

@@ -2,8 +2,6 @@
 Knows nothing of requests, of other ranks' processes, or of why the plan is what it is."""
 
 import importlib
-import importlib.util
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +11,7 @@ from octavo.attention.base import AttentionBackend
 from octavo.attention.choose import choose
 from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
-from octavo.config import AUTO, Config
+from octavo.config import Config
 from octavo.device import Device, pick
 from octavo.kernels.sizes import ladder
 from octavo.layers.context import BuildContext
@@ -30,6 +28,7 @@ from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
+from octavo.worker.choices import gpu_kernels, name_of, page_dtype
 from octavo.worker.cores import usable_cores
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
-# auto: the model's own type
-_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
 _START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
 _MAX_UNCOLLECTED = 2  # as executor.base says
 
@@ -144,7 +141,7 @@ class Runner:
         if self._native is not None:
             dtype = torch.float32
             torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
-        self.kv_dtype = _KV_DTYPES.get(config.cache.kv_cache_dtype, self._page_type(checkpoint, dtype))
+        self.kv_dtype = page_dtype(config, self.limits, checkpoint.weights, self._native is not None, dtype)
         self.layout = self.spec.page_layout(self.limits.max_model_len)
         self.attention, why = choose(
             self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout,
@@ -156,12 +153,10 @@ class Runner:
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
-        self._kernels = _kernels(self.device, dtype, self._is_invariant)
+        self._kernels = gpu_kernels(self.device, dtype, self._is_invariant)
         packing = "" if checkpoint.weights is None else checkpoint.weights.packing
         has_kernels = self._native is not None or (self._kernels is not None and packing == _GPU_PACKING)
-        # Who wants float32 gets its arithmetic and its bits; native kernels need no more than the packed weights for that.
-        decodes = self._native is not None and config.model.dtype == "float32" and config.model.quantization == AUTO
-        self._keeps_packed = (self.limits.keeps_packed or decodes) and has_kernels
+        self._keeps_packed = self.limits.keeps_packed and has_kernels
         return BuildContext(
             self.group,
             dtype,
@@ -174,16 +169,8 @@ class Runner:
             self.weight_dtype,
             self.limits.max_model_len,
             self._keeps_packed,
-            decodes,
+            self.limits.decodes_packed,
         )
-
-    def _page_type(self, checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
-        """What `auto` is for pages: weights that are rounded to a few bits leave nothing for float32 pages to be exact about."""
-        if self._native is None:
-            return dtype
-        is_rounded = self.config.model.quantization in ("int8", "int4")
-        is_packed = self.limits.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
-        return torch.float16 if is_rounded or is_packed else dtype
 
     def _measure(self) -> DeviceMemory:
         """What steps of the largest size take, run over a store of one page."""
@@ -396,13 +383,6 @@ class Runner:
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             hidden_size=self.model.vector_size or self.spec.hidden_size,
             can_generate=not self.spec.is_encoder,
-            kv_dtype=next((name for name, kind in _KV_DTYPES.items() if kind == self.kv_dtype), str(dtype)[6:]),
+            kv_dtype=name_of(self.kv_dtype),
             windows=self.layout.windows,
         )
-
-
-def _kernels(device: Device, dtype: torch.dtype, is_invariant: bool) -> ModuleType | None:
-    """The fused kernels where they can run: they need Triton, and tensor cores for 16-bit types."""
-    if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("octavo.kernels.gpu_invariant" if is_invariant else "octavo.kernels.gpu")

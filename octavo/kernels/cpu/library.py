@@ -20,7 +20,7 @@ PANEL = 16  # columns kept together
 _ALIGNMENT = 64
 
 
-_DECODED = 64
+_DECODED = 64  # OCTAVO_DECODED
 
 
 class Kind(IntEnum):
@@ -57,7 +57,11 @@ class Kind(IntEnum):
     @property
     def is_quantised(self) -> bool:
         """Whether activations are quantised for it, too."""
-        return self not in (Kind.FLOAT32, Kind.BFLOAT16) and not self.is_decoded
+        return self.is_packed and not self.is_decoded
+
+    @property
+    def is_packed(self) -> bool:
+        return self not in (Kind.FLOAT32, Kind.BFLOAT16)
 
     @property
     def is_decoded(self) -> bool:

@@ -1,5 +1,6 @@
 // y = x · Wᵀ on a CPU: the C interface of the product kernels, and how weights and activations lie in memory.
-// Knows nothing of models, nor of who allocated what: pointers and sizes in, numbers out. Nothing here allocates.
+// Knows nothing of models, nor of who allocated what: pointers and sizes in, numbers out. Nothing here
+// allocates, but for each thread's room for two panels that were decoded.
 //
 // Weights. 16 output columns (rows of W) form a panel: one 64-byte load feeds 16 of them with four K-values each.
 // Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them),
@@ -45,8 +46,8 @@ enum OctavoKind {
   OCTAVO_CODES4_IQ4_NESTED = 11,  // 4 bits, IQ4's levels: IQ4_XS
   OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: what IQ2_XXS decodes to, but for the scales
   OCTAVO_CODES2_NESTED = 13,      // 2 bits and a minimum: Q2_K
-  // With a packed kind: the same panels, whose weights are decoded where they are used and multiplied in float32: the bits of FLOAT32
-  // with the decoded weights.
+  // With a packed kind: the same panels, decoded where they are used and multiplied in float32: the bits of FLOAT32 with
+  // the decoded weights.
   OCTAVO_DECODED = 64,
 };
 
