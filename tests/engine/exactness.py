@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.plans import Logprobs
 
 EXCUSED_MARGIN = 0.02  # nat: two tokens this close are decided by the order of additions
 
@@ -63,3 +64,10 @@ def check(llm: LLM, references: list[Reference], what: str, *, together: bool = 
         assert_same(output.outputs[0].token_ids, reference, f"{what}, prompt {number}")
         for number, (output, reference) in enumerate(zip(outputs, references, strict=True))
     )
+
+
+def scores(llm: LLM, references: list[Reference]) -> list[list[Logprobs]]:
+    """Of every token and of the likeliest, all prompts in one batch: equal only where the arithmetic is, or nearly so."""
+    params = SamplingParams(temperature=0, max_tokens=len(references[0].tokens), ignore_eos=True, logprobs=3)
+    outputs = llm.generate([reference.prompt for reference in references], params, use_tqdm=False)
+    return [output.outputs[0].logprobs for output in outputs]

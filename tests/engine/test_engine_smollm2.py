@@ -9,7 +9,7 @@ from octavo.text import load_text
 from octavo.weights.checkpoint import open_checkpoint
 from octavo.weights.source import resolve
 from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
-from tests.engine.exactness import assert_same, check, greedy_references
+from tests.engine.exactness import assert_same, check, greedy_references, scores
 from tests.native import native
 
 pytestmark = pytest.mark.model
@@ -89,6 +89,14 @@ def test_alone_among_31_others_and_with_prefix_hits(plain, alone, references):
     check(plain, crowd, "among 31 others")
     print(f"equal to the last token: {sum(equal)} of {len(references)} alone, {among} of {len(crowd)} in a crowd")
     assert sum(equal) >= 18
+
+
+def test_decoding_where_weights_are_used_is_decoding_them_beforehand(plain, references):
+    native()
+    assert any("decoded where they are used" in note for note in plain.report.notes), plain.report.notes
+    with LLM(dtype="float32", quantization="none", kv_cache_memory_bytes=2**29) as decoded:
+        assert decoded.report.weights_bytes > 4 * plain.report.weights_bytes
+        assert scores(decoded, references) == scores(plain, references)
 
 
 @pytest.mark.parametrize("budget", [7, 64])

@@ -31,7 +31,7 @@ from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.worker.native import WholeSteps, record
-from tests.engine.exactness import check, greedy_references
+from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.batches import Store
 from tests.models.ranks import run_ranks
@@ -322,9 +322,14 @@ def test_the_engine_says_what_decoding_experts_of_four_bits_costs(tmp_path: Path
     reference = gpt_oss(num_local_experts=16)
     folder = pack_experts(reference, tmp_path)
     references = greedy_references(reference, prompts(seed=5, lengths=(3, 18, 30)), 16)
-    with LLM(str(folder), dtype="float32", page_size=4, kv_cache_memory_bytes=2**20) as llm:
+    exact = {"dtype": "float32", "page_size": 4, "kv_cache_memory_bytes": 2**20}
+    with LLM(str(folder), **exact, quantization="none") as llm:
         assert any("in the checkpoint (MXFP4)" in note for note in llm.report.notes)
         assert check(llm, references, "decoded") >= 2
+        decoded = scores(llm, references)
+    with LLM(str(folder), **exact) as llm:
+        assert any("decoded where they are used" in note for note in llm.report.notes), llm.report.notes
+        assert scores(llm, references) == decoded
     with LLM(str(folder), page_size=4, kv_cache_memory_bytes=2**20) as llm:
         assert any("5 bits" in note for note in llm.report.notes), llm.report.notes
 

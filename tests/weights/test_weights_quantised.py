@@ -19,7 +19,7 @@ from octavo.kernels.cpu.build import NoCompiler
 from octavo.quants import Quants
 from octavo.weights.checkpoint import Checkpoint, open_checkpoint
 from octavo.weights.methods import methods
-from tests.engine.exactness import check, greedy_references
+from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.walk import build_from, prompts, reference_logits, walk
 from tests.native import native
@@ -191,10 +191,15 @@ def test_the_engine_gives_the_reference_tokens(
         monkeypatch.setattr("octavo.worker.native.Native", no_kernels)
     settings, packer, type = KINDS[kind]
     references = greedy_references(write(tmp_path, settings, packer), prompts(seed=5, lengths=(3, 18, 30)), 16)
-    with LLM(str(tmp_path), dtype="float32", kv_cache_memory_bytes=2**20) as llm:
+    with LLM(str(tmp_path), dtype="float32", quantization="none", kv_cache_memory_bytes=2**20) as llm:
         assert check(llm, references, "decoded") >= 2
+        decoded = scores(llm, references)
         notes = [note for note in llm.report.notes if "in the checkpoint" in note]
         assert len(notes) == 1 and settings["quant_method"] in notes[0] and "float32" in notes[0]
+    with LLM(str(tmp_path), dtype="float32", kv_cache_memory_bytes=2**20) as llm:
+        assert any("where they are used" in note for note in llm.report.notes) is (is_native and bool(type))
+        if is_native:  # torch's own bits depend on the batch
+            assert scores(llm, references) == decoded
     if is_native and type:
         with LLM(str(tmp_path), kv_cache_memory_bytes=2**20) as llm:
             assert any("bits" in note and note.startswith("weights:") for note in llm.report.notes)
