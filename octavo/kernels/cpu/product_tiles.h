@@ -298,7 +298,7 @@ struct DecodingWork {
     for (int p = 0; p < PANELS; ++p) {
       if constexpr (kPicks) weights[p] = L::template pick<8 * J>(table, codes[p]);
       else weights[p] = L::to_float(L::template byte_of<J>(codes[p]));
-      // Codes and scales have so few bits that their product is exact: there is one rounding, with a minimum, or none.
+      // One rounding at most, and that of decoding: where there is a minimum, code · scale is exact.
       weights[p] = L::fma(weights[p], scale[p], offset[p]);
       if (kKeeps) L::store(decoded[p] + J * kPanel, weights[p]);
     }
