@@ -59,6 +59,8 @@ class GatedMLP(nn.Module):
         self.norm, self.output_norm = norm, output_norm
         self.gate_up = ColumnLinear(hidden_size, (inner_size, inner_size), context, bias=bias)
         self.down = RowLinear(inner_size, hidden_size, context, bias=bias)
+        if context.decodes and self.gate_up.native is not None:
+            self.gate_up.native.hold_as_one()  # gate and up of two kinds would not be gated by float32's own kernel
         self._activation = activation(act)
         self._fused = _FUSED.get(act, "")
         self._kernels = context.kernels

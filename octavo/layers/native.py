@@ -58,6 +58,10 @@ class NativeWeight:
         quantization = "int8" if context.quantization in ROUNDED else ""
         return cls(context.native, num_parts, context.weight_dtype, quantization, decodes=context.decodes)
 
+    def hold_as_one(self) -> None:
+        """As is_one, before anything is filled in."""
+        self._is_one = True
+
     def fill(self, part: int, rows: Tensor | Quants) -> None:
         assert self._parts[part] is None
         # Quants are a view of the file, which costs nothing to keep; a reader may write the next tensor over others.

@@ -167,7 +167,8 @@ inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bo
     fetch.second = mine.apart;
   } else if (following < mine.count) {
     fetch.at = mine.weights + following * mine.per_unit * mine.num_bytes;
-    fetch.limit = reinterpret_cast<const uint8_t*>(UINTPTR_MAX);
+    fetch.limit = fetch.at + mine.per_unit * mine.num_bytes;
+    fetch.then = nullptr;  // the unit after it will be asked for in its turn
     fetch.second = mine.apart;
   }
   return fetch;
