@@ -47,7 +47,7 @@ KINDS = {type.lower(): kind for type, kind in GGUF_KINDS.items()} | {"bfloat16":
 
 
 def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) -> PackedWeight:
-    if not kind.is_quantised:
+    if not kind.is_packed:
         rows = torch.randn(num_columns, depth)
         return library.pack(threads, rows.bfloat16() if kind == Kind.BFLOAT16 else rows, kind)
     weights, num_bytes = QUANTS[kind]

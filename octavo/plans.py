@@ -57,6 +57,8 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     notes: list[str] = []
     memory: DeviceMemory | None = None  # None: there is no GPU
     fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
+    bfloat16_weights_bytes: int = 0  # with --dtype bfloat16; 0: that would not be less
+    bfloat16_page_bytes: int = 0
     fingerprint: dict[str, str] = {}  # what the bits of answers depend on, part by part
     fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
     kv_dtype: str = ""  # what KV pages hold; empty: dtype

@@ -229,15 +229,18 @@ class _Way:
     context: int  # tokens that must fit
 
 
-def weights_too_large(needed: int, dtype: str, available: int, fp8_needed: int = 0) -> str:
-    """For a person whose weights do not fit. `fp8_needed`: what they would take in 8 bits; 0: that cannot be chosen."""
+def weights_too_large(needed: int, held: str, available: int, fp8_needed: int = 0, bfloat16_needed: int = 0) -> str:
+    """For a person whose weights do not fit. `held`: in which form, in words. The last two: what they would take in 8 bits and in
+    bfloat16; 0: that cannot be chosen, or is no less."""
     ways = []
     if 0 < fp8_needed <= available:
         ways.append(f"--quantization fp8 ({in_words(fp8_needed)})")
-    if dtype == "float32" and needed // 2 <= available:
-        ways.append(f"--dtype bfloat16 ({in_words(needed // 2)})")
+    if 0 < bfloat16_needed <= available:
+        ways.append(f"--dtype bfloat16 ({in_words(bfloat16_needed)})")
     ways += ["a smaller model", "more memory"]
-    return f"the weights take {in_words(needed)} as {dtype} and {in_words(available)} is available: use {', or '.join(ways)}"
+    return (
+        f"the weights take {in_words(needed)} {held} and {in_words(available)} is available: use {', or '.join(ways)}"
+    )
 
 
 def decoded_weights(held: int, stored: int, packing: str, dtype: str) -> str:
@@ -274,8 +277,11 @@ def _candidates(config: CacheConfig, reports: list[LoadReport], context: int) ->
     if first.fp8_page_bytes:
         smaller = [_changed(report, page_bytes=report.fp8_page_bytes) for report in reports]
         yield _Way("--kv-cache-dtype fp8", config, smaller, context)
-    if first.dtype == "float32":
-        halves = [_changed(_freed(r, r.weights_bytes // 2), page_bytes=r.page_bytes // 2) for r in reports]
+    if first.bfloat16_weights_bytes:
+        halves = [
+            _changed(_freed(r, r.weights_bytes - r.bfloat16_weights_bytes), page_bytes=r.bfloat16_page_bytes)
+            for r in reports
+        ]
         yield _Way("--dtype bfloat16", config, halves, context)
     if first.fp8_weights_bytes:
         lighter = [_freed(report, report.weights_bytes - report.fp8_weights_bytes) for report in reports]

@@ -120,8 +120,9 @@ class Runner:
         self.model = family.Model(checkpoint.config, self.spec, context)
         if context.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
+        keeps_packed = self._keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
         self.weights = Weights(
-            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, self._keeps_packed
+            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, keeps_packed
         )
 
     def choose_kernels(self, checkpoint: Checkpoint) -> BuildContext:
@@ -380,6 +381,9 @@ class Runner:
             notes=self._notes,
             memory=memory,
             fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
+            bfloat16_weights_bytes=self.weights.in_bfloat16(),
+            # Native kernels compute in float32 then, too, and so do their pages hold it.
+            bfloat16_page_bytes=page_bytes // 2 if self._native is None and self.kv_dtype == dtype else page_bytes,
             fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
             hidden_size=self.model.vector_size or self.spec.hidden_size,
             can_generate=not self.spec.is_encoder,

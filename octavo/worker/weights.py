@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from octavo.config import ModelConfig
+from octavo.config import AUTO, ModelConfig
 from octavo.device import Device
 from octavo.errors import ConfigError
 from octavo.layers.fp8 import check_fp8
@@ -26,7 +26,7 @@ class Weights:
     dtype: torch.dtype  # of those that are not packed
     device: Device
     num_ranks: int
-    keeps_packed: bool
+    keeps_packed: bool  # and some of them come so
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
         """Read them in. → what there is to say of them."""
@@ -47,20 +47,27 @@ class Weights:
         needed = self.needed(checkpoint)
         if needed > available:
             saving = self.offered_saving(self.dtype)
-            raise ConfigError(weights_too_large(needed, self._dtype_name, available, needed - saving if saving else 0))
+            held = "packed" if self.keeps_packed else f"as {self._dtype_name}"
+            in_8_bits = needed - saving if saving else 0
+            raise ConfigError(weights_too_large(needed, held, available, in_8_bits, self.in_bfloat16()))
 
     def needed(self, checkpoint: Checkpoint) -> int:
         """Bytes that this rank's weights will take, as they will be held."""
-        whole = sum(map(math.prod, self._shapes().values())) * self.dtype.itemsize // self.num_ranks
+        whole = self._whole(self.dtype)
         match self.config.quantization:
             case "fp8":
                 return whole - fp8_saving(self.model)
             case "int8" | "int4":
                 return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
-                if self.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed:
+                if self.keeps_packed and checkpoint.weights is not None:
                     return min(whole, checkpoint.weights.held_bytes(self.dtype.itemsize) // self.num_ranks)
                 return whole
+
+    def in_bfloat16(self) -> int:
+        """Bytes that they would take with --dtype bfloat16; 0: no less than now, or it would be refused."""
+        is_plain = not self.keeps_packed and self.config.quantization in (AUTO, "none")
+        return self._whole(torch.bfloat16) if is_plain and self.dtype == torch.float32 else 0
 
     def offered_saving(self, dtype: torch.dtype) -> int:
         """Bytes that --quantization fp8 would save; 0: it is chosen already, or it would be refused here."""
@@ -71,6 +78,10 @@ class Weights:
         except ConfigError:
             return 0
         return fp8_saving(self.model)
+
+    def _whole(self, dtype: torch.dtype) -> int:
+        """Bytes of this rank's weights in that type."""
+        return sum(map(math.prod, self._shapes().values())) * dtype.itemsize // self.num_ranks
 
     @property
     def _dtype_name(self) -> str:

@@ -1,5 +1,6 @@
 """Families whose GGUF files stand otherwise than their other checkpoints: read packed they compute what they do decoded."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM
+from octavo.config import Config, replace
 from octavo.errors import ConfigError
 from octavo.models import gpt2, llama, load_family
 from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.source import local
+from octavo.worker.runner import Runner
 from tests.models import checkpoints
 from tests.models.test_models_gpt_neox import METADATA as NEOX_METADATA
 from tests.models.test_models_gpt_neox import gguf_weights as neox_weights
@@ -85,6 +89,26 @@ def test_packed_rows_are_where_decoded_ones_are(make: Any, weights: Any, metadat
     assert (found[1] - found[0]).norm() < 0.05 * expected.norm()
     with LLM(str(path), kv_cache_memory_bytes=2**20) as llm:
         assert any("8 bits" in note for note in llm.report.notes)
+
+
+def test_what_would_take_more_than_packed_weights_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native()
+    weights = [packed(*pair) for pair in gpt2_weights(tiny_gpt2()).items()]
+    source = local(write_gguf(tmp_path / "tiny.gguf", GPT2_METADATA, weights))
+
+    def refusal(available: int, **options: str) -> str:
+        runner = Runner(replace(Config(), dtype="float32", **options), source)
+        monkeypatch.setattr(runner.device, "memory_available", lambda: available)
+        with pytest.raises(ConfigError, match="the weights take") as caught:
+            runner.load()
+        return caught.value.message
+
+    assert re.match(r"the weights take [\d.]+ KiB packed and ", message := refusal(60_000)), message
+    assert "bfloat16" not in message
+    message = refusal(300_000, quantization="none")
+    assert " as float32 and " in message and "use --dtype bfloat16 (" in message
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_an_automatic_context_shrinks_to_what_fits_and_says_so() -> None:
 
 
 def test_a_context_that_was_asked_for_is_refused_with_numbers_that_work() -> None:
-    asked = changed(max_model_len_is_auto=False)
+    asked = changed(max_model_len_is_auto=False, bfloat16_weights_bytes=150 * MiB, bfloat16_page_bytes=MiB // 2)
     with pytest.raises(ConfigError) as caught:
         settle(CacheConfig(kv_cache_memory_bytes=100 * MiB), [asked])
     message = caught.value.message
@@ -80,6 +80,10 @@ def test_a_context_that_was_asked_for_is_refused_with_numbers_that_work() -> Non
     with pytest.raises(ConfigError) as caught:
         settle(CacheConfig(kv_cache_memory_bytes=128 * MiB), [changed(asked, available_bytes=200 * MiB)])
     assert "use --dtype bfloat16, or --max-model-len 2048" in caught.value.message
+    packed = changed(asked, available_bytes=200 * MiB, bfloat16_weights_bytes=0)
+    with pytest.raises(ConfigError) as caught:
+        settle(CacheConfig(kv_cache_memory_bytes=128 * MiB), [packed])
+    assert "bfloat16" not in caught.value.message
 
 
 def test_more_than_there_is_and_less_than_a_page_are_refused() -> None:
@@ -265,12 +269,13 @@ def test_the_budget_adds_up() -> None:
 
 
 def test_weights_that_do_not_fit() -> None:
-    assert weights_too_large(16 * GiB, "bfloat16", 10 * GiB, 9 * GiB) == (
+    assert weights_too_large(16 * GiB, "as bfloat16", 10 * GiB, 9 * GiB) == (
         "the weights take 16 GiB as bfloat16 and 10 GiB is available: "
         "use --quantization fp8 (9 GiB), or a smaller model, or more memory"
     )
-    assert "--quantization" not in weights_too_large(16 * GiB, "bfloat16", 8 * GiB, 9 * GiB)
-    assert "--dtype bfloat16 (8 GiB)" in weights_too_large(16 * GiB, "float32", 10 * GiB)
+    assert "--quantization" not in weights_too_large(16 * GiB, "as bfloat16", 8 * GiB, 9 * GiB)
+    assert "--dtype bfloat16 (8 GiB)" in weights_too_large(16 * GiB, "as float32", 10 * GiB, bfloat16_needed=8 * GiB)
+    assert "--dtype" not in weights_too_large(16 * GiB, "as float32", 7 * GiB, bfloat16_needed=8 * GiB)
 
 
 def test_8_bits_are_not_offered_where_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

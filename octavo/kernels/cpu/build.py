@@ -34,7 +34,7 @@ ISA_FLAGS = {
 }
 # The C++ runtime inside: one that the process has loaded already (conda's, torch's) may be older than this compiler's.
 LINK_INSIDE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
-SECONDS_ALONE = 70
+SECONDS_ALONE = 70  # to compile everything on one core
 MAX_JOBS = 6  # more would save nothing, and each takes 300 MB
 NUM_KEPT = 8  # libraries of other sources that stay in the cache
 

@@ -46,8 +46,8 @@ enum OctavoKind {
   OCTAVO_CODES4_IQ4_NESTED = 11,  // 4 bits, IQ4's levels: IQ4_XS
   OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: what IQ2_XXS decodes to, but for the scales
   OCTAVO_CODES2_NESTED = 13,      // 2 bits and a minimum: Q2_K
-  // With a packed kind: the same panels, decoded where they are used and multiplied in float32: the bits of FLOAT32 with
-  // the decoded weights.
+  // With a packed kind: the same panels, decoded where they are used and multiplied in float32. The bits are FLOAT32's
+  // with the decoded weights.
   OCTAVO_DECODED = 64,
 };
 

@@ -77,8 +77,8 @@ struct Lanes {
   // Byte J of every four.
   template <int J>
   static Ints byte_of(Bytes x) {
-    const __m256i mask = _mm256_set1_epi32(255);
-    return {_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * J), mask), _mm256_and_si256(_mm256_srli_epi32(x.b, 8 * J), mask)};
+    const auto of = [](__m256i half) { return _mm256_and_si256(_mm256_srli_epi32(half, 8 * J), _mm256_set1_epi32(255)); };
+    return {of(x.a), of(x.b)};
   }
   static constexpr bool kPicks = false;
   template <int COUNT>

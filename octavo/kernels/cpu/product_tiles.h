@@ -256,6 +256,7 @@ struct FloatTile {
 template <int KIND, int ROWS, int PANELS, typename L = Lanes>
 struct DecodingWork {
   static constexpr Form kForm = form_of(KIND);
+  static constexpr float kMinusCentre = -static_cast<float>(1 << (kForm.factor_bits() - 1));
   static constexpr bool kPicks = L::kPicks && (kForm.bits == 2 || kForm.bits == 4);
   static constexpr bool kKeeps = ROWS > 1 || L::kFloatRows == 2;  // of 2 at most, the first of two tiles may have 1
   PackedWork<KIND, 1, PANELS> work;
@@ -282,8 +283,8 @@ struct DecodingWork {
       bits[p] = L::template with_bits<kForm.bits == 2 ? -2 : -kForm.above(), 255>(L::no_bytes(), lowest);
     if constexpr (kForm.bits == 2) return kPicks ? lowest : L::template with_bits<0, 3>(L::no_bytes(), lowest);
     // First all low halves, then all high ones.
-    const int in_high = part / kForm.nibbles();
-    const Bytes moved = L::move_down(L::load_bytes(work.codes[p] + (part - in_high * kForm.nibbles()) * 64), 4 * in_high);
+    const int in_high = part / kForm.nibbles(), vector = part - in_high * kForm.nibbles();
+    const Bytes moved = L::move_down(L::load_bytes(work.codes[p] + vector * 64), 4 * in_high);
     if constexpr (kPicks) return moved;
     const Bytes nibbles = L::low_halves(moved);
     if constexpr (kForm.levels != nullptr) return L::look_up(kForm.levels, nibbles);
@@ -314,7 +315,7 @@ struct DecodingWork {
     for (int p = 0; p < PANELS; ++p) {
       const uint8_t *at = work.scales[p] + RUN * kPanel, *minimum = at + work.minimums;
       scale[p] = kForm.is_nested ? L::mul(L::load_small(at), work.outer_scale[p]) : L::load_halves(at);
-      if (!kForm.has_minimum) offset[p] = L::mul(scale[p], L::splat(-static_cast<float>(1 << (kForm.factor_bits() - 1))));
+      if (!kForm.has_minimum) offset[p] = L::mul(scale[p], L::splat(kMinusCentre));
       else if (!kForm.is_nested) offset[p] = L::load_halves(minimum);
       else offset[p] = L::mul(L::load_small(minimum), work.outer_minimum[p]);
       if (kForm.bits == 2 || kForm.above()) bits[p] = L::load_bytes(work.codes[p] + kForm.nibbles() * 64);
