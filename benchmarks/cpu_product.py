@@ -43,18 +43,21 @@ SHAPES = {  # name: (inputs, outputs)
     "1.1B down": (5632, 2048),
 }
 CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # of one timed call, at most
-KINDS = {type.lower(): kind for type, kind in GGUF_KINDS.items()} | {"bfloat16": Kind.BFLOAT16, "float32": Kind.FLOAT32}
+KINDS = {type.lower(): kind for type, kind in GGUF_KINDS.items()}
+KINDS |= {f"{name}_decoded": kind.decoded for name, kind in KINDS.items()}
+KINDS |= {"bfloat16": Kind.BFLOAT16, "float32": Kind.FLOAT32}
 
 
 def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) -> PackedWeight:
     if not kind.is_packed:
         rows = torch.randn(num_columns, depth)
         return library.pack(threads, rows.bfloat16() if kind == Kind.BFLOAT16 else rows, kind)
-    weights, num_bytes = QUANTS[kind]
+    stored = kind.stored_as
+    weights, num_bytes = QUANTS[stored]
     quants = torch.randint(0, 256, (num_columns, depth // weights, num_bytes), dtype=torch.uint8)
     halves = quants.view(torch.float16)  # [N, quants, half of the bytes]
-    scale, minimum = {Kind.CODES6_NESTED: (-1, -1), Kind.CODES2_NESTED: (-2, -1)}.get(kind, (0, 1))
-    if kind in (Kind.CODES4_MINIMUM, Kind.CODES5_MINIMUM, Kind.CODES4_NESTED, Kind.CODES5_NESTED, Kind.CODES2_NESTED):
+    scale, minimum = {Kind.CODES6_NESTED: (-1, -1), Kind.CODES2_NESTED: (-2, -1)}.get(stored, (0, 1))
+    if stored in (Kind.CODES4_MINIMUM, Kind.CODES5_MINIMUM, Kind.CODES4_NESTED, Kind.CODES5_NESTED, Kind.CODES2_NESTED):
         halves[..., minimum] = 0.1
     halves[..., scale] = 0.01
     return library.pack(threads, quants.flatten(1), kind)
@@ -153,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512])
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=[name for name in KINDS if "_decoded" not in name], choices=KINDS)
     parser.add_argument("--shapes", default="", help="only those whose name contains this")
     parser.add_argument("--megabytes", type=int, default=160, help="of weights in turn")
     parser.add_argument("--rounds", type=int, default=10)
@@ -166,16 +169,16 @@ def main() -> None:
     threads = Threads(arguments.threads, first_cpu=0)
     rate = max(library.dot_rate(threads) for _ in range(50)) / 1e9
     print(f"{library.isa()}, {arguments.threads} threads; dot instructions {rate:.0f} GOP/s")
-    print(f"{'':28}{'MB':>6}{'read GB/s':>10}  rows: GB/s (share of read) GOP/s (share) µs")
+    print(f"{'':36}{'MB':>6}{'read GB/s':>10}  rows: GB/s (share of read) GOP/s (share) µs")
     for kind_name in arguments.kinds:
         ceiling = rate if KINDS[kind_name].is_quantised else rate / 4
         for shape, (depth, num_columns) in SHAPES.items():
-            if arguments.shapes not in shape or depth % QUANTS.get(KINDS[kind_name], (1, 0))[0]:
+            if arguments.shapes not in shape or depth % QUANTS.get(KINDS[kind_name].stored_as, (1, 0))[0]:
                 continue
             size, read, taken = measure(
                 threads, KINDS[kind_name], depth, num_columns, arguments.rows, arguments.megabytes, arguments.rounds
             )
-            line = f"{kind_name:9}{shape:19}{size / 1e6:6.1f}{size / read / 1e9:10.1f} "
+            line = f"{kind_name:17}{shape:19}{size / 1e6:6.1f}{size / read / 1e9:10.1f} "
             for num_rows, (seconds, share) in taken.items():
                 ops = 2 * num_rows * num_columns * depth / seconds / 1e9
                 line += f" | {num_rows}: {size / seconds / 1e9:.1f} ({share:.0%}) {ops:.0f} ({ops / ceiling:.0%})"
@@ -183,7 +186,7 @@ def main() -> None:
             print(line, flush=True)
     for kind_name in arguments.kinds:
         print(
-            f"{kind_name:9}error against float64 with the same weights: {error(threads, KINDS[kind_name]):.1e} of the norm"
+            f"{kind_name:17}error against float64 with the same weights: {error(threads, KINDS[kind_name]):.1e} of the norm"
         )
     threads.close()
 
