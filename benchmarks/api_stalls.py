@@ -20,7 +20,7 @@ from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
 from octavo.server.app import build_app
 from octavo.server.process import settle_collector
 from octavo.text import load_text
-from octavo.weights.source import resolve
+from octavo.weights.sources.source import resolve
 from tests.doubles import REPORT, ScriptedEngine
 
 BEAT_SECONDS = 0.001

@@ -22,14 +22,14 @@ from benchmarks.front_engine import MAX_MODEL_LEN, PAGE_SIZE, STEP_MS, VOCAB_SIZ
 from benchmarks.gpu.made_up_tokenizer import write_tokenizer
 from benchmarks.gpu.serve import Load, clients, server
 from benchmarks.gpu.show import table
-from octavo import cli
-from octavo.bench.workload import id_prompts
 from octavo.cache import KVCache
-from octavo.engine import supervisor
+from octavo.cli import main as cli
+from octavo.cli.bench.workload import id_prompts
 from octavo.engine.loop import EngineLoop
 from octavo.messages import GenerateRequest, SamplingParams
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
+from octavo.supervisor import supervisor
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVE = "--serve-for-benchmark"

@@ -12,7 +12,7 @@ from octavo.config import Config
 from octavo.engine import build, process
 from octavo.executor.base import Executor
 from octavo.messages import EngineReport, StepPlan, StepResult
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 
 STEP_MS, PAGES = "OCTAVO_FRONT_STEP_MS", "OCTAVO_FRONT_PAGES"
 VOCAB_SIZE, MAX_MODEL_LEN, PAGE_SIZE = 30_000, 4096, 16

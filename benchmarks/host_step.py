@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import msgspec
 
-from octavo.bench.report import facts, percentile
 from octavo.cache import KVCache
+from octavo.cli.bench.report import facts, percentile
 from octavo.device import pick
 from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepDeltas, StepPlan, StepResult
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.worker.assemble import Columns, assemble
 from octavo.worker.rows import Rows

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.host_step import WARMUP, build, fill
-from octavo.bench.report import facts
+from octavo.cli.bench.report import facts
 from octavo.engine.loop import EngineLoop
 from octavo.messages import StepPlan
-from octavo.observe.journal import EngineJournal
+from octavo.observe.journeys.journal import EngineJournal
 
 MAX_SHARE = 0.01
 VERBS = ("queued", "returned", "admitted", "forked", "planned", "committed", "ended")

@@ -78,7 +78,7 @@ def status(*names: str) -> list[int]:
 def load(folder: str) -> None:
     """In a process of its own: prints MiB at the start, held after, and the peaks of private and of all memory."""
     from octavo.config import Config, replace
-    from octavo.weights.source import local
+    from octavo.weights.sources.source import local
     from octavo.worker.runner import Runner
 
     runner = Runner(replace(Config(), device="cpu", cpu_threads=1), local(Path(folder)))

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.device import pick
-from octavo.weights.ring import read_ahead
-from octavo.weights.safetensors_files import SafetensorsFiles
+from octavo.weights.formats.safetensors_files import SafetensorsFiles
+from octavo.weights.pinned_reader import read_ahead
 
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096,), (4096,)]
 Tensors = Iterator[tuple[str, torch.Tensor]]

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 from benchmarks.host_step import WARMUP, build, fill
-from octavo.bench.report import facts, percentile
-from octavo.engine.black_box import BlackBox
+from octavo.cli.bench.report import facts, percentile
 from octavo.engine.loop import EngineLoop
-from octavo.engine.recorder import Recorder, Segments
-from octavo.engine.recording import FORMAT, Header
 from octavo.messages import EngineReport
+from octavo.recording.format import FORMAT, Header
+from octavo.recording.recorder import Recorder, Segments
+from octavo.recording.ring import BlackBox
 
 BLOCK = 20  # steps; short, so that whatever else the machine does falls on both sides
 

@@ -4,9 +4,9 @@ Importing it loads nothing: each name brings its room along when it is first use
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.engine.answers import BeamSearchOutput, CompletionOutput, EmbeddingOutput, RequestOutput
-    from octavo.engine.llm import LLM
     from octavo.messages import BeamSearchParams, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+    from octavo.offline.llm import LLM
+    from octavo.offline.outputs import BeamSearchOutput, CompletionOutput, EmbeddingOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "octavo.engine.llm",
+    "LLM": "octavo.offline.llm",
     **dict.fromkeys(
-        ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "RequestOutput"), "octavo.engine.answers"
+        ("BeamSearchOutput", "CompletionOutput", "EmbeddingOutput", "RequestOutput"), "octavo.offline.outputs"
     ),
     **dict.fromkeys(
         ("BeamSearchParams", "RepetitionDetectionParams", "SamplingParams", "StructuredOutputsParams"),

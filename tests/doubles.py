@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from octavo.client.client import EngineClient
 from octavo.config import Config, replace
-from octavo.engine.client import EngineClient
 from octavo.messages import (
     Abort,
     Dying,

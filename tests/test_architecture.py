@@ -14,53 +14,48 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "octavo"
 
-# design.md §3, plus decisions 001 (gguf), 002 (bench, flags, talk, doctor) and 009 (quants). The longest matching prefix counts.
-LEVELS = {
-    **dict.fromkeys(("errors", "config", "limits", "spec", "params", "plans", "messages", "observe", "gguf"), 0),
-    **dict.fromkeys(("schedule", "cache", "text", "executor.base"), 1),
-    **dict.fromkeys(("device", "parallel", "batch", "kernels", "quants"), 2),
-    **dict.fromkeys(("models", "layers", "attention", "sampling", "weights"), 3),
-    "worker": 4,
-    "executor": 5,
-    **dict.fromkeys(("engine", "sim"), 6),
-    **dict.fromkeys(("server", "cli", "flags", "bench", "talk", "top", "top_screen", "doctor", "replay"), 7),
-}
-# Rooms of one level are strangers to each other, but for these corridors, each open in one direction.
+# The rooms in tiers, lowest first: a module imports from lower tiers, and from its own room. The longest matching name counts.
+# Rooms that grew several concerns are split into sub-rooms here, so that an upward import inside one is seen.
+TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("0", ("errors", "config", "limits", "spec", "gguf", "messages", "observe")),
+    ("1", ("ipc", "schedule", "cache", "text", "executor.base")),
+    ("2", ("device", "parallel", "batch", "kernels", "quants")),
+    ("3a", ("attention", "sampling")),
+    ("3b", ("layers",)),
+    ("3c", ("models",)),
+    ("3d", ("weights",)),
+    ("4", ("worker",)),
+    ("5", ("executor",)),
+    ("6a", ("admission", "recording")),
+    ("6b", ("client",)),
+    ("6c", ("engine",)),
+    ("6d", ("supervisor", "offline", "replay")),
+    ("7a", ("server.state", "server.schema")),
+    ("7b", ("server.http", "server.generate")),
+    ("7c", ("server.dialects", "server.batch")),
+    ("7d", ("server.endpoints",)),
+    ("7e", ("server",)),  # app, prepare, process, openapi, run_batch
+    ("8", ("cli",)),
+)
+LEVELS = {room: level for level, (_, rooms) in enumerate(TIERS) for room in rooms}
+NAMES = dict(enumerate(name for name, _ in TIERS))
+# Rooms of one tier do not import each other, but for these corridors, each open in one direction.
 CORRIDORS = {
     ("schedule", "cache"),
-    ("models", "layers"),
-    ("models", "attention"),
-    ("layers", "attention"),
-    ("weights", "models"),  # a GGUF file's names are the family file's business
-    ("cli", "flags"),
-    ("cli", "bench"),
-    ("cli", "talk"),
-    ("cli", "top"),
-    ("top", "talk"),
-    ("top", "top_screen"),
-    ("cli", "doctor"),
-    ("cli", "replay"),
-    ("cli", "server"),  # run-batch is the application without a socket: nobody would start it in between
-    ("bench", "flags"),
 }
-GROUND = {"errors", "config", "spec", "params", "plans", "messages", "gguf"}  # what everybody stands on, level 0 too
-TORCH_ROOMS = {name for name, level in LEVELS.items() if 2 <= level <= 5}
-NEVER_TORCH = {name for name, level in LEVELS.items() if level in (0, 1, 6, 7)}
+GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what every room may import, tier 0 too
+TORCH_ROOMS = {room for room, level in LEVELS.items() if NAMES[level][0] in "2345"}
+NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
 # Files of torch rooms that engine, server and cli may import without loading torch. Using them is another matter: source
 # never loads it; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised
 # folder, or gives tensors.
-LIGHT = {"octavo.weights.source", "octavo.weights.checkpoint"}
+LIGHT = {"octavo.weights.sources.source", "octavo.weights.formats.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
 PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
 PRINTING = (
     "octavo.cli",
-    "octavo.talk",
-    "octavo.top",
-    "octavo.bench",
-    "octavo.doctor",
-    "octavo.replay",
-    "octavo.engine.supervisor",
+    "octavo.supervisor.supervisor",
 )
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
@@ -121,7 +116,7 @@ def levels(module: str, tree: ast.Module) -> Iterator[str]:
         return
     for name, room in inner_imports(module, tree):
         if LEVELS[room] > LEVELS[here]:
-            yield f"level {LEVELS[here]} imports {name} of level {LEVELS[room]}"
+            yield f"level {NAMES[LEVELS[here]]} imports {name} of level {NAMES[LEVELS[room]]}"
         elif LEVELS[room] == LEVELS[here] and (here, room) not in CORRIDORS and room not in GROUND:
             yield f"{here} imports {name}: no corridor between these rooms"
 
@@ -156,7 +151,7 @@ def purity(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def http_only_in_server(module: str, tree: ast.Module) -> Iterator[str]:
-    if room_of(module) != "server":
+    if not module.startswith("octavo.server"):
         yield from (f"imports {name}" for name in imports(module, tree) if name.split(".")[0] in HTTP)
 
 
@@ -202,7 +197,7 @@ def families_at_home(module: str, tree: ast.Module) -> Iterator[str]:
 
 def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
     """Routes are named by their endpoint's file; besides, by the clients, which are nobody's endpoint."""
-    if module.startswith("octavo.server.endpoints") or room_of(module) in ("bench", "talk"):
+    if module.startswith(("octavo.server.endpoints", "octavo.cli.bench", "octavo.cli.chat")):
         return
     yield from (f"names the route {text!r}" for text in strings(tree) if text.startswith("/v1/"))
 
@@ -282,12 +277,12 @@ PLANTED = [
     (torch_free, "octavo.engine.loop", "import torch"),
     (torch_free, "octavo.server.app", "def f():\n    from torch import nn"),
     (torch_free, "octavo.engine.loop", "from octavo.executor.local import LocalExecutor"),
-    (torch_free, "octavo.cli", "from octavo.batch import Batch"),
-    (purity, "octavo.schedule.order", "import time"),
+    (torch_free, "octavo.cli.main", "from octavo.batch import Batch"),
+    (purity, "octavo.schedule.policy", "import time"),
     (purity, "octavo.cache.pool", "from asyncio import Lock"),
     (purity, "octavo.schedule.scheduler", "from octavo.config import Config"),
-    (http_only_in_server, "octavo.engine.client", "from fastapi import Request"),
-    (no_transformers, "octavo.text.tokenizer", "def f():\n    from transformers import AutoTokenizer"),
+    (http_only_in_server, "octavo.client.client", "from fastapi import Request"),
+    (no_transformers, "octavo.text.tokenize.tokenizer", "def f():\n    from transformers import AutoTokenizer"),
     (says_page, "octavo.cache.pool", "def f(num_blocks): pass"),
     (says_page, "octavo.schedule.request", "self.block_table = 1"),
     (cuda_at_home, "octavo.worker.runner", "import torch\ntorch.cuda.synchronize()"),
@@ -325,14 +320,14 @@ ALLOWED = [
     ),
     (
         torch_free,
-        "octavo.engine.llm",
-        "from octavo.weights.source import resolve\nfrom octavo.executor.base import Executor",
+        "octavo.offline.llm",
+        "from octavo.weights.sources.source import resolve\nfrom octavo.executor.base import Executor",
     ),
-    (torch_free, "octavo.engine.llm", "from octavo.weights import source"),
+    (torch_free, "octavo.offline.llm", "from octavo.weights import source"),
     (endpoints_at_home, "octavo.server.endpoints.chat", "path = '/v1/chat/completions'"),
     (says_page, "octavo.cache.pool", "'''Others say block.'''\npage = 1"),
-    (stdout_is_for_answers, "octavo.weights.source", "import sys\nprint('fetching', file=sys.stderr)"),
-    (families_at_home, "octavo.weights.checkpoint", "hint = 'use llama-gguf-split'"),
+    (stdout_is_for_answers, "octavo.weights.sources.source", "import sys\nprint('fetching', file=sys.stderr)"),
+    (families_at_home, "octavo.weights.formats.checkpoint", "hint = 'use llama-gguf-split'"),
     (cuda_at_home, "octavo.attention.flash", "import torch\ntorch.cuda.synchronize()"),
     (cuda_at_home, "octavo.device", "from torch import cuda"),
     (cuda_at_home, "octavo.worker.runner", "import torch\nfrom torch import nn"),
@@ -372,19 +367,20 @@ def importable(*rooms: str) -> list[str]:
 
 def test_light_rooms_load_neither_torch_nor_transformers() -> None:
     rooms = [name for name in importable(*NEVER_TORCH) if name != "octavo.engine.__main__"]
-    assert "octavo.cli" in rooms
-    assert dragged_in(["octavo", *rooms, "octavo.weights.source"], {"torch", "transformers"}) == {}
+    assert "octavo.cli.main" in rooms
+    assert dragged_in(["octavo", *rooms, "octavo.weights.sources.source"], {"torch", "transformers"}) == {}
 
 
 def test_the_engine_side_runs_without_the_http_stack() -> None:
-    rooms = importable("engine", "schedule", "cache", "text", "observe", "executor.base", "config", "messages")
+    rooms = importable(*(room for room in NEVER_TORCH if not room.startswith(("server", "cli"))))
     assert dragged_in(["octavo", *rooms], HTTP | {"torch", "transformers"}) == {}
 
 
 def test_the_command_line_starts_with_almost_nothing() -> None:
     """`octavo --help` is answered from argparse and the config alone."""
     assert (
-        dragged_in(["octavo.cli"], {"torch", "numpy", "msgspec", "zmq", "asyncio", "tokenizers", "tqdm"} | HTTP) == {}
+        dragged_in(["octavo.cli.main"], {"torch", "numpy", "msgspec", "zmq", "asyncio", "tokenizers", "tqdm"} | HTTP)
+        == {}
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from llguidance import LLMatcher
 
-from octavo.text.vocabulary import Vocabulary
+from octavo.text.tokenize.vocabulary import Vocabulary
 
 # Beside all bytes: tokens that end in one part of JSON and begin the next, and pieces of characters.
 _MERGED = ['":', '": ', '","', '{"', '"}', "},", "null", "true", "fals", ' "', "00", "12", "a1", "\\", "\\u00", "1e", "-0", "[[",

@@ -9,10 +9,10 @@ from types import FrameType
 
 from benchmarks.cpu import loads, peers
 from benchmarks.gpu.show import Results
-from octavo.bench.flags import positive
+from octavo.cli.bench.flags import positive
+from octavo.cli.flags import Parser, number
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import Parser, number
-from octavo.weights.source import resolve
+from octavo.weights.sources.source import resolve
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from tokenizers import decoders
 
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
-from octavo.text.gguf_vocab import (
+from octavo.text.tokenize.gguf_vocab import (
     gguf_chat_templates,
     gguf_eos_ids,
     gguf_template_variables,
@@ -52,7 +52,7 @@ def _write_weights(file: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from octavo.weights.checkpoint import open_checkpoint
+    from octavo.weights.formats.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(file)
     tensors = checkpoint.tensors("cpu", torch.float32)

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.bench.sending import Sender, client_for, drive, loop_factory
-from octavo.bench.serve import judge
-from octavo.bench.workload import Workload, word_prompts
+from octavo.cli.bench.sending import Sender, client_for, drive, loop_factory
+from octavo.cli.bench.serve import judge
+from octavo.cli.bench.workload import Workload, word_prompts
 
 MODEL_NAME = "bench"
 """Every server is told to call its model so: nobody has to be asked for it."""

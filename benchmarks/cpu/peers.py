@@ -18,8 +18,8 @@ from benchmarks.cpu.loads import MODEL_NAME, Load
 from benchmarks.cpu.servers import PORT, Server
 from benchmarks.cpu.targets import OCTAVO, OCTAVO_FLOAT32
 from octavo.errors import ConfigError
-from octavo.weights.embedded import cache_folder
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.default_model import cache_folder
+from octavo.weights.sources.source import ModelSource
 
 LLAMA = "llama.cpp"
 NAMES = (OCTAVO, OCTAVO_FLOAT32, LLAMA, f"{LLAMA}-q8_0", f"{LLAMA}-f32", "vllm-float32")
@@ -102,7 +102,7 @@ def servers(wanted: Sequence[str], given: Setting) -> tuple[list[Server], dict[s
 
 
 def _octavo(name: str, given: Setting) -> Server:
-    command = [sys.executable, "-m", "octavo.cli", "serve", str(given.source.path), "--port", PORT]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", str(given.source.path), "--port", PORT]
     command += ["--served-model-name", MODEL_NAME]
     if name == OCTAVO_FLOAT32:
         command += ["--dtype", "float32"]

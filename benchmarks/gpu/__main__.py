@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.gpu import workloads
 from benchmarks.gpu.show import Results
-from octavo.bench.flags import above_zero, positive
+from octavo.cli.bench.flags import above_zero, positive
+from octavo.cli.flags import OFFLINE, Parser, add_config_flags, count, options_from, whole
 from octavo.errors import ConfigError, OctavoError
-from octavo.flags import OFFLINE, Parser, add_config_flags, count, options_from, whole
 
 FIRST_SEED = 100
 

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.gpu import throughput
 from benchmarks.gpu.show import Results, table
 from benchmarks.gpu.subject import Subject, engine_options
+from octavo.cli.doctor import determinism
 from octavo.config import Config, replace
-from octavo.doctor import determinism
 
 
 def run(arguments: argparse.Namespace, names: Sequence[str], seeds: Sequence[int], results: Results) -> int:

@@ -24,7 +24,7 @@ from benchmarks.gpu.subject import Subject, engine_options
 from benchmarks.gpu.targets import SERVED_SHARE
 from benchmarks.gpu.workloads import Item
 from octavo import config
-from octavo.bench.workload import id_prompts
+from octavo.cli.bench.workload import id_prompts
 
 START_LIMIT_S = 300
 _ROOT = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def _over_http(
     if not options.get("tokenizer") and not _has_tokenizer(Path(options["model"])):
         write_tokenizer(folder, vocab_size)
         options = options | {"tokenizer": str(folder)}
-    command = [sys.executable, "-m", "octavo.cli", "serve", *as_flags(options), "--port", "0"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", *as_flags(options), "--port", "0"]
     with server([*command, "--api-processes", getattr(arguments, "api_processes", config.AUTO)]) as (url, _):
         more = ["--vocab-size", str(min(vocab_size, _MAX_ID))]
         more += ["--client-processes", getattr(arguments, "client_processes", config.AUTO)]
@@ -111,7 +111,7 @@ def _over_http(
 def clients(url: str, load: Load, seed: int, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
     """Figures of one run of `octavo bench serve`; `more`: further flags of it."""
     file = folder / f"run-{seed}.json"
-    command = [sys.executable, "-m", "octavo.cli", "bench", "serve", "--base-url", url, "--result", str(file)]
+    command = [sys.executable, "-m", "octavo.cli.main", "bench", "serve", "--base-url", url, "--result", str(file)]
     command += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.num_streams)]
     command += ["--input-len", str(load.input_len), "--output-len", str(load.output_len), "--seed", str(seed)]
     command += ["--prompt-kind", "ids", "--ignore-eos", *more]

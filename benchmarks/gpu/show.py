@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import report
+from octavo.cli.bench import report
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,8 +13,8 @@ from benchmarks.gpu.limits import Chip, Model
 from benchmarks.gpu.targets import BANDWIDTH, FLOPS
 from benchmarks.gpu.workloads import Item, folded
 from octavo import LLM, SamplingParams
+from octavo.cli.flags import options_from
 from octavo.errors import ConfigError
-from octavo.flags import options_from
 from octavo.messages import TokenDelta
 from octavo.spec import ModelSpec
 
@@ -50,8 +50,8 @@ def chip_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Chip:
 
 def spec_of(model: str) -> ModelSpec:
     from octavo.models import load_family
-    from octavo.weights.checkpoint import open_checkpoint
-    from octavo.weights.source import resolve
+    from octavo.weights.formats.checkpoint import open_checkpoint
+    from octavo.weights.sources.source import resolve
 
     config = open_checkpoint(resolve(model, allow_missing_weights=True), allow_missing_weights=True).config
     spec: ModelSpec = load_family(config["model_type"]).spec(config)

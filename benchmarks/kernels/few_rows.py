@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from benchmarks.kernels import few_rows_chain as chain
 from benchmarks.kernels.few_rows_chain import EPSILON, Dimensions
 from benchmarks.kernels.timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
-from octavo.kernels.activation import gate_mul
-from octavo.kernels.few_rows import choose, choose_tile, pays
-from octavo.kernels.few_rows_tile import SCRATCH_NUMBERS, TileChoice, tile_product
-from octavo.kernels.few_rows_vector import VectorChoice, vector_product
-from octavo.kernels.norm import add_rms_norm, rms_norm
-from octavo.kernels.turn import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.elementwise.activation import gate_mul
+from octavo.kernels.triton.elementwise.norm import add_rms_norm, rms_norm
+from octavo.kernels.triton.gemm.skinny import choose, choose_tile, pays
+from octavo.kernels.triton.gemm.skinny_tile import SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
 
 SMALL = Dimensions("Qwen3-0.6B shape", 28, 1024, 16, 8, 128, 3072, 151936, True)
 LARGE = Dimensions("Llama-3.1-8B shape", 32, 4096, 32, 8, 128, 14336, 128256, False)

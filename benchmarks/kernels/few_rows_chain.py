@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.timing import distance, microseconds, replayed, share
-from octavo.kernels.few_rows import choose, few_rows_linear
-from octavo.kernels.few_rows_vector import VectorChoice, vector_product
-from octavo.kernels.turn import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.gemm.skinny import choose, few_rows_linear
+from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
 
 EPSILON = 1e-6
 PAGE = 16

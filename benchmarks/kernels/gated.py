@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
-from octavo.kernels import few_rows, gated
-from octavo.kernels.activation import gate_mul
-from octavo.kernels.few_rows_tile import MAX_ROWS
-from octavo.kernels.gated import TILES, Tile
-from octavo.kernels.gated_hopper import product
+from octavo.kernels.triton.elementwise.activation import gate_mul
+from octavo.kernels.triton.gemm import gated, skinny
+from octavo.kernels.triton.gemm.gated import TILES, Tile
+from octavo.kernels.triton.gemm.gated_hopper import product
+from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS
 
 PROCESSORS = 132
 ROWS = (8, 16, 32, 33, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 8192)
@@ -51,7 +51,7 @@ def by_cublas(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_few_rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return few_rows.few_rows_linear(x, weight, gated="silu", pdl=True)
+    return skinny.few_rows_linear(x, weight, gated="silu", pdl=True)
 
 
 def by_tile(tile: Tile, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def taken(shape: Shape, rows: int) -> str:
     """The way that layers take."""
     if gated.pays(rows, shape.n, shape.k, PROCESSORS):
         return best_tile(shape, rows)
-    return "few_rows" if few_rows.pays(rows, 2 * shape.n, shape.k, True) else "cuBLAS"
+    return "few_rows" if skinny.pays(rows, 2 * shape.n, shape.k, True) else "cuBLAS"
 
 
 def best_tile(shape: Shape, rows: int) -> str:
@@ -97,7 +97,7 @@ def compile_jobs() -> list[Callable[[], object]]:
     few: dict[tuple[object, ...], Callable[[], object]] = {}
     for shape in SHAPES:
         for rows in filter(lambda rows: rows <= MAX_ROWS, ROWS):
-            choice = few_rows.choose(rows, shape.n, shape.k, True, PROCESSORS)
+            choice = skinny.choose(rows, shape.n, shape.k, True, PROCESSORS)
             few[shape, choice, (rows - 1).bit_length()] = partial(compile_way, shape, rows, by_few_rows)
     return jobs + list(few.values())
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.kernels.timing import microseconds
-from octavo.kernels.decode_plan import DecodeConfig, DecodeWork, decode_config, num_chunks
-from octavo.kernels.paged_decode import DecodeAttention
+from octavo.kernels.triton.attention.decode_plan import DecodeConfig, DecodeWork, decode_config, num_chunks
+from octavo.kernels.triton.attention.paged_decode import DecodeAttention
 
 CEILING = 4.26e12  # bytes per second, read, measured
 MATRIX = 795e12  # bfloat16 operations per second, measured

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from octavo.kernels import paged_prefill_hopper
-from octavo.kernels.paged_prefill import Tile, paged_prefill, plan_tiles
+from octavo.kernels.triton.attention import paged_prefill_hopper
+from octavo.kernels.triton.attention.paged_prefill import Tile, paged_prefill, plan_tiles
 
 MATRIX = 795e12  # bfloat16 operations per second, measured
 PAGE, HEAD = 16, 128

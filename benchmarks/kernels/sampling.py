@@ -18,8 +18,8 @@ IS_REHEARSAL = not torch.cuda.is_available()
 if IS_REHEARSAL:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-from octavo.kernels import sampling, sampling_draw  # noqa: E402
-from octavo.kernels import sampling_records as columns  # noqa: E402
+from octavo.kernels.triton.sampling import draw, greedy  # noqa: E402
+from octavo.kernels.triton.sampling import records as columns  # noqa: E402
 from octavo.messages import SamplingParams  # noqa: E402
 from octavo.sampling.randomness import uniforms  # noqa: E402
 from octavo.sampling.sampler import sample  # noqa: E402
@@ -70,14 +70,14 @@ def make_records(state: SamplingState, num_rows: int) -> torch.Tensor:
 
 def draw_by(choice: Choice, logits: torch.Tensor, records: torch.Tensor, out: torch.Tensor) -> None:
     group, num_warps, max_registers = choice
-    sampling_draw.draw(logits, records, out, group=group, num_warps=num_warps, max_registers=max_registers)
+    draw.draw(logits, records, out, group=group, num_warps=num_warps, max_registers=max_registers)
 
 
 def compile_all() -> None:
     """Side by side: one after the other they would take half of the time this may take."""
     if IS_REHEARSAL:
         return
-    from octavo.kernels.rehearse import rehearsal
+    from octavo.kernels.triton.runtime.warmup import rehearsal
 
     with rehearsal(os.cpu_count() or 1):
         for vocab_size in VOCAB_SIZES:
@@ -85,11 +85,11 @@ def compile_all() -> None:
             records = make_records(make_state(1, vocab_size, [{}]), 1)
             for choice in CHOICES if vocab_size == VOCAB_SIZES[0] else CHOICES[:1]:
                 draw_by(choice, logits, records, out)
-            sampling_draw.draw(logits.float(), records, out)
+            draw.draw(logits.float(), records, out)
             for num_rows in NUM_ROWS:
                 many, ids = logits.expand(num_rows, -1), torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
                 for tile in TILES:
-                    sampling._launch_argmax(many, ids, *tile)
+                    greedy._launch_argmax(many, ids, *tile)
 
 
 def by_sorting(logits: torch.Tensor, params: dict[str, float], uniform: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def check() -> None:
                 print(
                     f"draws V={vocab_size} {kind:5} {name:10} differ from the CPU in {len(wrong)} of {num_rows} {wrong}"
                 )
-            argmax = sampling.argmax(logits).cpu()
+            argmax = greedy.argmax(logits).cpu()
             print(
                 f"argmax V={vocab_size} {kind}: right in {(argmax == logits.cpu().float().argmax(-1)).sum()} of {num_rows}"
             )
@@ -183,7 +183,7 @@ def check_shares() -> None:
     records[:, columns.UNIFORM] = uniforms(np.full(num_draws, 9), np.arange(num_draws))
     out = torch.zeros(num_draws, dtype=torch.int64, device=DEVICE)
     for start in range(0, num_draws, 20_000):
-        sampling_draw.draw(logits, torch.from_numpy(records[start : start + 20_000]).to(DEVICE), out)
+        draw.draw(logits, torch.from_numpy(records[start : start + 20_000]).to(DEVICE), out)
     shares = (logits[0].double() / 0.7).softmax(-1)
     order = shares.sort(descending=True, stable=True).indices[:50]
     top = shares[order] / shares[order].sum()
@@ -240,9 +240,9 @@ def _time_row(logits: torch.Tensor, kind: str) -> None:
     for params in KINDS.values():
         records = make_records(make_state(num_rows, vocab_size, [params]), num_rows)
         if params == KINDS["greedy"]:
-            ours = microseconds(lambda: sampling.argmax(logits, out))
+            ours = microseconds(lambda: greedy.argmax(logits, out))
         else:
-            ours = microseconds(lambda records=records: sampling_draw.draw(logits, records, out))
+            ours = microseconds(lambda records=records: draw.draw(logits, records, out))
         theirs = float("nan")
         if kind == "model" and num_rows <= 256:  # beyond, sorting takes gigabytes and the best part of a second
             uniform = records[:, columns.UNIFORM]
@@ -291,7 +291,7 @@ def time_argmax() -> None:
         out = torch.zeros(num_rows, dtype=torch.int64, device=DEVICE)
         cells = []
         for tile, num_warps, num_programs in TILES:
-            taken = microseconds(partial(sampling._launch_argmax, logits, out, tile, num_warps, num_programs))
+            taken = microseconds(partial(greedy._launch_argmax, logits, out, tile, num_warps, num_programs))
             rate = logits.nbytes / max(taken, 1e-9) * 1e6
             cells.append(f"{tile}/{num_warps}/{num_programs} {taken:6.1f} ({rate / 1e12:.2f}, {rate / CEILING:.0%})")
         print(f"{num_rows:4} " + "  ".join(cells), flush=True)

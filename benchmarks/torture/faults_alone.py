@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.torture.faults import FLAGS, Row, signal_to, under_load
 from benchmarks.torture.house import ROOT, Answer, House, Load, family, free_port
-from octavo.bench.http_stream import HTTPFailure
+from octavo.cli.bench.http_stream import HTTPFailure
 from tests.processes import children_of, is_alive
 
 _JUMPING = r"""
@@ -204,7 +204,7 @@ class AloneCampaign:
 
 
 def _start(*flags: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "octavo.cli", "serve", *flags]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 

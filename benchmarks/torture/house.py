@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.bench.http_stream import Client, HTTPFailure, Target
+from octavo.cli.bench.http_stream import Client, HTTPFailure, Target
 from tests.processes import children_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ class House:
     """`octavo serve` on a free port, until the block ends."""
 
     def __init__(
-        self, *flags: str, environment: dict[str, str] | None = None, log: str = "", module: str = "octavo.cli"
+        self, *flags: str, environment: dict[str, str] | None = None, log: str = "", module: str = "octavo.cli.main"
     ) -> None:
         """`log`: a file for what it prints; empty: nobody reads it. `module`: what serves."""
         self._module = module

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.torture.house import Held, House, held, read_metric
 from benchmarks.torture.mixed import ask
-from octavo.bench.http_stream import Client, HTTPFailure
+from octavo.cli.bench.http_stream import Client, HTTPFailure
 
 FLAGS = (
     # So few pages that long answers push one another out.

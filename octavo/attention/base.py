@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from octavo.attention.turn import HeadNorms
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 

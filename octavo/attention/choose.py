@@ -7,8 +7,8 @@ import importlib.util
 import torch
 
 from octavo.attention.base import AttentionBackend
+from octavo.attention.encoder import WholeAttention
 from octavo.attention.groups import GroupedAttention
-from octavo.attention.whole import WholeAttention
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.spec import ModelSpec, PageLayout

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.turn import turn
+from octavo.attention.qk_norm_rope import turn
 from octavo.batch import Batch
 from octavo.device import Event
 from octavo.spec import ModelSpec
@@ -232,7 +232,7 @@ def _plain_write(
 
 def _fused_write() -> Write:
     """The same in one launch."""
-    from octavo.kernels.turn import turn_and_store  # needs Triton
+    from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store  # needs Triton
 
     def write(
         layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, kv: torch.Tensor, slots: torch.Tensor

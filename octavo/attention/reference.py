@@ -4,7 +4,7 @@ Knows nothing of speed."""
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.turn import turn
+from octavo.attention.qk_norm_rope import turn
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.turn import turn
+from octavo.attention.qk_norm_rope import turn
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 

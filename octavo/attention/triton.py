@@ -8,10 +8,10 @@ import torch
 
 from octavo.attention.base import LayerHeads
 from octavo.batch import Batch
-from octavo.kernels.decode_plan import DecodeWork
-from octavo.kernels.paged_decode import DecodeAttention
-from octavo.kernels.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
-from octavo.kernels.turn import turn_and_store
+from octavo.kernels.triton.attention.decode_plan import DecodeWork
+from octavo.kernels.triton.attention.paged_decode import DecodeAttention
+from octavo.kernels.triton.attention.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
+from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
 from octavo.spec import ModelSpec
 
 _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256

@@ -1,13 +1,13 @@
 """Attention on GPUs with --deterministic: one kernel for decoding and prefill, whose bits depend on a row's own cells alone.
-Knows nothing of models or scheduling; the kernel is in kernels/invariant_attention.py, stores are TritonAttention's."""
+Knows nothing of models or scheduling; the kernel is in kernels/triton/attention/invariant.py, stores are TritonAttention's."""
 
 import torch
 
 from octavo.attention.base import LayerHeads
 from octavo.attention.triton import TritonAttention, on_device
 from octavo.batch import Batch
-from octavo.kernels.invariant_attention import InvariantAttention, choose_tile, decode_tiles
-from octavo.kernels.paged_prefill import plan_tiles
+from octavo.kernels.triton.attention.invariant import InvariantAttention, choose_tile, decode_tiles
+from octavo.kernels.triton.attention.paged_prefill import plan_tiles
 
 
 class InvariantTritonAttention(TritonAttention):

@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 import msgspec
 
+from octavo.admission.queue_limit import Backlog
 from octavo.cache import KVCache
 from octavo.config import Config
-from octavo.engine.backlog import Backlog
 from octavo.engine.loop import EngineLoop
-from octavo.engine.pulse import Pulse
 from octavo.executor.base import Executor
+from octavo.ipc.heartbeat import Pulse
 from octavo.messages import EngineReport
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import POLICIES, Scheduler
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 
 EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octavo.executor.processes:ProcessExecutor"}
 

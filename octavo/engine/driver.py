@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from octavo.engine.build import Engine
-from octavo.engine.reunion import Reunion
+from octavo.engine.recovery import Reunion
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.messages import (
     Abort,
@@ -35,7 +35,7 @@ from octavo.messages import (
     TokenDelta,
     Travelled,
 )
-from octavo.observe.stages import EngineJourney
+from octavo.observe.journeys.stages import EngineJourney
 
 log = logging.getLogger("octavo.engine")
 

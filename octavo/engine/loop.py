@@ -10,15 +10,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from octavo.admission.queue_limit import Backlog
 from octavo.cache import audit
-from octavo.engine.backlog import Backlog
-from octavo.engine.heap import give_back
-from octavo.engine.live import Endings, look, page_owners
+from octavo.engine.live_view import Endings, look, page_owners
 from octavo.engine.progress import progress_of
-from octavo.engine.pulse import Pulse
-from octavo.engine.recorder import Done, Recorder
 from octavo.errors import Overloaded
 from octavo.executor.base import Executor
+from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.memory_trim import give_back
 from octavo.messages import (
     Abort,
     Answered,
@@ -35,11 +34,12 @@ from octavo.messages import (
     StepPlan,
     TokenDelta,
 )
-from octavo.observe.gauges import EngineState
 from octavo.observe.history import History
-from octavo.observe.journal import EngineJournal
-from octavo.observe.journeys import MAX_RING_BYTES, JourneyRing, tell_journeys
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing, tell_journeys
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.metrics.gauges import EngineState
+from octavo.recording.recorder import Done, Recorder
 from octavo.schedule import Scheduler
 
 log = logging.getLogger("octavo.engine")

@@ -23,21 +23,21 @@ import msgspec
 import zmq
 
 from octavo import __version__
-from octavo.engine.backlog import Backlog
-from octavo.engine.black_box import BlackBox
+from octavo.admission.queue_limit import Backlog
 from octavo.engine.build import Engine, start_engine
-from octavo.engine.children import signal_at_parents_end
 from octavo.engine.driver import Driver, Inbox
-from octavo.engine.heap import keep_one_heap, let_go_of_code
-from octavo.engine.light_torch import light_torch, needs_little_of_torch
-from octavo.engine.order import EngineOrder
-from octavo.engine.pulse import Pulse
-from octavo.engine.recorder import Recorder, Segments
-from octavo.engine.recording import FORMAT, Header
+from octavo.engine.lazy_torch import light_torch, needs_little_of_torch
 from octavo.errors import ConfigError
+from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.launch import EngineOrder
+from octavo.ipc.memory_trim import keep_one_heap, let_go_of_code
+from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.observe import logs
-from octavo.weights.source import ModelSource
+from octavo.recording.format import FORMAT, Header
+from octavo.recording.recorder import Recorder, Segments
+from octavo.recording.ring import BlackBox
+from octavo.weights.sources.source import ModelSource
 
 RECORDED = ("model", "cache", "scheduler", "parallel")
 """Sections of the configuration that a recording tells: never the server's, which has keys."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
 QUIET_SECONDS = 5.0

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
-from octavo.weights.source import ModelSource
-from octavo.worker.memory import settle
+from octavo.weights.sources.source import ModelSource
+from octavo.worker.memory.page_count import settle
 from octavo.worker.runner import Runner
 from octavo.worker.step import Step
 

@@ -22,9 +22,9 @@ from octavo.config import Config
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.preparations import Preparations
 from octavo.messages import Allocate, EngineReport, LoadReport, RankFailed, RankStart, StepPlan, StepResult
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
-from octavo.worker.memory import settle
+from octavo.worker.memory.page_count import settle
 
 _GRACE = 5.0  # seconds that a rank gets to end by itself
 _STDERR = 2  # ranks print there: this process's stdout may be somebody's protocol

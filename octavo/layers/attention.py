@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.attention.base import LayerHeads
-from octavo.attention.turn import HeadNorms
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.batch import Batch
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear

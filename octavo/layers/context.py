@@ -18,7 +18,7 @@ class BuildContext:
     device: torch.device
     attention: AttentionBackend
     page_size: int
-    kernels: ModuleType | None = None  # octavo.kernels.gpu where it can run; None: layers use torch alone
+    kernels: ModuleType | None = None  # octavo.kernels.triton.kernel_set where it can run; None: layers use torch alone
     quantization: str = ""  # how products hold their weights: "" as they come, "fp8", "int8", "int4"
     native: Native | None = None  # the CPU's own kernels where they can run: then `dtype` is float32 …
     weight_dtype: torch.dtype = torch.float32  # … and weights that are not packed are held in this

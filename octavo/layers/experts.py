@@ -308,4 +308,4 @@ def _kernels(device: torch.device) -> ModuleType | None:
     """By name: Triton may be missing."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("octavo.kernels.experts")
+    return importlib.import_module("octavo.kernels.triton.moe.experts")

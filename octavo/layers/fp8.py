@@ -101,4 +101,4 @@ def _kernels() -> ModuleType | None:
     """By name: Triton may be missing where there is no GPU."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("octavo.kernels.quantise")
+    return importlib.import_module("octavo.kernels.triton.elementwise.quantise")

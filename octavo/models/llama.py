@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from octavo.attention.turn import HeadNorms
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention

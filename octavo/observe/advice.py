@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from octavo.observe.stages import WaitReason
+from octavo.observe.journeys.stages import WaitReason
 
 LATELY_SECONDS = 10.0
 """How far back "lately" reaches."""

@@ -5,7 +5,7 @@ from collections import deque
 
 import msgspec
 
-from octavo.observe.live import LivePast, LiveState, LiveTotals
+from octavo.observe.live_state import LivePast, LiveState, LiveTotals
 
 EVERY_SECONDS = 1.0
 NUM_KEPT = 300

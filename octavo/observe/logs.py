@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from octavo.observe.journeys import Journey, OpenJourney
+from octavo.observe.journeys.journey import Journey, OpenJourney
 
 MAX_WAITING = 10_000
 """Lines that wait to be written; beyond these they are lost."""

@@ -12,7 +12,9 @@ def log_sum(logits: torch.Tensor) -> torch.Tensor:
     """[P, V] float32 → log Σ exp, [P, 1] float64, so that the order of the sum, which may depend on how many rows there are,
     is below what a logprob in float32 shows. On a GPU there is one order."""
     if logits.is_cuda and _HAS_TRITON:
-        from octavo.kernels.log_sum import log_sum as by_kernel  # needs Triton, which only a GPU machine must have
+        from octavo.kernels.triton.sampling.log_sum import (
+            log_sum as by_kernel,  # needs Triton, which only a GPU machine must have
+        )
 
         return by_kernel(logits)
     return logits.double().logsumexp(-1, keepdim=True)

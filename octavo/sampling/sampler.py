@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from octavo.kernels.cpu.native import Native
-from octavo.sampling import by_native, edits, grammar, minimum, penalties
+from octavo.sampling import logit_bias, min_tokens, penalties
+from octavo.sampling.backends import cpu
 from octavo.sampling.draw import Draws, draw_filtered, draw_from_all
-from octavo.sampling.grammar import Masks
+from octavo.sampling.grammar import masks as grammar
+from octavo.sampling.grammar.masks import Masks
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import Ints, SamplingState
 
@@ -32,9 +34,9 @@ def sample(
 ) -> torch.Tensor:
     """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
     if state.edits and not state.edits.keys().isdisjoint(rows.tolist()):
-        edits.apply(logits, tokens, state.edits, state.prompt_len, rows, lens)
+        logit_bias.apply(logits, tokens, state.edits, state.prompt_len, rows, lens)
     if (logits.is_cuda and _HAS_TRITON) if by_kernels is None else by_kernels:
-        from octavo.sampling import by_kernels as kernels  # needs Triton, which only a GPU machine must have
+        from octavo.sampling.backends import triton as kernels  # needs Triton, which only a GPU machine must have
 
         if out is None:
             out = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -43,7 +45,7 @@ def sample(
     if native is not None and not logits.is_cuda:
         if out is None:
             out = torch.empty(len(rows), dtype=torch.int64)
-        by_native.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out, masks)
+        cpu.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out, masks)
         return out
     # A GPU without Triton waits here: what follows is NumPy's and torch's on the host.
     here = logits.float().cpu()
@@ -79,7 +81,7 @@ def _edited(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, ro
     early = lens < state.min_len[rows]
     if early.any():
         at = early.nonzero()[0]
-        minimum.apply(logits, state, at, rows)
+        min_tokens.apply(logits, state, at, rows)
     return logits
 
 

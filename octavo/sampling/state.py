@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.kernels import sampling_records as columns
+from octavo.kernels.triton.sampling import records as columns
 from octavo.messages import SamplingParams
-from octavo.sampling.edits import Edits
-from octavo.sampling.grammar import Grammars, no_vocabulary
+from octavo.sampling.grammar.masks import Grammars, no_vocabulary
+from octavo.sampling.logit_bias import Edits
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -1,7 +1,7 @@
 """② Queue and schedule: who computes what in the next step.
 Knows nothing of tensors, clocks or processes."""
 
-from octavo.schedule.order import POLICIES
+from octavo.schedule.policy import POLICIES
 from octavo.schedule.scheduler import Scheduler, WaitReason
 
 __all__ = ["POLICIES", "Scheduler", "WaitReason"]

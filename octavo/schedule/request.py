@@ -4,11 +4,11 @@ Knows nothing of pages' owners, of time, or of text."""
 from typing import TYPE_CHECKING
 
 from octavo.messages import GenerateRequest, Logprobs, PoolingParams, SamplingParams
-from octavo.params import choice_seed
+from octavo.messages.params import choice_seed
 from octavo.schedule.repetition import Loops, loops_of
 
 if TYPE_CHECKING:
-    from octavo.schedule.beam_group import BeamGroup
+    from octavo.schedule.beams.group import BeamGroup
 
 
 class Request:

@@ -26,12 +26,12 @@ from octavo.messages import (
     StepResult,
     TokenDelta,
 )
-from octavo.schedule.beam_group import BeamGroup
+from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
-from octavo.schedule.order import Policy, arrival
 from octavo.schedule.outcome import Arrivals, Issued, finish_after
+from octavo.schedule.policy import Policy, arrival
 from octavo.schedule.request import Request
-from octavo.schedule.seats import Seats
+from octavo.schedule.rows import Seats
 
 WaitReason = Literal["rows", "pages", "budget"]
 

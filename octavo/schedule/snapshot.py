@@ -12,12 +12,12 @@ from octavo.cache.snapshot import CacheState
 from octavo.cache.snapshot import restore as restore_cache
 from octavo.cache.snapshot import take as take_cache
 from octavo.messages import Candidates, PoolingParams, SamplingParams
-from octavo.schedule.beam_group import BeamGroup
-from octavo.schedule.beams import BeamSearch, Ended, Path
+from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.beams.search import BeamSearch, Ended, Path
+from octavo.schedule.grammar_cache import Shelf
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler, WaitReason
-from octavo.schedule.shelf import Shelf
 
 Wishes = dict[str, Any]
 """SamplingParams without what is as it always is."""

@@ -8,14 +8,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from octavo.client.client import EngineClient
 from octavo.config import Config, split_list
-from octavo.engine.client import EngineClient
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.server.door import Door, route_of
 from octavo.server.endpoints import routers
-from octavo.server.errors_http import error_response
-from octavo.server.inside import ask
-from octavo.server.service import Service
+from octavo.server.http.errors import error_response
+from octavo.server.http.middleware import Door, route_of
+from octavo.server.state.loopback import ask
+from octavo.server.state.service import Service
 from octavo.text import Text
 
 

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from octavo.server import endpoints
-from octavo.server.errors_http import ErrorBody
-from octavo.server.fields import Dialect, RequestFields
-from octavo.server.service import Service, version
-from octavo.server.shapes import Shape, ranges
+from octavo.server.http.errors import ErrorBody
+from octavo.server.schema.fields import Dialect, RequestFields
+from octavo.server.schema.shapes import Shape, ranges
+from octavo.server.state.service import Service, version
 
 REF = "#/components/schemas/{name}"
 Schema = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from octavo.client.client import EngineClient
 from octavo.config import Config
-from octavo.engine.client import EngineClient
 from octavo.server.app import build_app
 from octavo.text import Text, load_text
 

@@ -22,18 +22,18 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from octavo.engine.anteroom import Anteroom
-from octavo.engine.children import signal_at_parents_end
-from octavo.engine.client import ZmqClient
-from octavo.engine.fleet import ServerOrder
-from octavo.engine.heap import give_back, keep_one_heap, let_go_of_code
-from octavo.engine.pulse import Pulse
-from octavo.engine.standard_streams import settle_standard_error
+from octavo.client.client import ZmqClient
+from octavo.client.inflight_limit import Anteroom
 from octavo.errors import ConfigError, EngineDead
+from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.memory_trim import give_back, keep_one_heap, let_go_of_code
+from octavo.ipc.stderr import settle_standard_error
+from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.observe import logs
-from octavo.server.connections import HttpServer, http_server
+from octavo.server.http.connections import HttpServer, http_server
 from octavo.server.prepare import prepare
-from octavo.server.service import Service
+from octavo.server.state.service import Service
+from octavo.supervisor.api_processes import ServerOrder
 
 log = logging.getLogger("octavo.server")
 

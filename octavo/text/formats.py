@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from octavo.config import AUTO
 from octavo.errors import ConfigError
+from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.tool_prompt import FORMAT
 from octavo.text.parsers import (
     ThinkFormat,
     ToolFormat,
@@ -13,8 +15,6 @@ from octavo.text.parsers import (
     reasoning_format,
     tool_format,
 )
-from octavo.text.template import ChatTemplate
-from octavo.text.tool_prompt import FORMAT
 
 NONE = "none"  # as a parser's name: answers are left as they are
 

@@ -11,18 +11,18 @@ from octavo.config import AUTO
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
+from octavo.text.chat.template import ChatTemplate
 from octavo.text.formats import choose_formats
-from octavo.text.gguf_vocab import (
+from octavo.text.pooling_config import Sentence, gguf_sentence, read_sentence
+from octavo.text.text import Text
+from octavo.text.tokenize.gguf_vocab import (
     gguf_chat_templates,
     gguf_eos_ids,
     gguf_template_variables,
     gguf_tokenizer,
     read_vocabulary,
 )
-from octavo.text.sentence import Sentence, gguf_sentence, read_sentence
-from octavo.text.template import ChatTemplate
-from octavo.text.text import Text
-from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
+from octavo.text.tokenize.tokenizer import Tokenizer, read_tokenizer_json
 
 log = logging.getLogger("octavo.text")
 
@@ -124,14 +124,14 @@ def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Token
             return read_tokenizer_json(file)
         case "tokenizer.model":
             return _sentencepiece_tokenizer(file, folder, settings)
-    from octavo.text import tiktoken_vocab
+    from octavo.text.tokenize import tiktoken_vocab
 
     return tiktoken_vocab.read_tekken(file) if _kind(file) == _TEKKEN_FILE else tiktoken_vocab.read_qwen_tiktoken(file)
 
 
 def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    from octavo.text.sentencepiece_model import Added, SentencePieceTokenizer, control_tokens
-    from octavo.text.tiktoken_vocab import is_tiktoken
+    from octavo.text.tokenize.sentencepiece_vocab import Added, SentencePieceTokenizer, control_tokens
+    from octavo.text.tokenize.tiktoken_vocab import is_tiktoken
 
     model = path.read_bytes()
     if is_tiktoken(model[:1000]):

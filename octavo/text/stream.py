@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from octavo.messages import Finish, FinishReason, SamplingParams
-from octavo.text.detokenizer import Detokenizer
 from octavo.text.stops import Released, StopStrings
+from octavo.text.tokenize.detokenizer import Detokenizer
 
 LOOP = "repetition_detected"
 """vLLM's word, for the stop reason of an answer that went round in circles."""

@@ -7,13 +7,13 @@ from typing import Any
 
 from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, Unsupported
 from octavo.messages import SamplingParams
+from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.tool_prompt import spell_out
 from octavo.text.formats import AnswerFormats, choose_formats
-from octavo.text.sentence import Sentence
+from octavo.text.pooling_config import Sentence
 from octavo.text.stream import TextStream
-from octavo.text.template import ChatTemplate
-from octavo.text.tokenizer import Tokenizer
-from octavo.text.tool_prompt import spell_out
-from octavo.text.vocabulary import Vocabulary
+from octavo.text.tokenize.tokenizer import Tokenizer
+from octavo.text.tokenize.vocabulary import Vocabulary
 
 _MAX_REMEMBERED = 8
 """Templates of requests: a client that sends its own each time pays once for compiling it."""

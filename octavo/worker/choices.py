@@ -10,7 +10,7 @@ import torch
 from octavo.config import Config
 from octavo.device import Device
 from octavo.limits import Limits
-from octavo.weights.checkpoint import Weights
+from octavo.weights.formats.checkpoint import Weights
 
 _PAGE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,4 +37,6 @@ def gpu_kernels(device: Device, dtype: torch.dtype, is_invariant: bool) -> Modul
     """The fused kernels where they can run: they need Triton, and tensor cores for 16-bit types."""
     if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("octavo.kernels.gpu_invariant" if is_invariant else "octavo.kernels.gpu")
+    return importlib.import_module(
+        "octavo.kernels.triton.kernel_set_invariant" if is_invariant else "octavo.kernels.triton.kernel_set"
+    )

@@ -10,9 +10,9 @@ from octavo.kernels.cpu.library import isa
 from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
 from octavo.spec import ModelSpec
-from octavo.weights.identity import weights_identity, words_identity
-from octavo.weights.source import ModelSource
-from octavo.worker.native import kinds_of
+from octavo.weights.sources.identity import weights_identity, words_identity
+from octavo.weights.sources.source import ModelSource
+from octavo.worker.cpu_steps import kinds_of
 
 NUMERICS = "2"
 """Raised with every change after which the same model, request and machine may give other bits."""

@@ -8,7 +8,7 @@ import torch
 
 from octavo.batch import Batch
 from octavo.device import Device
-from octavo.kernels.sizes import ladder
+from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.model import DecoderModel
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.rows import PageChanges, Rows
@@ -25,10 +25,10 @@ class Graphs:
     """Buffers at fixed addresses, which every graph reads and writes, and the graphs themselves."""
 
     def __init__(self, device: Device, rows: Rows, model: DecoderModel, max_rows: int) -> None:
-        from octavo.kernels import step  # these need Triton, which only a GPU machine must have
-        from octavo.kernels.sampling import argmax
+        from octavo.kernels.triton.runtime import graph_inputs  # these need Triton, which only a GPU machine must have
+        from octavo.kernels.triton.sampling.greedy import argmax
 
-        self._kernels, self._argmax = step, argmax
+        self._kernels, self._argmax = graph_inputs, argmax
         self._rows, self._model = rows, model
         self._sizes = ladder(max_rows)
         self._pool = torch.cuda.graph_pool_handle()
@@ -41,10 +41,10 @@ class Graphs:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
         # In a step each row may get a page in each group, and one more where it copies the page it shares.
-        self._letter = step.Letter(max_rows, 2 * max_rows * rows.num_groups)
-        self._letters = device.pinned((step.NUM_SLOTS, self._letter.size), torch.int32)
+        self._letter = graph_inputs.Letter(max_rows, 2 * max_rows * rows.num_groups)
+        self._letters = device.pinned((graph_inputs.NUM_SLOTS, self._letter.size), torch.int32)
         self._letters_here = self._letters.numpy()
-        self._answers = device.pinned((step.NUM_SLOTS, max_rows), torch.int32)
+        self._answers = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
         self._num_sent = 0
         self._slot = room(1, dtype=torch.int32)  # of the letter that the next step reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)

@@ -21,10 +21,10 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.messages import Allocate, PrepareGrammar, RankFailed, RankStart, StepPlan
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 
 if TYPE_CHECKING:
-    from octavo.sampling.grammar import Grammars
+    from octavo.sampling.grammar.masks import Grammars
 
 OK = b"\x00"
 FAILED = b"\x01"

@@ -8,7 +8,7 @@ import torch
 
 from octavo.device import Device
 from octavo.messages import PoolingParams, StepPlan, Turn
-from octavo.sampling.grammar import Grammars
+from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
 

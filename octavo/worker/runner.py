@@ -13,7 +13,7 @@ from octavo.attention.native_cpu import NativeCpuAttention
 from octavo.batch import Batch
 from octavo.config import Config
 from octavo.device import Device, pick
-from octavo.kernels.sizes import ladder
+from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.fp8 import check_fp8
@@ -23,29 +23,29 @@ from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.sampling.grammar import Grammars
+from octavo.sampling.grammar.masks import Grammars
 from octavo.spec import ModelSpec, PageLayout
-from octavo.weights.checkpoint import Checkpoint, naming, open_checkpoint
-from octavo.weights.source import ModelSource
+from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.sources.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.choices import gpu_kernels, name_of, page_dtype
 from octavo.worker.cores import usable_cores
+from octavo.worker.cpu_steps import WholeSteps, find_native, held, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs, is_plain_greedy
-from octavo.worker.measure import DEMANDING, measure, memory_errors, trial_columns
-from octavo.worker.native import WholeSteps, find_native, held, record
+from octavo.worker.kv_buffers import Stores
+from octavo.worker.memory.measure import DEMANDING, measure, memory_errors, trial_columns
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.pooling import take_pooled
 from octavo.worker.rows import PageChanges, Rows
 from octavo.worker.scoring import sample_scored, score_prompts, wants_prompt_scores
 from octavo.worker.staging import Staging
 from octavo.worker.step import Extras, Step
-from octavo.worker.stores import Stores
 from octavo.worker.weights import Weights
 
 if TYPE_CHECKING:
-    from octavo.text.vocabulary import Vocabulary
+    from octavo.text.tokenize.vocabulary import Vocabulary
 
 _REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
@@ -200,7 +200,7 @@ class Runner:
             return
         num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
         chunk = max(1, min(32, self.limits.max_model_len // 2))
-        with importlib.import_module("octavo.kernels.rehearse").rehearsal(usable_cores()):
+        with importlib.import_module("octavo.kernels.triton.runtime.warmup").rehearsal(usable_cores()):
             sizes = ((1, 1, 0), (num_rows, num_rows, 0), (num_tokens, num_rows, 0), (chunk, 1, chunk))
             for tokens, rows, prefix_len in sizes:
                 self._try(tokens, rows, rows > 1, prefix_len)

@@ -12,9 +12,9 @@ from octavo.errors import ConfigError
 from octavo.layers.fp8 import check_fp8
 from octavo.layers.linear import fp8_saving
 from octavo.layers.model import DecoderModel
-from octavo.weights.checkpoint import Checkpoint
-from octavo.weights.dummy import dummy_tensors
-from octavo.worker.memory import decoded_weights, weights_too_large
+from octavo.weights.formats.checkpoint import Checkpoint
+from octavo.weights.formats.dummy import dummy_tensors
+from octavo.worker.memory.page_count import decoded_weights, weights_too_large
 
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
 

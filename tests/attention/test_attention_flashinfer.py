@@ -14,8 +14,8 @@ from octavo.attention import flashinfer
 from octavo.attention.base import AttentionBackend, LayerHeads
 from octavo.attention.choose import choose
 from octavo.attention.flashinfer import FlashInferAttention, PageLists
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.attention.reference import ReferenceAttention, _attend
-from octavo.attention.turn import HeadNorms
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 from tests.attention.test_attention_contract import MIXES

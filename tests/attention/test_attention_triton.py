@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.attention.base import AttentionBackend, LayerHeads
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.attention.reference import ReferenceAttention
 from octavo.attention.triton import TritonAttention
 from octavo.attention.triton_invariant import InvariantTritonAttention
-from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 from tests.interpreter import cases, mend

@@ -21,7 +21,7 @@ class Terminal:
         self.resize(*size)
         clean = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.cli", *arguments],
+            [sys.executable, "-m", "octavo.cli.main", *arguments],
             stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
             env={**clean, "TERM": "xterm-256color", **(environment or {})}, start_new_session=True,
         )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from octavo.cli.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
 from octavo.config import AUTO, Config, replace, sections, split_list
 from octavo.errors import ConfigError
-from octavo.flags import OFFLINE, Parser, add_config_flags, config_from, count, options_from, size
 
 
 def parse(*argv: str, only: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> Config:

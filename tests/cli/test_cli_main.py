@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from octavo import cli, talk
+from octavo.cli import chat, main
+from octavo.cli.flags import Parser
 from octavo.errors import ConfigError, EngineDead
-from octavo.flags import Parser
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
@@ -70,7 +70,7 @@ def server() -> Iterator[tuple[str, type[Echo]]]:
 
 
 def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "octavo.cli", *argv]
+    command = [sys.executable, "-m", "octavo.cli.main", *argv]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
 
 
@@ -98,7 +98,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_code_2(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        code = cli.main(argv)
+        code = main.main(argv)
     except SystemExit as ended:  # argparse's own way out
         code = int(ended.code or 0)
     assert capsys.readouterr().err == f"octavo: error: {line}\n"
@@ -116,14 +116,14 @@ def test_every_way_to_end_has_its_code(
 
     parser = Parser()
     parser.set_defaults(run=fail)
-    monkeypatch.setattr(cli, "build_parser", lambda: parser)
-    assert cli.main([]) == code
+    monkeypatch.setattr(main, "build_parser", lambda: parser)
+    assert main.main([]) == code
     assert capsys.readouterr().err.count("\n") == (0 if code == 130 else 1)
 
 
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert cli.main(["bench"]) == 2
+    assert main.main([]) == 2
+    assert main.main(["bench"]) == 2
     assert "throughput" in capsys.readouterr().err
 
 
@@ -140,7 +140,9 @@ def test_version_and_a_quick_help() -> None:
 
 def test_a_closed_pipe_ends_it_quietly(server: tuple[str, type[Echo]]) -> None:
     text = " ".join("word" for _ in range(50000))
-    command = f'{sys.executable} -m octavo.cli complete - --url {server[0]} | head -c 10; echo "${{PIPESTATUS[0]}}"'
+    command = (
+        f'{sys.executable} -m octavo.cli.main complete - --url {server[0]} | head -c 10; echo "${{PIPESTATUS[0]}}"'
+    )
     done = subprocess.run(["bash", "-c", command], input=text, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     assert done.stdout == "wordwordwo141\n"
@@ -278,7 +280,7 @@ def test_a_broken_answer_is_one_line(
     answers: list[bytes], message: str, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url, thread = _answering(answers)
-    assert cli.main(["complete", "x", "--url", url]) == 1
+    assert main.main(["complete", "x", "--url", url]) == 1
     out, err = capsys.readouterr()
     assert err.strip().startswith(f"octavo: error: {message.format(url=url)}") and err.count("\n") == 1
     assert out == printed
@@ -298,6 +300,6 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
         complete = chat  # type: ignore[assignment]
 
     history: list[dict[str, str]] = []
-    assert talk._turn(Endless(), history, "go on")
+    assert chat._turn(Endless(), history, "go on")
     assert capsys.readouterr().out == "so far\n"
     assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]

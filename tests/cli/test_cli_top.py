@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from octavo.cli import main
-from octavo.top_screen import Screen
+from octavo.cli.main import main
+from octavo.cli.top_screen import Screen
 from tests.cli.pseudo_terminal import Terminal
 
 

@@ -6,13 +6,14 @@ import os
 import sys
 import time
 
-from octavo import cli
+from octavo.cli import main
 from octavo.config import Config
-from octavo.engine import build, process, supervisor
+from octavo.engine import build, process
 from octavo.executor.base import Executor
 from octavo.messages import StepPlan
+from octavo.supervisor import supervisor
 from octavo.text import load_text
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 
 DEADLY = " Mississippi"
 SLOW = " Sacramento"
@@ -43,6 +44,6 @@ def load_executor(config: Config, source: ModelSource) -> Executor:
 if __name__ == "__main__":
     if sys.argv[1:]:
         supervisor.ENGINE_MODULE = "tests.e2e.mortal_engine"
-        sys.exit(cli.main(sys.argv[1:]))
+        sys.exit(main.main(sys.argv[1:]))
     build.load_executor = load_executor
     os._exit(process.main())

@@ -21,7 +21,7 @@ class Server:
         self,
         *arguments: str,
         environment: dict[str, str] | None = None,
-        module: str = "octavo.cli",
+        module: str = "octavo.cli.main",
         python: str = sys.executable,
     ) -> None:
         self.process = subprocess.Popen(

@@ -46,7 +46,7 @@ def answers(path: Path) -> dict[str, object]:
 
 
 def run_batch(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "octavo.cli", "run-batch", *arguments, *SMALL]
+    command = [sys.executable, "-m", "octavo.cli.main", "run-batch", *arguments, *SMALL]
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
@@ -56,7 +56,7 @@ def test_a_run_killed_in_the_middle_goes_on_and_answers_each_line_once(tmp_path)
     done = run_batch(str(source), str(whole))
     assert done.returncode == 0 and "60 answered, 0 failed" in done.stderr, done.stderr
 
-    command = [sys.executable, "-m", "octavo.cli", "run-batch", "-i", str(source), "-o", str(broken), *SMALL]
+    command = [sys.executable, "-m", "octavo.cli.main", "run-batch", "-i", str(source), "-o", str(broken), *SMALL]
     running = subprocess.Popen([*command, "--max-concurrency", "3"], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not broken.exists() or broken.read_bytes().count(b"\n") < 10:

@@ -121,7 +121,7 @@ def test_a_full_disk_under_the_log_is_no_reason_to_stop() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.cli", "serve", "--port", str(port), "--max-model-len", "256"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", str(port), "--max-model-len", "256"]
     full = os.open("/dev/full", os.O_WRONLY)
     process = subprocess.Popen([*command, "--enable-log-requests"], stderr=full)
     os.close(full)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from octavo.weights.source import resolve
+from octavo.weights.sources.source import resolve
 from tests.e2e.servers import Server
 from tests.processes import children_of, is_alive
 
@@ -174,7 +174,7 @@ def fail_to_serve(*arguments: str) -> str:
     resolve("")  # fetched now, if it must be: the progress is not part of the mistake
     done = subprocess.run(
         # Without a recorder, which tells of what a server that was killed has left: another test's may be.
-        [sys.executable, "-m", "octavo.cli", "serve", "--port", "0", "--record-bytes", "0", *arguments],
+        [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", "--record-bytes", "0", *arguments],
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 2, (done.returncode, done.stderr)
@@ -222,7 +222,7 @@ def test_bad_flag_values(arguments):
 
 def test_an_engine_that_does_not_come_up_in_time_is_named():
     """API processes wait for it: nobody says that they are late."""
-    command = [sys.executable, "-m", "octavo.cli", "serve", "--port", "0", "--start-timeout", "0.2"]
+    command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", "--start-timeout", "0.2"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert served.returncode == 1 and "the engine has not come up within 0.2 s" in served.stderr, served.stderr
     assert "is not ready" not in served.stderr

@@ -130,7 +130,10 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
     (line,) = (line for line in server.lines if "what led to it is recorded" in line)
     command = line.partition(": octavo ")[2].split()
     done = subprocess.run(
-        [sys.executable, "-m", "octavo.cli", *command, "--model", "--json"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "octavo.cli.main", *command, "--model", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.plans import Logprobs
+from octavo.messages.plans import Logprobs
 
 EXCUSED_MARGIN = 0.02  # nat: two tokens this close are decided by the order of additions
 

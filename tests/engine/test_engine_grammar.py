@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.messages import TokenDelta
-from octavo.text.grammar import schema_grammar
+from octavo.text.grammar.build import schema_grammar
 from tests.doubles import write_byte_tokenizer
 from tests.schemas import PEOPLES, peoples, suite
 from tests.worker.tiny import write_tiny_llama

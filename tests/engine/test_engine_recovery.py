@@ -1,340 +1,187 @@
-"""Clients over real sockets whose engines end: a real loop and scheduler on a thread, without a model, and this file supervises."""
+"""Who goes on in a new engine, in what order, and how one request that ends engines is found among many."""
 
-import asyncio
-import queue
-import threading
-from pathlib import Path
+import random
 
 import msgspec
 import pytest
-import zmq
 
-from octavo.cache import audit
-from octavo.engine import anteroom
-from octavo.engine.anteroom import Anteroom
-from octavo.engine.backlog import Backlog
-from octavo.engine.build import Engine
-from octavo.engine.client import ZmqClient
-from octavo.engine.driver import Driver, Inbox
-from octavo.engine.process import ZmqOutbox
-from octavo.engine.pulse import Pulse, shared_memory
-from octavo.engine.reunion import Reunion
-from octavo.errors import EngineDead, EngineUnavailable, Overloaded
-from octavo.messages import (
-    Answered,
-    EngineGone,
-    EngineLost,
-    EngineStarted,
-    Hello,
-    Ping,
-    ServerGone,
-    StepDeltas,
-    StepPlan,
-    StepResult,
-    ToEngine,
-)
-from tests.engine.test_engine_client import CountingExecutor, make_engine, request
+from octavo.client.streams import PROOF_TOKENS, Streams, joined
+from octavo.engine.recovery import Reunion, trials
+from octavo.errors import EngineDead, RequestFailed
+from octavo.messages import Abort, Finish, GenerateRequest, Hello, SamplingParams, TokenDelta
 
 
-class Mortal(CountingExecutor):
-    """Tokens depend on the position alone, so any that is missing or comes twice is seen. Ends at a step, or at a prompt."""
-
-    poison = 99
-    gate: threading.Event  # no step ends while it is clear
-
-    def submit(self, plan: StepPlan) -> None:
-        if any(self.poison in entering.token_ids for entering in plan.enters):
-            raise EngineDead("poisoned")
-        super().submit(plan)
-
-    def collect(self) -> StepResult:
-        self.gate.wait()
-        if self.plans[0].step == self.fail_at:
-            raise EngineDead("a worker is lost")
-        return super().collect()
+def request(name: str, submitted: float = 0.0, strikes: int = 0, n: int = 1, begun=()) -> GenerateRequest:
+    params = SamplingParams(max_tokens=100, seed=1, n=n)
+    return GenerateRequest(name, [1, 2], params, [], submitted=submitted, strikes=strikes, begun=[*begun])
 
 
-class House:
-    """Two API processes' clients in this event loop, and engines on threads, one after the other."""
+def names(requests) -> list[str]:
+    return [each.id for each in requests]
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.fd = shared_memory()
-        self.pulse = Pulse(self.fd)
-        self.backlog = Backlog()
-        self.gate = threading.Event()
-        self.gate.set()
+
+def test_survivors_come_in_the_order_of_their_arrival_over_all_processes():
+    reunion = Reunion(2)
+    reunion.hello(Hello(0, "", [request("a", 1.0), request("d", 4.0)]))
+    reunion.hold(request("e", 5.0))  # came to the new engine directly
+    assert reunion.next_group() == [] and not reunion.is_over  # another process has not spoken
+    reunion.hello(Hello(1, "", [request("c", 3.0), request("b", 2.0)]))
+    assert names(reunion.next_group()) == ["a", "b", "c", "d"]
+    assert names(reunion.next_group()) == ["e"]
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_the_first_engine_has_nothing_to_wait_for_but_hellos():
+    reunion = Reunion(1)
+    assert not reunion.is_over
+    reunion.hello(Hello(0, ""))
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_a_client_that_leaves_meanwhile_is_not_taken_along():
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", [request("a"), request("b", n=2, begun=[[7], [8]]), request("c")]))
+    reunion.hold(request("d"))
+    reunion.drop(Abort("a"))
+    reunion.drop(Abort("b", 0))
+    reunion.drop(Abort("c", 0))  # its only choice
+    reunion.drop(Abort("d"))
+    (left,) = reunion.next_group()
+    assert left.id == "b" and left.begun == [None, [8]]
+    assert reunion.next_group() == [] and reunion.is_over
+
+
+def test_a_group_whose_last_client_left_is_passed_over():
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", [request("a", 1.0, strikes=2), request("b", 2.0, strikes=2), request("c", 3.0)]))
+    assert names(reunion.next_group()) == ["b"]
+    reunion.drop(Abort("a"))
+    reunion.note([TokenDelta("b", 0, [1] * PROOF_TOKENS)])
+    assert names(reunion.next_group()) == ["c"] and reunion.is_over
+
+
+def test_who_ends_takes_what_it_brought_along():
+    reunion = Reunion(2)
+    mine, theirs = [request("a", 1.0), request("b", 2.0)], [msgspec.structs.replace(request("c", 3.0), origin=1)]
+    reunion.hello(Hello(0, "", mine))
+    reunion.hello(Hello(1, "", theirs))
+    reunion.hold(msgspec.structs.replace(request("d", 4.0), origin=1))
+    reunion.lose(1)
+    assert names(reunion.next_group()) == ["a", "b"] and not reunion.next_group() and reunion.is_over
+
+
+def test_suspects_are_tried_by_halves_before_the_others():
+    survivors = [request(str(i), i, strikes=2 if i in (1, 3, 5, 7) else i % 2) for i in range(9)]
+    assert [names(group) for group in trials(survivors)] == [["5", "7"], ["1", "3"], ["0", "2", "4", "6", "8"]]
+    reunion = Reunion(1)
+    reunion.hello(Hello(0, "", survivors))
+    assert names(reunion.next_group()) == ["5", "7"]
+    reunion.note([TokenDelta("5", 0, [1])] * PROOF_TOKENS + [TokenDelta("7", 0, [1])])
+    assert reunion.next_group() == []  # 7 has proved nothing yet
+    reunion.note([TokenDelta("7", 0, [], Finish("stop"))])
+    assert names(reunion.next_group()) == ["1", "3"]
+    reunion.forget("1")  # its client left
+    reunion.note([TokenDelta("3", 0, [1] * PROOF_TOKENS)])
+    assert names(reunion.next_group()) == ["0", "2", "4", "6", "8"]
+    assert reunion.is_over
+
+
+class Server:
+    """Two API processes' streams, and engines that give every seated request tokens until a poisoned one is among them."""
+
+    def __init__(self, num_requests: int, poison: set[str], rows: int) -> None:
+        self.poison, self.rows = poison, rows
+        self.streams = [Streams(), Streams()]
         self.num_engines = 0
-        self.num_received = 0  # messages, by all of them
-        self.threads: list[threading.Thread] = []
-        self.inbox: Inbox = queue.SimpleQueue()
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.clients = []
-        self.orders = []
-        for origin in range(2):
-            address = f"ipc://{folder}/orders-{origin}"
-            anteroom = Anteroom(self.pulse, origin, 0, 0, 2)
-            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.pulse, anteroom))
-            self.orders.append(self.context.socket(zmq.PUSH))
-            self.orders[-1].connect(address)
+        self.failed: list[str] = []
+        self.given: dict[str, int] = {}
+        for number in range(num_requests):
+            self.streams[number % 2].open(request(f"r{number}", float(number)))
+            self.given[f"r{number}"] = 0
 
-    def bound(self, max_requests: int) -> None:
-        """So many may wait, here and in engines that start from now on."""
-        self.backlog = Backlog(max_requests)
-        for origin, client in enumerate(self.clients):
-            client._anteroom = Anteroom(self.pulse, origin, max_requests, 0, 2)
-
-    def addresses(self, origin: int, number: int) -> tuple[str, str]:
-        return f"ipc://{self.folder}/engine-{number}", f"ipc://{self.folder}/api-{origin}-{number}"
-
-    def start_engine(self, fail_at: int = -1, overlap: bool = True) -> None:
+    def run_engine(self) -> list[str]:
+        """→ who was seated when it ended; nobody: all work is done."""
         self.num_engines += 1
-        engine = make_engine(overlap, fail_at)
-        loop = engine.loop
-        loop.executor, loop.backlog = Mortal(overlap, fail_at), self.backlog
-        loop.executor.gate = self.gate
-        loop.pulse = Pulse(self.fd)
-        loop.pulse.reset()
-        self.inbox = queue.SimpleQueue()
-        self.ended = threading.Event()
-        receiver = threading.Thread(target=self.receive, args=(self.addresses(0, self.num_engines)[0], self.inbox))
-        driver = threading.Thread(target=self.drive, args=(engine, self.inbox, self.ended))
-        for thread in (receiver, driver):
-            thread.daemon = True
-            thread.start()
-        self.threads = [driver]
-
-    def receive(self, address: str, inbox: Inbox) -> None:
-        decoder = msgspec.msgpack.Decoder(ToEngine)
-        socket = zmq.Context().socket(zmq.PULL)
-        socket.bind(address)
+        reunion = Reunion(2)
+        for origin, streams in enumerate(self.streams):
+            reunion.hello(Hello(origin, "", streams.survivors()))
+        waiting: list[str] = []
+        seated: list[str] = []
         while True:
-            inbox.put(decoder.decode(socket.recv()))
-            self.num_received += 1
+            while group := reunion.next_group():
+                waiting += names(group)
+            if not waiting and not seated:
+                assert reunion.is_over
+                return []
+            while waiting and len(seated) < self.rows:
+                seated.append(waiting.pop(0))
+            if self.poison.intersection(seated):
+                return seated
+            for name in seated[:]:
+                self.given[name] += 1
+                delta = TokenDelta(name, 0, [5], Finish("length") if self.given[name] == 20 else None)
+                if delta.finish is not None:
+                    seated.remove(name)
+                reunion.note([delta])
+                for streams in self.streams:
+                    streams.deliver([delta])
 
-    def drive(self, engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
-        outbox = ZmqOutbox()
-        try:
-            Driver(engine, inbox, outbox, num_origins=2).run()
-        except EngineDead:
-            ended.set()
-        finally:
-            outbox.close()
-
-    def tell(self, order) -> None:
-        for orders in self.orders:
-            orders.send(msgspec.msgpack.encode(order))
-
-    async def replace_engine(self, **options) -> None:
-        """Wait for its end, and start another."""
-        await asyncio.to_thread(self.ended.wait)
-        self.tell(EngineLost("it ended", self.pulse.seated()))
-        self.start_engine(**options)
-        for origin, orders in enumerate(self.orders):
-            orders.send(msgspec.msgpack.encode(EngineStarted(*self.addresses(origin, self.num_engines))))
-
-    def close(self) -> None:
-        self.inbox.put(None)
-        self.gate.set()
-        self.ended.set()  # whoever waits for that, in a thread of its own, would keep the event loop from closing
-        for thread in self.threads:
-            thread.join(5)
-        for client in self.clients:
-            client.close()
-        self.context.destroy(linger=0)
+    def run(self) -> None:
+        while seated := self.run_engine():
+            for streams in self.streams:
+                self.failed += streams.strike(seated)
+            assert self.num_engines < 100
 
 
-@pytest.fixture
-async def house(tmp_path_factory):
-    house = House(tmp_path_factory.mktemp("h"))
-    yield house
-    house.close()
+@pytest.mark.parametrize("seed", range(40))
+def test_poison_is_found_and_everybody_else_goes_on(seed):
+    dice = random.Random(seed)
+    number, rows = dice.randrange(1, 65), dice.choice([1, 4, 16, 64])
+    poison = {f"r{i}" for i in dice.sample(range(number), min(number, dice.choice([1, 1, 2, 3])))}
+    server = Server(number, poison, rows)
+    server.run()
+    assert set(server.failed) == poison and len(server.failed) == len(poison)
+    assert all(count == (0 if name in poison else 20) for name, count in server.given.items())
+    # Two engines to grow suspicious, one for each halving of the rows, one more where a cleared half ran beside the culprit.
+    assert server.num_engines <= 1 + len(poison) * (5 + rows.bit_length())
 
 
-async def collect(client: ZmqClient, name: str) -> dict[int, list[int]]:
-    tokens: dict[int, list[int]] = {}
-    async for deltas in client.deltas(name):
-        for delta in deltas:
-            assert delta.finish is None or delta.finish.reason != "error", delta
-            tokens.setdefault(delta.index, []).extend(delta.token_ids)
-    return tokens
+def test_deaths_from_outside_blame_nobody():
+    streams = Streams()
+    for name in "ab":
+        streams.open(request(name))
+    for _ in range(5):
+        streams.deliver([TokenDelta(name, 0, [1] * PROOF_TOKENS) for name in "ab"])
+        assert streams.strike(["a", "b"]) == []
+        assert [each.strikes for each in streams.survivors()] == [1, 1]
+    assert streams.strike(["a"]) == []
+    assert streams.strike(["a"]) == ["a"]  # without any progress, alone, for the second time
+    assert names(streams.survivors()) == ["b"]
+    again = request("c")
+    with pytest.raises(RequestFailed, match="request a, which was the same, ended two engines"):
+        streams.open(msgspec.structs.replace(again, params=msgspec.structs.replace(again.params, seed=7)))
+    streams.open(msgspec.structs.replace(again, prompt_ids=[1, 2, 3]))
+    assert names(streams.survivors()) == ["b", "c"]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-async def test_every_stream_goes_on_where_it_was(house, overlap):
-    house.start_engine(fail_at=16, overlap=overlap)
-    await asyncio.gather(*(client.ready() for client in house.clients))
-    requests = [request(f"r{i}", 30 + i % 9, n=1 + i % 2) for i in range(20)]
-    reading = []
-    for number, each in enumerate(requests):
-        client = house.clients[number % 2]
-        client.submit(each)
-        reading.append(asyncio.create_task(collect(client, each.id)))
-    for fail_at in (13, 0, 14, -1):  # an engine may end at once, too
-        await house.replace_engine(fail_at=fail_at, overlap=overlap)
-    answers = await asyncio.wait_for(asyncio.gather(*reading), 20)
-    for each, answer in zip(requests, answers, strict=True):
-        wanted = list(range(3, 3 + each.params.max_tokens))
-        assert answer == dict.fromkeys(range(each.params.n), wanted)
-    assert all(client.num_restarts == 4 and len(client._streams) == 0 for client in house.clients)
+async def test_who_is_given_up_is_told_by_name():
+    streams = Streams()
+    streams.open(request("a", n=2))
+    streams.strike(["a"])
+    assert streams.strike(["a"]) == ["a"]
+    first, second = await streams.next("a")
+    assert (first.index, second.index) == (0, 1) and first.finish is not None and first.finish.reason == "error"
+    assert "request a was alone" in (first.finish.message or "") and not streams.close("a")
 
 
-async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
-    house.start_engine(fail_at=2)
-    first, second = house.clients
-    await asyncio.gather(*(client.ready() for client in house.clients))
-    first.submit(request("a", 30))
-    await asyncio.to_thread(house.ended.wait)
-    house.tell(EngineLost("it ended", []))
-    while not second.is_recovering:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    second.submit(request("b", 5))
-    second.submit(request("c", 5))
-    await second.deltas("c").aclose()  # never read: nothing of it is to be computed
-    second._streams.close("c")
-    with pytest.raises(EngineUnavailable, match="started again"):
-        await second.control(Ping(0))
-    house.start_engine()
-    for origin, orders in enumerate(house.orders):
-        orders.send(msgspec.msgpack.encode(EngineStarted(*house.addresses(origin, 2))))
-    answers = await asyncio.wait_for(asyncio.gather(collect(first, "a"), collect(second, "b")), 20)
-    assert answers == [{0: list(range(3, 33))}, {0: list(range(3, 8))}]
-    assert await second.control(Ping(0)) == "pong" and not second.is_recovering
-
-
-async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, monkeypatch):
-    """What one has taken in, the next does not refuse; all else is counted where it came in, and again by the next engine."""
-    monkeypatch.setattr(anteroom, "AWAY_SECONDS", 0.02)
-    house.bound(6)  # beside four rows: three, and two, for each of the processes
-    house.gate.clear()
-    house.start_engine(fail_at=0)
-    first, second = house.clients
-    await first.ready()  # the engine holds what comes until the second has spoken: nothing is taken in
-
-    def submit(client: ZmqClient, name: str) -> asyncio.Task[dict[int, list[int]]]:
-        client.submit(request(name, 7))
-        return asyncio.create_task(collect(client, name))
-
-    def is_full(client: ZmqClient, words: str) -> None:
-        with pytest.raises(Overloaded, match=f"requests wait already, as many as may .*{words}") as refused:
-            client.submit(request("refused"))
-        assert refused.value.retry_after >= 1 and not client._streams._streams.get("refused")
-
-    taken = [submit(first, f"a{number}") for number in range(10)]
-    is_full(first, "waiting-requests")  # on their way is what an engine without work would take
-    while house.num_received < 1 + len(taken):  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await second.ready()
-    while first._anteroom._sent:
-        first._anteroom._let_in()
-        await asyncio.sleep(0.01)
-    while not second._anteroom._is_silent():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    with pytest.raises(Overloaded, match="does not answer, and each of 2"):
-        first.submit(request("refused"))
-    new = [submit(second, f"b{number}") for number in range(5)]
-    is_full(second, "does not answer")
-    house.gate.set()
-    await asyncio.to_thread(house.ended.wait)
-    house.tell(EngineLost("it ended", []))
-    while not second.is_recovering:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    is_full(second, "does not answer")
-    new.pop().cancel()  # its client leaves, and another has its place
-    await asyncio.sleep(2 * anteroom.RECOUNT_SECONDS)
-    new.append(submit(second, "b5"))
-    await house.replace_engine()
-    answers = await asyncio.wait_for(asyncio.gather(*taken, *new, return_exceptions=True), 20)
-    assert answers[:10] == [{0: list(range(3, 10))}] * 10
-    assert all(
-        isinstance(answer, AssertionError) and "6 requests wait already" in str(answer) for answer in answers[10:]
-    )
-    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._anteroom._num_sent_tokens
-
-
-async def test_what_ends_engines_is_failed_alone(house):
-    house.start_engine()
-    await asyncio.gather(*(client.ready() for client in house.clients))
-    good = [request(f"r{i}", 25) for i in range(3)]
-    bad = msgspec.structs.replace(request("bad", 25), prompt_ids=[1, Mortal.poison, 2])
-    reading = []
-    for number, each in enumerate([*good[:2], bad, *good[2:]]):
-        client = house.clients[number % 2]
-        client.submit(each)
-        reading.append(asyncio.create_task(collect(client, each.id)))
-    while not reading[2].done():
-        ended = asyncio.create_task(asyncio.to_thread(house.ended.wait))
-        await asyncio.wait({ended, reading[2]}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading[2].done():
-            await house.replace_engine()
-        assert house.num_engines < 12
-        await asyncio.sleep(0.05)
-    answers = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), 20)
-    assert isinstance(answers[2], AssertionError) and "request bad was alone" in str(answers[2])
-    assert [answers[i] for i in (0, 1, 3)] == [{0: list(range(3, 28))}] * 3
-
-
-async def test_when_there_will_be_no_other_everybody_is_told(house):
-    house.start_engine(fail_at=3)
-    await asyncio.gather(*(client.ready() for client in house.clients))
-    house.clients[0].submit(request("a", 30))
-    reading = asyncio.create_task(collect(house.clients[0], "a"))
-    await asyncio.to_thread(house.ended.wait)
-    house.tell(EngineGone("given up"))
-    with pytest.raises(EngineDead, match="given up"):
-        await reading
-    with pytest.raises(EngineDead, match="given up"):
-        house.clients[0].submit(request("b"))
-
-
-class Kept:
-    """An outbox that keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, object]] = []
-
-    def connect(self, hello: Hello) -> None: ...
-
-    def send(self, origin: int, message: object) -> None:
-        self.sent.append((origin, message))
-
-    def send_all(self, message: object) -> None: ...
-
-
-def test_what_an_ended_process_asked_for_is_let_go():
-    """Its requests hold nothing any more; the others', and its successor's, go on."""
-    engine, inbox, outbox = make_engine(), queue.SimpleQueue(), Kept()
-    driver, scheduler = Driver(engine, inbox, outbox, num_origins=2), engine.loop.scheduler
-
-    def take(*messages) -> list[str]:
-        for message in messages:
-            inbox.put(message)
-        inbox.put(None)
-        driver.run()
-        driver._reunite(driver._reunion or Reunion(0))
-        driver._send(engine.loop.step())
-        return scheduler.request_ids()
-
-    asked = [
-        msgspec.structs.replace(request(name, 20), origin=origin) for name, origin in (("a", 0), ("b", 1), ("c", 0))
-    ]
-    assert take(Hello(0, "first"), Hello(1, "second"), *asked[:2]) == ["a", "b"]
-    assert take(ServerGone(0, "not the one that is there")) == ["a", "b"]
-    assert take(ServerGone(0, "first")) == ["b"] and not audit(scheduler.cache)
-    assert take(Hello(0, "third"), asked[2], ServerGone(0, "first")) == ["b", "c"]
-    assert take(Hello(0, "fourth")) == ["b"]  # nobody told of the third's end: the fourth is there
-    sent = [origin for origin, message in outbox.sent[-2:] if isinstance(message, StepDeltas)]
-    assert sent and set(sent) == {1} and len(scheduler.cache.tables) == 1
-
-
-def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_message(monkeypatch):
-    """A message about the last request comes just before the next request does, which must not wait."""
-    engine, inbox = make_engine(), queue.SimpleQueue()
-    driver, loop = Driver(engine, inbox, Kept(), num_origins=2), engine.loop
-    loop.add(request("a", 2))
-    while loop.has_work:
-        loop.step()
-    monkeypatch.setattr("octavo.engine.driver._REST_SECONDS", 0.01)
-    inbox.put(Answered(["a"], "POST", "/v1/completions", 200, 0.1))
-    assert driver._take_in() and loop.audits["right"] == 0
-    assert driver._take_in() and loop.audits["right"] == 1
+async def test_a_reader_that_lags_costs_no_more_than_its_tokens():
+    streams = Streams()
+    streams.open(request("a", n=2))
+    for number in range(5000):
+        streams.deliver([TokenDelta("a", number % 2, [number])])
+    assert len(streams._streams["a"].deltas) < 600
+    deltas = joined(await streams.next("a"))
+    assert [delta.token_ids for delta in deltas] == [[*range(0, 5000, 2)], [*range(1, 5000, 2)]]
+    streams.fail(EngineDead("gone"))
+    with pytest.raises(EngineDead):
+        await streams.next("a")

@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, SamplingParams
 from octavo.text import load_text
-from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.source import resolve
+from octavo.weights.formats.checkpoint import open_checkpoint
+from octavo.weights.sources.source import resolve
 from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
 from tests.engine.exactness import assert_same, check, greedy_references, scores
 from tests.native import native

@@ -14,7 +14,7 @@ import pytest
 from octavo.errors import ConfigError, EngineDead
 from octavo.executor.local import LocalExecutor
 from octavo.executor.processes import ProcessExecutor, _Rank
-from octavo.weights.source import ModelSource
+from octavo.weights.sources.source import ModelSource
 from tests.processes import is_alive
 from tests.worker.tiny import GREEDY, MIXED, Driver, random_prompts, tiny_config, write_tiny_llama
 
@@ -122,7 +122,7 @@ def test_ranks_end_with_a_parent_that_is_killed(source: ModelSource) -> None:
     script = """
         import sys, threading, time
         from octavo.executor.processes import ProcessExecutor
-        from octavo.weights.source import local
+        from octavo.weights.sources.source import local
         from pathlib import Path
         from tests.worker.tiny import tiny_config
 

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from octavo.cli.doctor.determinism import Verdict, examine
 from octavo.config import Config, replace
-from octavo.doctor.determinism import Verdict, examine
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.experts import Weights, experts, plan
+from octavo.kernels.triton.moe.experts import Weights, experts, plan
 
 pytestmark = pytest.mark.gpu
 

@@ -27,9 +27,9 @@ ROWS = [1, 3, 16, 17, 257]
 
 @pytest.fixture
 def kernels() -> ModuleType:
-    from octavo.kernels import gpu
+    from octavo.kernels.triton import kernel_set
 
-    return gpu
+    return kernel_set
 
 
 def context_of(
@@ -88,7 +88,7 @@ def test_norm_gate_and_bias(num_rows: int, dtype: torch.dtype, kernels: ModuleTy
 
 
 def test_kernels_round_as_torch_does(kernels: ModuleType) -> None:
-    from octavo.kernels.quantise import quantise_rows
+    from octavo.kernels.triton.elementwise.quantise import quantise_rows
 
     torch.manual_seed(1)
     x = randn(300, 1000) * torch.logspace(-4, 4, 300, device=GPU)[:, None].bfloat16()

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from octavo.device import Device, pick
 from octavo.messages import DeviceMemory, PageMove
-from octavo.weights.dummy import dummy_tensors
-from octavo.weights.safetensors_files import SafetensorsFiles
-from octavo.worker.measure import measure
-from octavo.worker.memory import GiB, MiB
+from octavo.weights.formats.dummy import dummy_tensors
+from octavo.weights.formats.safetensors_files import SafetensorsFiles
+from octavo.worker.memory.measure import measure
+from octavo.worker.memory.page_count import GiB, MiB
 from octavo.worker.pages import Pages
 
 pytestmark = pytest.mark.gpu

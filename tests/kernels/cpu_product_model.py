@@ -1,5 +1,5 @@
 """Random GGUF quants, and numpy's model of what the CPU products compute from them: the same integers, the same float32 chain.
-Knows nothing of the kernels, and of decoding only what a chain of operations needs: weights/gguf_tensors.py is its check."""
+Knows nothing of the kernels, and of decoding only what a chain of operations needs: weights/formats/gguf_tensors.py is its check."""
 
 from dataclasses import dataclass
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from octavo.errors import ConfigError
-from octavo.kernels.activation import gate_mul
+from octavo.kernels.triton.elementwise.activation import gate_mul
 
 PLAIN = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 

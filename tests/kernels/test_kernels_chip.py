@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.kernels import chip
-from octavo.kernels.few_rows import choose
-from octavo.kernels.few_rows_tile import TileChoice, stages_that_fit
+from octavo.kernels.triton.gemm.skinny import choose
+from octavo.kernels.triton.gemm.skinny_tile import TileChoice, stages_that_fit
+from octavo.kernels.triton.runtime import chip
 
 SMALL, LARGE = 101376, 232448  # shared bytes of compute capability 8.6, 8.9 and 12.0, and of 9.0
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo.attention.base import LayerHeads
+from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.attention.reference import ReferenceAttention
-from octavo.attention.turn import HeadNorms
 from octavo.batch import Batch
 from octavo.kernels.cpu.attention import attend, new_pages, page_bytes, turn_and_store
 from octavo.kernels.cpu.build import NoCompiler, find_compiler

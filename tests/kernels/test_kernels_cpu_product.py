@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu import build, elementwise, library
 from octavo.kernels.cpu.library import GGUF_KINDS, Kind, PackedWeight, Threads, pack, pack_quantised, prepare, product
-from octavo.weights.gguf_tensors import dequantise
+from octavo.weights.formats.gguf_tensors import dequantise
 from tests.kernels import cpu_product_model as model
 from tests.kernels.cpu_product_model import QUANTS, random_quants
 

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels import experts as kernels
-from octavo.kernels.expert_plan import Tiles
-from octavo.kernels.experts import Weights
+from octavo.kernels.triton.moe import experts as kernels
+from octavo.kernels.triton.moe.expert_plan import Tiles
+from octavo.kernels.triton.moe.experts import Weights
 from octavo.layers.experts import Gate, choose
 from octavo.quants import Quants
 

@@ -16,8 +16,9 @@ from torch import nn
 pytest.importorskip("triton")
 
 from octavo.attention.reference import ReferenceAttention
-from octavo.kernels import gated, gated_hopper, gpu
-from octavo.kernels.gated import BLOCK_K, TILES, Tile, choose_tile, gated_linear, gated_row_counts, pays
+from octavo.kernels.triton import kernel_set
+from octavo.kernels.triton.gemm import gated, gated_hopper
+from octavo.kernels.triton.gemm.gated import BLOCK_K, TILES, Tile, choose_tile, gated_linear, gated_row_counts, pays
 from octavo.layers.context import BuildContext
 from octavo.layers.mlp import GatedMLP, rehearse_gates
 from octavo.layers.norm import RMSNorm
@@ -210,7 +211,7 @@ def test_a_layer_takes_it(act, bias, device, launched):
         "down": torch.randn(hidden, inner) / 9, "norm": torch.randn(hidden), "bias": torch.randn(2, inner),
     }  # fmt: skip
     layers = []
-    for dtype, kernels in ((torch.float32, None), (torch.float16, gpu)):
+    for dtype, kernels in ((torch.float32, None), (torch.float16, kernel_set)):
         context = BuildContext(Group.single(), dtype, device, ReferenceAttention(), 16, kernels)
         layer = GatedMLP(hidden, inner, act, RMSNorm(hidden, 1e-6, context), context, bias=bias)
         for part, name in enumerate(("gate", "up")):
@@ -241,8 +242,8 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from octavo.kernels.gated import Tile
-from octavo.kernels.gated_hopper import MAX_REGISTERS, PANEL_LAYOUT, _product
+from octavo.kernels.triton.gemm.gated import Tile
+from octavo.kernels.triton.gemm.gated_hopper import MAX_REGISTERS, PANEL_LAYOUT, _product
 
 for tile, activation in ((Tile(128, 256), "silu"), (Tile(128, 192), "gelu_tanh"), (Tile(64, 128), "silu")):
     heights = {"x": tile.block_m, "w": tile.piece}

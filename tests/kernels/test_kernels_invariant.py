@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from octavo.errors import ConfigError
-from octavo.kernels import invariant_attention, invariant_product
-from octavo.kernels.invariant_attention import InvariantAttention, InvariantTile, decode_tiles
-from octavo.kernels.invariant_product import Tile, invariant_fp8, invariant_linear, num_shares, share_size
-from octavo.kernels.paged_prefill import plan_tiles
+from octavo.kernels.triton.attention import invariant as invariant_attention
+from octavo.kernels.triton.attention.invariant import InvariantAttention, InvariantTile, decode_tiles
+from octavo.kernels.triton.attention.paged_prefill import plan_tiles
+from octavo.kernels.triton.gemm import invariant as invariant_product
+from octavo.kernels.triton.gemm.invariant import Tile, invariant_fp8, invariant_linear, num_shares, share_size
 from tests.interpreter import cases
-from tests.kernels.test_kernels_few_rows import ACTIVATIONS, HALF, TOLERANCE, distance, make, plain
 from tests.kernels.test_kernels_paged_prefill import Case, expected, make_step
+from tests.kernels.test_kernels_skinny import ACTIVATIONS, HALF, TOLERANCE, distance, make, plain
 
 ON_GPU = torch.cuda.is_available()
 

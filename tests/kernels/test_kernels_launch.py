@@ -17,16 +17,19 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from octavo.kernels import activation, gated_hopper, launch, norm, paged_prefill, paged_prefill_hopper, rotation, turn
-from octavo.kernels.gated import TILES, choose_tile
-from octavo.kernels.launch import Descriptors, Launcher
-from octavo.kernels.rehearse import rehearsal
+from octavo.kernels.triton.attention import paged_prefill, paged_prefill_hopper, qk_norm_rope_store
+from octavo.kernels.triton.elementwise import activation, norm, rotation
+from octavo.kernels.triton.gemm import gated_hopper
+from octavo.kernels.triton.gemm.gated import TILES, choose_tile
+from octavo.kernels.triton.runtime import launch
+from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
+from octavo.kernels.triton.runtime.warmup import rehearsal
 
 # Compiled kernels keep the driver that loaded them: this one must not be left to the tests of a process with a GPU.
 IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
 of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its_own runs it")
 LAUNCHERS = [
-    norm._launch_rms_norm, activation._launch_gate_mul, turn._launch_turn, rotation._launch_rotation,
+    norm._launch_rms_norm, activation._launch_gate_mul, qk_norm_rope_store._launch_turn, rotation._launch_rotation,
     paged_prefill._launch_prefill, paged_prefill_hopper._launch_prefill,
     gated_hopper._launch_product,
 ]  # fmt: skip
@@ -246,7 +249,7 @@ def test_those_who_listen_are_told(gpu):
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch, num_rows, pdl):
     monkeypatch.setattr(torch.Tensor, "is_cuda", pdl)
-    for room in (norm, activation, turn):
+    for room in (norm, activation, qk_norm_rope_store):
         monkeypatch.setattr(room, "starts_early", lambda device: True)  # without a GPU nothing is launched early
     x, weight = torch.zeros(num_rows, 1000, dtype=torch.bfloat16), torch.ones(1000, dtype=torch.bfloat16)
     out, narrow = torch.empty_like(x), torch.empty(num_rows, 496, dtype=torch.bfloat16)
@@ -262,7 +265,10 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
         check(inner, lambda: norm.rms_norm(x[:, 8:504], weight[:496], 1e-6, narrow, pdl=pdl))
         check(inner, lambda: norm.add_rms_norm(x, out, weight, 1e-6, pdl=pdl))
         check(inner, lambda: activation.gate_mul(gate_up, "silu", pdl=pdl))
-        check(inner, lambda: turn.turn_and_store(heads, 4, 2, factors, scale, None, 1e-6, pages, slots, pdl=pdl))
+        check(
+            inner,
+            lambda: qk_norm_rope_store.turn_and_store(heads, 4, 2, factors, scale, None, 1e-6, pages, slots, pdl=pdl),
+        )
         check(inner, lambda: rotation.rotation(slots, frequencies, 1.0))
 
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels.log_sum import log_sum
+from octavo.kernels.triton.sampling.log_sum import log_sum
 
 # A row of nothing but -inf: numpy mentions its logarithm, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from octavo.kernels.norm import add_rms_norm, rms_norm
+from octavo.kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels.decode_plan import DecodeConfig, num_chunks, num_prefix_splits
-from octavo.kernels.paged_decode import DecodeAttention
+from octavo.kernels.triton.attention.decode_plan import DecodeConfig, num_chunks, num_prefix_splits
+from octavo.kernels.triton.attention.paged_decode import DecodeAttention
 from tests.interpreter import cases
 
 SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, prefix_rows=16, prefix_tile=16)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
+from octavo.kernels.triton.attention.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
 from tests.interpreter import cases
 
 SMALL = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1)

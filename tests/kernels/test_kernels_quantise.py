@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-quantise = pytest.importorskip("octavo.kernels.quantise")
+quantise = pytest.importorskip("octavo.kernels.triton.elementwise.quantise")
 
 SIZES = [(1, 16), (3, 96), (5, 1024), (300, 40)]  # 300 rows: more than one row in a program, the last one not full
 

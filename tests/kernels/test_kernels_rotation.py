@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels.rotation import rotation
+from octavo.kernels.triton.elementwise.rotation import rotation
 
 
 @pytest.mark.parametrize("half", [4, 40, 64])

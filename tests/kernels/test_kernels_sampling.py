@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.kernels import sampling
-from octavo.kernels import sampling_records as columns
-from octavo.kernels.sampling_draw import draw
-from octavo.kernels.sampling_edit import ban, penalise
+from octavo.kernels.triton.sampling import greedy
+from octavo.kernels.triton.sampling import records as columns
+from octavo.kernels.triton.sampling.draw import draw
+from octavo.kernels.triton.sampling.logit_edits import ban, penalise
 from octavo.messages import SamplingParams
 from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import SamplingState
@@ -56,10 +56,10 @@ def test_argmax_is_the_lowest_of_the_largest(vocab_size: int, dtype: torch.dtype
     # Many programs a row; one; and rows that are further apart than they are long.
     for tile, num_programs, given in ((256, 64, logits.to(device)), (256, 9, logits.to(device)), (512, 20, strided)):
         out = torch.full((9,), -1, device=device)
-        sampling._launch_argmax(given[:, :vocab_size], out, tile, 4, num_programs)
+        greedy._launch_argmax(given[:, :vocab_size], out, tile, 4, num_programs)
         assert out.tolist() == expected.tolist()
-    assert sampling.argmax(logits.to(device)).tolist() == expected.tolist()
-    assert not sampling._counters_on(logits.to(device).device).any()  # or the next launch would miss its last program
+    assert greedy.argmax(logits.to(device)).tolist() == expected.tolist()
+    assert not greedy._counters_on(logits.to(device).device).any()  # or the next launch would miss its last program
 
 
 # ── draws ───────────────────────────────────────────────────────────────────────────────────────────

@@ -207,7 +207,7 @@ def test_experts_of_four_bits_are_held_as_they_come_where_a_kernel_multiplies_th
 ) -> None:
     """A GPU's way, in Triton's interpreter: against the same numbers decoded."""
     pytest.importorskip("triton")
-    from octavo.kernels import experts as kernels
+    from octavo.kernels.triton.moe import experts as kernels
     from tests.interpreter import mend
 
     mend(monkeypatch)

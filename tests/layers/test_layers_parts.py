@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo import device as devices
+from octavo.attention.qk_norm_rope import rotate
 from octavo.attention.reference import ReferenceAttention
-from octavo.attention.turn import rotate
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head

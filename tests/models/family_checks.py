@@ -15,7 +15,7 @@ from octavo.kernels.cpu.build import NoCompiler
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
 from tests.engine.exactness import check, greedy_references
 from tests.models.ranks import run_ranks
 from tests.models.walk import build_from, greedy, prompts, reference_greedy, reference_logits, walk
@@ -124,7 +124,7 @@ def check_engine(reference: PreTrainedModel, folder: Path, monkeypatch: pytest.M
         def no_kernels(*_: object) -> None:
             raise NoCompiler("none here")
 
-        monkeypatch.setattr("octavo.worker.native.Native", no_kernels)
+        monkeypatch.setattr("octavo.worker.cpu_steps.Native", no_kernels)
     saved(reference, folder)
     references = greedy_references(reference, prompts(seed=5, lengths=(3, 18, 30, 7)), 24)
     with LLM(str(folder), page_size=4, kv_cache_memory_bytes=2**20, max_num_batched_tokens=16) as llm:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from octavo.attention.triton import TritonAttention
 from octavo.attention.triton_invariant import InvariantTritonAttention
-from octavo.kernels import gpu, gpu_invariant
+from octavo.kernels.triton import kernel_set, kernel_set_invariant
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
@@ -47,7 +47,7 @@ def test_logits_equal_the_reference(reference: Any, is_invariant: bool, monkeypa
     config = reference.config.to_dict()
     family = load_family(config["model_type"])
     spec, attention = family.spec(config), InvariantTritonAttention() if is_invariant else TritonAttention()
-    kernels = gpu_invariant if is_invariant else gpu
+    kernels = kernel_set_invariant if is_invariant else kernel_set
     assert attention.supports(spec, CPU, torch.float32, torch.float32) is None
     context = BuildContext(Group.single(), torch.float32, CPU, attention, 16, kernels=kernels, max_len=64)
     ours = family.Model(config, spec, context)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from octavo.config import Config
 from octavo.errors import ConfigError
 from octavo.models import load_family
-from octavo.weights.source import resolve
+from octavo.weights.sources.source import resolve
 from octavo.worker.runner import Runner
 from tests.models import checkpoints
 from tests.models.test_models_loading import llama_metadata

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForCausalLM, Ge
 from octavo import LLM, SamplingParams
 from octavo.models import load_family
 from octavo.text import load_text
-from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.formats.checkpoint import open_checkpoint
 from tests.engine.exactness import check, greedy_references
 
 pytestmark = pytest.mark.model

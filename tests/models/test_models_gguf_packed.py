@@ -13,8 +13,8 @@ from octavo import LLM
 from octavo.config import Config, replace
 from octavo.errors import ConfigError
 from octavo.models import gpt2, llama, load_family
-from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.source import local
+from octavo.weights.formats.checkpoint import open_checkpoint
+from octavo.weights.sources.source import local
 from octavo.worker.runner import Runner
 from tests.models import checkpoints
 from tests.models.test_models_gpt_neox import METADATA as NEOX_METADATA

@@ -10,7 +10,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedModel
 from octavo.errors import ConfigError
 from octavo.models import gpt_neox, load_family
 from octavo.quants import Quants
-from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.formats.checkpoint import open_checkpoint
 from tests.models import checkpoints
 from tests.models.family_checks import check_engine, check_greedy, check_logits, check_ranks
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk

@@ -10,7 +10,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.layers.packing import PackedRows, can_pack, pack
 from octavo.models import families, gpt2, llama, load_family, qwen3
-from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.formats.checkpoint import open_checkpoint
 from tests.models import checkpoints
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
 from tests.weights.gguf_writer import Packed, write_gguf

@@ -29,8 +29,8 @@ from octavo.kernels.cpu.library import Kind
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.worker.native import WholeSteps, record
+from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.worker.cpu_steps import WholeSteps, record
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.batches import Store
@@ -39,7 +39,7 @@ from tests.models.test_models_loading import gguf_llama_weights, llama_metadata
 from tests.models.walk import CPU, build_from, greedy, prompts, reference_greedy, reference_logits, walk
 from tests.native import native
 from tests.weights.gguf_writer import Packed, write_gguf
-from tests.worker.test_worker_native import MAX_ROWS, MAX_TOKENS, last_logits
+from tests.worker.test_worker_cpu_steps import MAX_ROWS, MAX_TOKENS, last_logits
 
 SIZES = checkpoints.LLAMA
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
@@ -282,7 +282,7 @@ def test_the_engine_gives_the_reference_tokens(
     make: Any, is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_native:
-        monkeypatch.setattr("octavo.worker.native.Native", no_kernels)
+        monkeypatch.setattr("octavo.worker.cpu_steps.Native", no_kernels)
     reference = make()
     reference.save_pretrained(tmp_path)
     references = greedy_references(reference, prompts(seed=5, lengths=(3, 18, 30, 7)), 24)

@@ -10,7 +10,7 @@ from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel
 from octavo.errors import ConfigError
 from octavo.models import load_family
 from octavo.quants import Quants
-from octavo.weights.checkpoint import open_checkpoint
+from octavo.weights.formats.checkpoint import open_checkpoint
 from tests.models import checkpoints
 from tests.models.family_checks import check_engine, check_gguf, check_greedy, check_logits, check_ranks
 from tests.models.test_models_loading import gguf_llama_weights, llama_metadata

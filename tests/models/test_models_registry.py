@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from octavo.errors import ConfigError
 from octavo.models import families, family_of, find_family, load_family
-from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.source import resolve
+from octavo.weights.formats.checkpoint import open_checkpoint
+from octavo.weights.sources.source import resolve
 from tests.models import checkpoints
 from tests.weights.gguf_writer import Packed, write_gguf
 

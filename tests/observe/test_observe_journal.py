@@ -11,10 +11,10 @@ import pytest
 from octavo.cache import KVCache
 from octavo.engine.loop import EngineLoop
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
-from octavo.observe.journal import EngineJournal
-from octavo.observe.metrics import EngineMetrics
-from octavo.observe.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
-from octavo.observe.steps import Look, StepTally, between, histogram
+from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
+from octavo.observe.journeys.step_totals import Look, StepTally, between, histogram
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
 PAGE_SIZE = 4

@@ -83,7 +83,7 @@ def test_json_lines_hold_their_fields_and_what_went_wrong() -> None:
 def test_closed_standard_streams_are_taken_before_a_socket_gets_their_numbers() -> None:
     code = (
         "import os, socket, sys\n"
-        "from octavo.engine.standard_streams import hold_standard_streams, say\n"
+        "from octavo.ipc.stderr import hold_standard_streams, say\n"
         "report = os.dup(1)\n"
         "os.closerange(0, 3)\n"
         "sys.stderr = None\n"

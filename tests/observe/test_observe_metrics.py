@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.messages import Answered, EngineReport, Finish, GenerateRequest, SamplingParams, TokenDelta
-from octavo.observe.exposition import Histogram, Scrape
-from octavo.observe.gauges import EngineState
-from octavo.observe.metrics import EngineMetrics
-from octavo.observe.pace import Pace
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.metrics.exposition import Histogram, Scrape
+from octavo.observe.metrics.gauges import EngineState
+from octavo.observe.metrics.pace import Pace
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "octavo.json"
 

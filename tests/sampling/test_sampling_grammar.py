@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.messages import SamplingParams
-from octavo.sampling.grammar import UNLIKELIEST, Grammars, Masks, apply
+from octavo.sampling.grammar.masks import UNLIKELIEST, Grammars, Masks, apply
 from octavo.sampling.sampler import sample
 from octavo.sampling.state import SamplingState
 from tests.interpreter import mend

@@ -3,7 +3,7 @@ page table, a stale prefix hit, a lost copy, a reused row or a page freed too ea
 longer matches the reference. It has one layer for each group of page tables, each seeing as far back as its window."""
 
 from octavo.messages import Candidates, SamplingParams, StepPlan, StepResult
-from octavo.schedule.beams import BeamSearch
+from octavo.schedule.beams.search import BeamSearch
 
 VOCABULARY = 7
 BEAM_VOCABULARY = 24

@@ -12,15 +12,15 @@ import pytest
 import octavo.cache.kv_cache
 import octavo.cache.pool
 import octavo.cache.span
-import octavo.schedule.beam_group
+import octavo.schedule.beams.group
 import octavo.schedule.outcome
+import octavo.schedule.rows
 import octavo.schedule.scheduler
-import octavo.schedule.seats
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
-SPAN, OUTCOME, SEATS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.seats
-BEAMS = octavo.schedule.beam_group
+SPAN, OUTCOME, SEATS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
+BEAMS = octavo.schedule.beams.group
 MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, SEATS, SCHEDULER)  # whoever is imported comes first
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {

@@ -1,6 +1,6 @@
 """First come, first served, as a bound: nobody is overtaken, and whoever waits is let in once the work before it can be done.
 
-The bounds are those of octavo/schedule/order.py, in turns of the loop. Of a choice that was there before: `longest` is what it
+The bounds are those of octavo/schedule/policy.py, in turns of the loop. Of a choice that was there before: `longest` is what it
 will hold at most (prompt and max_tokens), `open` what it may still sample, `uncomputed` what of `longest` has no keys and values
 yet. `budget` is what a step may compute, `depth` how many plans are in flight while the next is made.
 

@@ -9,9 +9,9 @@ import msgspec
 from octavo.cache import KVCache, audit
 from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
-from octavo.params import choice_seed
+from octavo.messages.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.shelf import MAX_ORDERED, Shelf
+from octavo.schedule.grammar_cache import MAX_ORDERED, Shelf
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 

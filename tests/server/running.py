@@ -9,10 +9,10 @@ import msgspec
 
 from octavo.cache import KVCache
 from octavo.engine.build import Engine
-from octavo.engine.inside import InProcessClient
+from octavo.engine.in_process_client import InProcessClient
 from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, StepPlan, StepResult
-from octavo.observe.metrics import EngineMetrics
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 from octavo.server.app import build_app
 from tests.doubles import REPORT, byte_text, config

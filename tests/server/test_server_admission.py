@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.messages import Finish, GenerateRequest, TokenDelta
-from octavo.server import sse
+from octavo.server.http import sse
 from tests.doubles import AsgiCall, ScriptedEngine, never_ends, says
 from tests.server.conftest import Serve, error_of
 

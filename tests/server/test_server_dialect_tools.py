@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.messages import GenerateRequest
-from octavo.text.grammar import grammar_of
+from octavo.text.grammar.build import grammar_of
 from tests.doubles import ScriptedEngine, byte_text, says
 from tests.server import test_server_messages as messages
 from tests.server.conftest import Serve, error_of

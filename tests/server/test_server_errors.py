@@ -9,7 +9,7 @@ import pytest
 
 from octavo.errors import EngineDead, Overloaded
 from octavo.messages import GenerateRequest, TokenDelta
-from octavo.server.errors_http import describe
+from octavo.server.http.errors import describe
 from tests.doubles import REPORT, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from octavo.server.app import build_app
 from octavo.server.endpoints import chat, completions
 from octavo.server.endpoints.compat import all_dialects
-from octavo.server.field_tables import NOT_OFFERED, WITHOUT_EFFECT
-from octavo.server.fields import GenerationFields
+from octavo.server.schema.fields import GenerationFields
+from octavo.server.schema.unsupported import NOT_OFFERED, WITHOUT_EFFECT
 from tests.doubles import ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of, events
 

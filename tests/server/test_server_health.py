@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from octavo.engine.pulse import Pulse
-from octavo.server import service
+from octavo.ipc.heartbeat import Pulse
 from octavo.server.endpoints import health
+from octavo.server.state import service
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from octavo.params import MAX_BAD_WORDS, MAX_BIASES
+from octavo.messages.params import MAX_BAD_WORDS, MAX_BIASES
 from octavo.server.endpoints import routers
 from tests.doubles import ScriptedEngine
 from tests.server.conftest import Serve, error_of

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from octavo.observe.journeys import JourneyRing
-from octavo.server import journeys as journeys_module
+from octavo.observe.journeys.journey import JourneyRing
+from octavo.server.state import journeys as journeys_module
 from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 from tests.server.running import Served, ask, engine

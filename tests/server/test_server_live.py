@@ -14,9 +14,9 @@ from octavo.cache import KVCache
 from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
 from octavo.observe.advice import Standing, advice
 from octavo.observe.history import NUM_KEPT, History
-from octavo.observe.live import changes
-from octavo.observe.metrics import EngineMetrics
-from octavo.server import live
+from octavo.observe.live_state import changes
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.server.state import live_feed
 from tests.doubles import REPORT, AsgiCall
 from tests.server.conftest import error_of
 from tests.server.running import Served, ask, engine
@@ -56,7 +56,7 @@ class Watch:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(live_feed, "INTERVAL_SECONDS", 0.01)
 
 
 def stream(server: Served, name: str, prompt: str, max_tokens: int) -> AsgiCall:
@@ -154,7 +154,7 @@ async def test_bad_questions(served: Any, monkeypatch: pytest.MonkeyPatch) -> No
     server = served()
     for page in ("64", "-1", "x", "9" * 30):
         assert "from 0 to 63" in error_of(await server.http.get(f"/v1/live/pages/{page}"), 404)["message"]
-    monkeypatch.setattr(live, "MAX_WATCHERS", 0)
+    monkeypatch.setattr(live_feed, "MAX_WATCHERS", 0)
     response = await server.http.get("/v1/live")
     assert error_of(response, 429) and response.headers["retry-after"] == "10"
 

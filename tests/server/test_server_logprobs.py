@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.messages import Finish, GenerateRequest, Logprobs, TokenDelta
-from octavo.server import aside
+from octavo.server.generate import offload
 from tests.doubles import EOS, TURN, ScriptedEngine
 from tests.server.conftest import Serve, error_of, events
 
@@ -183,7 +183,7 @@ async def test_what_is_said_in_bulk_is_the_same(serve: Serve, monkeypatch: pytes
         num_threads += 1
         return await asyncio.get_running_loop().run_in_executor(None, work)
 
-    monkeypatch.setattr(aside, "LONG_LIST", 1)
+    monkeypatch.setattr(offload, "LONG_LIST", 1)
     monkeypatch.setattr(asyncio, "to_thread", count)
     assert await answers() == in_one_go
     assert num_threads >= len(asked)

@@ -10,9 +10,9 @@ import pytest
 from openai.types.responses import ResponseItemList
 
 from octavo.messages import Finish, GenerateRequest, TokenDelta
-from octavo.server.response_store import KeptResponses, ResponseStore, StoredResponse
-from octavo.server.response_types import InputText, MessageItem
-from octavo.server.siblings import Siblings
+from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse
+from octavo.server.dialects.openai_responses.types import InputText, MessageItem
+from octavo.server.state.peers import Siblings
 from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 from tests.server.openai_schema import check_response, typed_events

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from octavo.errors import InvalidRequest
-from octavo.server import resume
 from octavo.server.app import build_app
+from octavo.server.state import resume
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
 from tests.server.conftest import Serve, error_of, events
 

@@ -5,7 +5,7 @@ from msgspec import UNSET, UnsetType
 
 from octavo.server.endpoints.chat import ChatChunk, ChunkChoice, Delta
 from octavo.server.endpoints.completions import Choice, Completion
-from octavo.server.sse import Frames, event
+from octavo.server.http.sse import Frames, event
 
 HEAD = ("cmpl-1", 1700000000, 'a "quoted" model\n', "octavo-1-float32-cpu")
 TEXTS = ["a", "", ' "\\ \n\x00\x7f', "é€😀", "\u2028\u2029", "</script>", "{}", "\ufffd"]

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.app import build_app
-from octavo.server.sse import DONE, KEEP_ALIVE
+from octavo.server.http.sse import DONE, KEEP_ALIVE
 from tests.doubles import AsgiCall, ScriptedEngine, byte_text, config, never_ends, says
 from tests.server.conftest import Serve, error_of, events
 
@@ -265,7 +265,7 @@ class TestPace:
 
 def _generation(app: object, engine: ScriptedEngine) -> object:
     from octavo.server.endpoints.completions import CompletionRequest, _Response
-    from octavo.server.requests import Prompt
+    from octavo.server.generate.requests import Prompt
 
     fields = CompletionRequest(prompt="p", max_tokens=100)
     return _Response(app.state.service, fields, "cmpl-1", [Prompt([1], "prompt")], 0.0).stream()  # type: ignore[attr-defined]

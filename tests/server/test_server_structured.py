@@ -7,7 +7,7 @@ from typing import Any
 import llguidance
 import pytest
 
-from octavo.text.grammar import grammar_of
+from octavo.text.grammar.build import grammar_of
 from tests.doubles import ScriptedEngine, byte_text
 from tests.server.conftest import Serve, error_of
 

@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from octavo.errors import ConfigError
-from octavo.server.traces import Traces, traces_url
+from octavo.server.state.traces import Traces, traces_url
 from tests.server.running import ask, engine
 
 COMPLETIONS = "/v1/completions"

@@ -24,9 +24,9 @@ from vocabularies import (
     word_piece,
 )
 
-from octavo.text.detokenizer import BytePieces
-from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
-from octavo.text.tokenizer import Tokenizer, read_tokenizer_json
+from octavo.text.tokenize.detokenizer import BytePieces
+from octavo.text.tokenize.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.tokenize.tokenizer import Tokenizer, read_tokenizer_json
 
 
 def from_json(tokenizer: tokenizers.Tokenizer) -> Tokenizer:

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from octavo.errors import ConfigError
 from octavo.messages import SamplingParams
 from octavo.text import load_text
+from octavo.text.chat.template import ChatTemplate
+from octavo.text.chat.tool_prompt import spell_out
 from octavo.text.formats import check_parsers, choose_formats
 from octavo.text.parsers import reasoning_format, tool_format
-from octavo.text.template import ChatTemplate
-from octavo.text.tool_prompt import spell_out
 from tests.doubles import write_byte_tokenizer
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

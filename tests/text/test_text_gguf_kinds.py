@@ -8,9 +8,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from vocabularies import CORPUS, TORTURE, byte_level, gguf_of_byte_level, marked_bpe, random_texts
 
-from octavo.text import pretokenizers
-from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenize import pretokenizers
+from octavo.text.tokenize.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.tokenize.tokenizer import Tokenizer
 
 
 def words(pre: str, text: str) -> list[str]:

@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 from octavo.errors import InvalidRequest, RequestError, Unsupported
-from octavo.text.grammar import MAX_CHOICES, grammar_of, schema_grammar, wish_of_response_format
-from octavo.text.tools import calls_schema, parse_tool_choice, parse_tools
+from octavo.text.chat.tools import calls_schema, parse_tool_choice, parse_tools
+from octavo.text.grammar.build import MAX_CHOICES, grammar_of, schema_grammar, wish_of_response_format
 from tests.doubles import byte_text
 from tests.schemas import peoples, suite
 from tests.walks import VOCABULARY, walk

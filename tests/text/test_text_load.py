@@ -24,8 +24,8 @@ from vocabularies import (
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text import load_text
-from octavo.text.gguf_vocab import gguf_chat_templates, gguf_tokenizer, read_vocabulary
-from octavo.text.sentence import read_sentence
+from octavo.text.pooling_config import read_sentence
+from octavo.text.tokenize.gguf_vocab import gguf_chat_templates, gguf_tokenizer, read_vocabulary
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -129,7 +129,7 @@ def test_a_gguf_byte_level_vocabulary_encodes_as_the_tokenizer_it_was_made_from(
     ],
 )
 def test_the_named_pretokenizer_cuts_the_words(pre: str, words: list[str]) -> None:
-    from octavo.text import pretokenizers
+    from octavo.text.tokenize import pretokenizers
 
     cutter = pretokenizers.pre_tokenizer(pretokenizers.words_named(pre))
     text = "a123456 x"
@@ -137,7 +137,7 @@ def test_the_named_pretokenizer_cuts_the_words(pre: str, words: list[str]) -> No
 
 
 def test_every_pretokenizer_compiles_and_loses_no_character() -> None:
-    from octavo.text import pretokenizers
+    from octavo.text.tokenize import pretokenizers
 
     for name in pretokenizers._BY_NAME:
         cutter = pretokenizers.pre_tokenizer(pretokenizers.words_named(name))
@@ -345,7 +345,7 @@ def test_importing_the_room_brings_neither_torch_nor_transformers() -> None:
 def test_the_embedded_model() -> None:
     """Every number a token of its own, no BOS, ChatML. The ids were checked against transformers' GGUF reader, and are the
     same but for "½ ² ٣": it passes over the file's "smollm" and does not split numbers off; made to, it agrees there too."""
-    from octavo.weights.source import resolve
+    from octavo.weights.sources.source import resolve
 
     text = load_text(resolve("").path)
     assert (text.vocab_size, text.eos_ids) == (49152, (0, 2))

@@ -13,8 +13,8 @@ import tokenizers
 from vocabularies import TORTURE, gguf_of_byte_level, random_texts
 
 from octavo.text import Text, load_text
-from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
-from octavo.text.tokenizer import Tokenizer
+from octavo.text.tokenize.gguf_vocab import gguf_tokenizer, read_vocabulary
+from octavo.text.tokenize.tokenizer import Tokenizer
 
 TEXTS = [*TORTURE, *random_texts(41, 200)]
 

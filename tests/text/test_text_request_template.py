@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.errors import InvalidRequest
-from octavo.text.template import MAX_REQUEST_SOURCE
+from octavo.text.chat.template import MAX_REQUEST_SOURCE
 from tests.doubles import byte_text
 
 HI = [{"role": "user", "content": "hi <|end|>"}]

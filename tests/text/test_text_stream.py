@@ -11,8 +11,8 @@ from vocabularies import byte_level, gguf_of_byte_level
 
 from octavo.messages import Finish, SamplingParams
 from octavo.text import Text, TextDelta, TextStream
-from octavo.text.gguf_vocab import gguf_tokenizer, read_vocabulary
-from octavo.text.template import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
+from octavo.text.tokenize.gguf_vocab import gguf_tokenizer, read_vocabulary
 
 TOKENIZER = gguf_tokenizer(read_vocabulary(gguf_of_byte_level(byte_level(), "gpt-2")))
 EOS = TOKENIZER.token_id("<|end|>")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError, InvalidRequest, Unsupported
-from octavo.text.template import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.errors import ConfigError, InvalidRequest
-from octavo.text.template import ChatTemplate
+from octavo.text.chat.template import ChatTemplate
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -63,7 +63,7 @@ ENORMOUS = [
 
 @pytest.mark.parametrize("source", [*ENDLESS, *ENORMOUS])
 def test_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.text.template_limits.MAX_SECONDS", 0.2)
+    monkeypatch.setattr("octavo.text.chat.template_limits.MAX_SECONDS", 0.2)
     with pytest.raises(InvalidRequest, match=r"the chat template .*which is refused") as raised:
         render(source, tools=[{"a": 1}])
     assert "\n" not in raised.value.message

@@ -15,7 +15,7 @@ from vocabularies import CORPUS, TORTURE, random_texts
 
 from octavo.errors import ConfigError
 from octavo.text import Text, load_text
-from octavo.text.tokenizer import byte_level_name
+from octavo.text.tokenize.tokenizer import byte_level_name
 
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

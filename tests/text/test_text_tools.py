@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequest, RequestError
+from octavo.text.chat.tools import ToolChoice, calls_schema, parse_tool_choice, parse_tools, schemas_by_name
 from octavo.text.parsers import AnswerParser, collect, tool_format
-from octavo.text.tools import ToolChoice, calls_schema, parse_tool_choice, parse_tools, schemas_by_name
 
 TREE = {
     "type": "object",

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.errors import ConfigError
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.weights.source import resolve
+from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.sources.source import resolve
 from tests.weights.gguf_writer import Packed, write_gguf
 
 FIRST = {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.tensor([0.5, -0.25, 8.0])}
@@ -284,9 +284,9 @@ def test_opening_a_folder_does_not_load_torch(tmp_path: Path) -> None:
     folder = sharded_folder(tmp_path / "m")
     program = (
         "import sys; from pathlib import Path\n"
-        "from octavo.weights.source import resolve\n"
+        "from octavo.weights.sources.source import resolve\n"
         "assert 'huggingface_hub' not in sys.modules\n"
-        "from octavo.weights.checkpoint import open_checkpoint\n"
+        "from octavo.weights.formats.checkpoint import open_checkpoint\n"
         "assert open_checkpoint(resolve(sys.argv[1])).config['model_type'] == 'llama'\n"
         "assert 'torch' not in sys.modules, 'torch was loaded'\n"
     )
@@ -301,7 +301,7 @@ def test_streaming_keeps_only_one_tensor(tmp_path: Path) -> None:
         save_file(tensors, folder / f"model-{shard + 1:05}-of-00002.safetensors")
     program = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from octavo.weights.checkpoint import open_checkpoint\n"
+        "from octavo.weights.formats.checkpoint import open_checkpoint\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "before = peak()\n"
         "for name, tensor in open_checkpoint(Path(sys.argv[1])).tensors('cpu', torch.float32):\n"

@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.weights.dummy import dummy_tensors
+from octavo.weights.formats.dummy import dummy_tensors
 
 SHAPES = {"first": (64, 64), "second": (64, 64), "bias": (64,)}
 

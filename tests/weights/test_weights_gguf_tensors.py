@@ -12,7 +12,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
 from octavo.models import load_family
-from octavo.weights.gguf_tensors import GGUFTensors
+from octavo.weights.formats.gguf_tensors import GGUFTensors
 from tests.scalar_quants import random_quants, scalar
 from tests.weights.gguf_writer import Packed, write_gguf
 

@@ -17,9 +17,9 @@ from octavo.config import Config, replace
 from octavo.errors import ConfigError
 from octavo.gguf import GGUFFile
 from octavo.quants import PACKED_TYPES, Quants
-from octavo.weights.checkpoint import open_checkpoint
-from octavo.weights.gguf_tensors import GGUFTensors
-from octavo.weights.source import local
+from octavo.weights.formats.checkpoint import open_checkpoint
+from octavo.weights.formats.gguf_tensors import GGUFTensors
+from octavo.weights.sources.source import local
 from octavo.worker.runner import Runner
 from tests.models import checkpoints
 from tests.models.walk import build_from, tensors
@@ -202,7 +202,7 @@ def test_absurd_sizes_take_no_memory(tmp_path: Path) -> None:
     program = (
         "import resource, sys; from pathlib import Path; import torch\n"
         "from octavo.errors import ConfigError\n"
-        "from octavo.gguf import GGUFFile; from octavo.weights.checkpoint import open_checkpoint\n"
+        "from octavo.gguf import GGUFFile; from octavo.weights.formats.checkpoint import open_checkpoint\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + 2**28\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size, size))\n"
         "for path in map(Path, sys.argv[1:]):\n"

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from octavo.weights.hub import looks_like_hub_id
+from octavo.weights.sources.hub import looks_like_hub_id
 
 COMMIT = "a" * 40
 FILES = {
@@ -131,7 +131,7 @@ def hub() -> Iterator[Hub]:
 PROGRAM = """
 import sys
 from octavo.errors import ConfigError
-from octavo.weights.source import resolve
+from octavo.weights.sources.source import resolve
 try:
     source = resolve(sys.argv[1], sys.argv[2], allow_missing_weights=sys.argv[3] == "dummy")
 except ConfigError as error:

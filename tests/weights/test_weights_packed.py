@@ -21,8 +21,8 @@ from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.quants import PACKED_TYPES, Quants, Weight
 from octavo.quants.exact import held_bytes
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.weights.source import resolve
+from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.sources.source import resolve
 from tests.native import native
 from tests.scalar_quants import QUANTS, as_tensor, random_quants
 from tests.weights.gguf_writer import Packed, write_gguf

@@ -17,8 +17,8 @@ from octavo import LLM
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.quants import Quants
-from octavo.weights.checkpoint import Checkpoint, open_checkpoint
-from octavo.weights.methods import methods
+from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.formats.quantised import methods
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.walk import build_from, prompts, reference_logits, walk
@@ -188,7 +188,7 @@ def test_the_engine_gives_the_reference_tokens(
     if is_native:
         native()
     else:
-        monkeypatch.setattr("octavo.worker.native.Native", no_kernels)
+        monkeypatch.setattr("octavo.worker.cpu_steps.Native", no_kernels)
     settings, packer, type = KINDS[kind]
     references = greedy_references(write(tmp_path, settings, packer), prompts(seed=5, lengths=(3, 18, 30)), 16)
     with LLM(str(tmp_path), dtype="float32", quantization="none", kv_cache_memory_bytes=2**20) as llm:
@@ -219,7 +219,7 @@ def test_loading_keeps_few_weights_at_a_time(tmp_path: Path) -> None:
         save_file(tensors, tmp_path / f"model-{shard + 1:05}-of-00004.safetensors")
     program = (
         "import resource, sys, torch; from pathlib import Path\n"
-        "from octavo.weights.checkpoint import open_checkpoint\n"
+        "from octavo.weights.formats.checkpoint import open_checkpoint\n"
         "checkpoint = open_checkpoint(Path(sys.argv[1]))\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "before = peak()\n"

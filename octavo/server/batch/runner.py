@@ -16,7 +16,7 @@ from typing import BinaryIO
 import msgspec
 
 from octavo.errors import ConfigError, InvalidRequest, NotFound
-from octavo.server.batch.answers import answer_lines
+from octavo.server.batch.answer_lines import answer_lines
 from octavo.server.batch.batches import (
     Batch,
     BatchError,
@@ -32,8 +32,8 @@ from octavo.server.batch.batches import (
 from octavo.server.batch.files import FileStore, new_name
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back, unanswered_record
-from octavo.server.inside import Answer
-from octavo.server.service import Ask
+from octavo.server.state.loopback import Answer
+from octavo.server.state.service import Ask
 
 log = logging.getLogger("octavo.server")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from octavo.errors import Unsupported
 from octavo.server.batch.batches import BatchStore
 from octavo.server.batch.files import FileStore
-from octavo.server.service import Service
+from octavo.server.state.service import Service
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from fastapi import APIRouter
 
-from octavo.server.service import Service
+from octavo.server.state.service import Service
 
 
 def routers(service: Service) -> Iterator[APIRouter]:

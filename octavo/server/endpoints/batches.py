@@ -11,16 +11,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from octavo.errors import InvalidRequest, NotFound
-from octavo.server.answers import json_answer
 from octavo.server.batch.batches import BATCH_ID, Batch, OutputExpiry
 from octavo.server.batch.lines import Rules
 from octavo.server.batch.runner import BatchRunner
 from octavo.server.batch.stores import Stores, open_stores
 from octavo.server.endpoints.files import check_expiry
-from octavo.server.fields import Dialect, RequestFields, check_metadata, read_fields
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
-from octavo.server.sse import owner_of
+from octavo.server.http.sse import owner_of
+from octavo.server.schema.fields import Dialect, RequestFields, check_metadata, read_fields
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LIMIT = 100

@@ -13,11 +13,17 @@ from msgspec.structs import replace
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
-from octavo.server.answer_events import AnswerPiece, Answers, WholeAnswer
-from octavo.server.aside import aside
-from octavo.server.chat_messages import parse_messages
-from octavo.server.chat_output import ChatChunk, ChatCompletion, Choice, ChunkChoice, Delta, deltas, message
-from octavo.server.chats import (
+from octavo.server.dialects.openai_chat.output import (
+    ChatChunk,
+    ChatCompletion,
+    Choice,
+    ChunkChoice,
+    Delta,
+    deltas,
+    message,
+)
+from octavo.server.generate.answer_events import AnswerPiece, Answers, WholeAnswer
+from octavo.server.generate.chat import (
     Chat,
     answer_grammar,
     check_choice,
@@ -27,18 +33,20 @@ from octavo.server.chats import (
     read_ending,
     text_for,
 )
-from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
-from octavo.server.fields import Dialect, GenerationFields, read_fields
-from octavo.server.generation import PromptProgress, Usage
-from octavo.server.giving import give
-from octavo.server.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
-from octavo.server.requests import Prompt, build_requests, cut_prompt, new_id
-from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
-from octavo.server.sse import DONE, Frames, event
+from octavo.server.generate.generation import PromptProgress, Usage
+from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
+from octavo.server.generate.messages import parse_messages
+from octavo.server.generate.offload import aside
+from octavo.server.generate.requests import Prompt, build_requests, cut_prompt, new_id
+from octavo.server.http.respond import give
+from octavo.server.http.sse import DONE, Frames, event
+from octavo.server.schema.fields import Dialect, GenerationFields, read_fields
+from octavo.server.schema.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
+from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.state.service import Service
 from octavo.text import Text
+from octavo.text.chat.tools import parse_tool_choice, parse_tools
 from octavo.text.parsers import Content
-from octavo.text.tools import parse_tool_choice, parse_tools
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),

@@ -10,12 +10,13 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.config import ServerConfig
-from octavo.server import endpoints, field_tree
-from octavo.server.answers import json_answer
-from octavo.server.field_tables import BY_FLAG, INSTEAD, WITHOUT_EFFECT
-from octavo.server.fields import Dialect
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server import endpoints
+from octavo.server.schema import unknown as field_tree
+from octavo.server.schema.fields import Dialect
+from octavo.server.schema.shapes import Shape
+from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
 _WRONG_WITHOUT = "not offered, and an answer without it would not be the one asked for"

@@ -14,17 +14,23 @@ from msgspec import UNSET, UnsetType
 
 from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
-from octavo.server.aside import aside
-from octavo.server.field_tables import NOT_OFFERED as NOT_OFFERED_ANYWHERE
-from octavo.server.fields import Dialect, GenerationFields, read_fields
-from octavo.server.generation import Generation, Piece, PromptProgress, Usage
-from octavo.server.giving import give
-from octavo.server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, num_told, prompt_logprobs
-from octavo.server.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
-from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Prompts, Shape
-from octavo.server.sse import DONE, Frames, event
-from octavo.server.structured import read_grammar
+from octavo.server.generate.generation import Generation, Piece, PromptProgress, Usage
+from octavo.server.generate.logprobs import (
+    CompletionLogprobs,
+    PromptLogprob,
+    completion_logprobs,
+    num_told,
+    prompt_logprobs,
+)
+from octavo.server.generate.offload import aside
+from octavo.server.generate.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
+from octavo.server.generate.structured import read_grammar
+from octavo.server.http.respond import give
+from octavo.server.http.sse import DONE, Frames, event
+from octavo.server.schema.fields import Dialect, GenerationFields, read_fields
+from octavo.server.schema.shapes import EVENTS, Prompts, Shape
+from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.state.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024

@@ -10,17 +10,17 @@ from typing import Any, Literal
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from octavo.engine.door import admit_embedding, choose_pooling, cut_to, longest_embedding
-from octavo.engine.failures import failure_of
+from octavo.admission.finish_errors import failure_of
+from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
 from octavo.errors import InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
-from octavo.server.answers import json_answer
-from octavo.server.fields import Dialect, RequestFields, read_fields
-from octavo.server.limit_fields import LimitFields
-from octavo.server.requests import LONG_TEXT, new_id
-from octavo.server.service import Service
-from octavo.server.shapes import Prompts, Shape
-from octavo.server.sse import until_gone
+from octavo.server.generate.requests import LONG_TEXT, new_id
+from octavo.server.http.sse import until_gone
+from octavo.server.schema.fields import Dialect, RequestFields, read_fields
+from octavo.server.schema.limits import LimitFields
+from octavo.server.schema.shapes import Prompts, Shape
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
 
 MAX_INPUTS = 2048
 

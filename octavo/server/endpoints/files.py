@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
 from octavo.errors import InvalidRequest, Unsupported
-from octavo.server.answers import json_answer
 from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, StoredFile, Upload
 from octavo.server.batch.stores import open_stores
-from octavo.server.multipart import Form, read_form
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.http.multipart import Form, read_form
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
 
 FORM_BYTES = 2**20  # what surrounds the file in its form
 PIECE = 256 * 1024

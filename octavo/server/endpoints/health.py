@@ -15,11 +15,11 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.engine.progress import Progress, Quiet, Status
-from octavo.engine.pulse import Pulse
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
+from octavo.ipc.heartbeat import Pulse
 from octavo.messages import Ping, ReadProgress
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 FRESH_SECONDS = 1.0
 """Tokens that came this recently prove the loop turns: no need to ask."""

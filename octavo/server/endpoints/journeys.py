@@ -6,10 +6,10 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.errors import EngineUnavailable, InvalidRequest, NotFound
 from octavo.messages import ReadJourneys
-from octavo.observe.journeys import STATES, Journey
-from octavo.observe.stages import EngineJourney
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.observe.journeys.journey import STATES, Journey
+from octavo.observe.journeys.stages import EngineJourney
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 MAX_LIMIT = 1000
 PARAMETERS = ("state", "limit")

@@ -6,10 +6,10 @@ from fastapi import APIRouter, Response
 
 from octavo.errors import EngineUnavailable, NotFound, Overloaded
 from octavo.messages import ReadPage
-from octavo.server.live import MAX_WATCHERS
-from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
-from octavo.server.sse import EventStream
+from octavo.server.http.sse import EventStream
+from octavo.server.schema.shapes import EVENTS, Shape
+from octavo.server.state.live_feed import MAX_WATCHERS
+from octavo.server.state.service import Service
 
 
 class PageOwners(msgspec.Struct, frozen=True):

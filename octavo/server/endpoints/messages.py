@@ -11,16 +11,16 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from octavo.errors import InvalidRequest
-from octavo.server import message_output as output
-from octavo.server.answers import json_answer
+from octavo.server.dialects.anthropic import output
+from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.endpoints import chat
-from octavo.server.errors_http import ERROR_SHAPES, ErrorDetail, describe
-from octavo.server.fields import Dialect, RequestFields, make_fields, read_fields
-from octavo.server.limit_fields import StreamFields
-from octavo.server.message_blocks import chat_messages, chat_tool_choice, chat_tools
-from octavo.server.requests import new_id
-from octavo.server.service import Service
-from octavo.server.shapes import (
+from octavo.server.generate.chat_task import Turn, ignored_fields, named
+from octavo.server.generate.requests import new_id
+from octavo.server.http.errors import ERROR_SHAPES, ErrorDetail, describe
+from octavo.server.http.sse import EventStream, typed_event, until_gone
+from octavo.server.schema.fields import Dialect, RequestFields, make_fields, read_fields
+from octavo.server.schema.limits import StreamFields
+from octavo.server.schema.shapes import (
     EVENTS,
     CacheControl,
     OutputFormat,
@@ -31,8 +31,8 @@ from octavo.server.shapes import (
     TurnToolChoice,
     TurnTools,
 )
-from octavo.server.sse import EventStream, typed_event, until_gone
-from octavo.server.turn import Turn, ignored_fields, named
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "container": (),

@@ -4,8 +4,8 @@ Knows nothing of any metric."""
 from fastapi import APIRouter, Response
 
 from octavo.messages import ReadMetrics
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 SHAPES = {"GET /metrics": Shape(media=("text/plain",))}
 

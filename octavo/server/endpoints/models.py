@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 from fastapi import APIRouter, Response
 
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -7,8 +7,8 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.server.openapi import build_document
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 SHAPES = {"GET /openapi.json": Shape(dict[str, Any])}
 

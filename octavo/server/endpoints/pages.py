@@ -6,8 +6,8 @@ from importlib.resources import files
 from fastapi import APIRouter, Response
 
 from octavo.errors import NotFound
-from octavo.server.service import Service
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.service import Service
 
 TYPES = {
     "html": "text/html; charset=utf-8",
@@ -34,7 +34,7 @@ SHAPES = {
 def router(service: Service) -> APIRouter:
     found = {
         entry.name: entry.read_bytes()
-        for entry in files("octavo.server").joinpath("pages").iterdir()
+        for entry in files("octavo.server").joinpath("static").iterdir()
         if entry.name.rpartition(".")[2] in TYPES
     }
     router = APIRouter()

@@ -13,23 +13,23 @@ from fastapi import Response as HttpResponse
 from msgspec import UNSET
 
 from octavo.errors import InvalidRequest, NotFound, Unsupported
-from octavo.server import response_request as requests
-from octavo.server import response_types as types
-from octavo.server.answers import json_answer
+from octavo.server.dialects.openai_responses import request as requests
+from octavo.server.dialects.openai_responses import types
+from octavo.server.dialects.openai_responses.items import chat_messages, read_input, references
+from octavo.server.dialects.openai_responses.output import Output, item_id
+from octavo.server.dialects.openai_responses.request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
+from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse
 from octavo.server.endpoints import chat
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
-from octavo.server.errors_http import describe
-from octavo.server.fields import Dialect, read_fields
-from octavo.server.inside import is_inside
-from octavo.server.response_items import chat_messages, read_input, references
-from octavo.server.response_output import Output, item_id
-from octavo.server.response_request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
-from octavo.server.response_store import KeptResponses, ResponseStore, StoredResponse
-from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
-from octavo.server.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
-from octavo.server.turn import Turn, ignored_fields, named, parse_cut
+from octavo.server.generate.chat_task import Turn, ignored_fields, named, parse_cut
+from octavo.server.http.errors import describe
+from octavo.server.http.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
+from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.shapes import EVENTS, Shape
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.loopback import is_inside
+from octavo.server.state.service import Service
 
 DIALECTS: list[Dialect[Any]] = [
     Dialect("responses", "/v1/responses", ResponsesRequest, requests.NOT_OFFERED),

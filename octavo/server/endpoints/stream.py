@@ -9,10 +9,10 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.errors import InvalidRequest, OctavoError
-from octavo.server.errors_http import error_event
-from octavo.server.service import Service
-from octavo.server.shapes import EVENTS, Shape
-from octavo.server.sse import EventStream, owner_of
+from octavo.server.http.errors import error_event
+from octavo.server.http.sse import EventStream, owner_of
+from octavo.server.schema.shapes import EVENTS, Shape
+from octavo.server.state.service import Service
 
 logger = logging.getLogger("octavo.server")
 

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from octavo.engine.door import check_ids
+from octavo.admission.validate import check_ids
 from octavo.errors import InvalidRequest, Unsupported
-from octavo.server.answers import json_answer
-from octavo.server.aside import aside
-from octavo.server.chat_messages import parse_messages
-from octavo.server.chats import Chat, check_variables, encode, read_ending, text_for
-from octavo.server.fields import Dialect, RequestFields, read_fields
-from octavo.server.requests import LONG_TEXT
-from octavo.server.service import Service
-from octavo.server.shapes import Messages, Shape, Tools
-from octavo.text.tools import parse_tool_choice, parse_tools
+from octavo.server.generate.chat import Chat, check_variables, encode, read_ending, text_for
+from octavo.server.generate.messages import parse_messages
+from octavo.server.generate.offload import aside
+from octavo.server.generate.requests import LONG_TEXT
+from octavo.server.schema.fields import Dialect, RequestFields, read_fields
+from octavo.server.schema.shapes import Messages, Shape, Tools
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service
+from octavo.text.chat.tools import parse_tool_choice, parse_tools
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),

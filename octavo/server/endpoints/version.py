@@ -4,9 +4,9 @@ Knows nothing of how either is found out."""
 import msgspec
 from fastapi import APIRouter, Response
 
-from octavo.server.answers import json_answer
-from octavo.server.service import Service, version
-from octavo.server.shapes import Shape
+from octavo.server.schema.shapes import Shape
+from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.service import Service, version
 
 
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):

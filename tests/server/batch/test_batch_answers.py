@@ -5,11 +5,11 @@ import contextlib
 
 import pytest
 
-from octavo.server.batch import answers
-from octavo.server.batch.answers import answer_lines
+from octavo.server.batch import answer_lines as answers
+from octavo.server.batch.answer_lines import answer_lines
 from octavo.server.batch.lines import Line
 from octavo.server.batch.records import Record
-from octavo.server.inside import Answer
+from octavo.server.state.loopback import Answer
 
 
 async def test_a_batch_that_is_cancelled_while_it_stands_aside_gives_its_slots_back() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.engine.pulse import Pulse
+from octavo.ipc.heartbeat import Pulse
 from octavo.server.batch import runner as runner_module
 from octavo.server.batch.batches import BatchStore
 from octavo.server.batch.files import FileStore

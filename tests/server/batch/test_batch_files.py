@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.server.multipart import MAX_FIELD_BYTES, Form
+from octavo.server.http.multipart import MAX_FIELD_BYTES, Form
 from tests.server.conftest import Serve, error_of
 
 BATCH = {"purpose": "batch"}

@@ -22,7 +22,7 @@ from octavo.server.batch.records import (
     read_back,
     unanswered_record,
 )
-from octavo.server.inside import Answer
+from octavo.server.state.loopback import Answer
 
 RULES = Rules(("/a", "/b"), max_body_bytes=1000)
 GOOD = {"custom_id": "x", "method": "POST", "url": "/a", "body": {"prompt": "p"}}

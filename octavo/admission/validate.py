@@ -1,0 +1,179 @@
+"""The door: turns token ids and sampling wishes into a GenerateRequest that is valid by construction, or refuses with the numbers.
+Knows nothing of HTTP or text; servers and the offline API pass through the same door."""
+
+import secrets
+from collections.abc import Sequence
+from typing import cast, get_args
+
+import msgspec
+
+from octavo.admission.searches import resolve_search
+from octavo.errors import ContextTooLong, InvalidRequest, Unsupported
+from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
+from octavo.text.pooling_config import Sentence
+
+
+def admit(
+    request_id: str,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    report: EngineReport,
+    eos_ids: Sequence[int],
+    *,
+    param: str = "prompt",
+    max_tokens_param: str = "max_tokens",
+    arrived: float = 0.0,
+    priority: int = 0,
+) -> GenerateRequest:
+    """`param` and `max_tokens_param` name the caller's fields in messages. best_of choices are made as so many, of which the
+    caller takes the likeliest."""
+    if not report.can_generate:
+        raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=param)
+    check_prompt(prompt_ids, report, param)
+    room = report.max_model_len - len(prompt_ids)
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise ContextTooLong(
+            f"the context holds {report.max_model_len} tokens: the prompt has {len(prompt_ids)}, "
+            f"so {max_tokens_param} can be at most {room}, got {params.max_tokens}",
+            param=max_tokens_param,
+        )
+    check_priority(priority, report)
+    if params.min_tokens > (params.max_tokens or room):
+        raise InvalidRequest(f"min_tokens must be at most {room} here, got {params.min_tokens}", param="min_tokens")
+    check_ids(params.stop_token_ids, report, "stop_token_ids")
+    check_ids(params.allowed_token_ids or (), report, "allowed_token_ids")
+    for token in params.logit_bias or ():
+        if not 0 <= token < report.vocab_size:
+            raise InvalidRequest(
+                f"logit_bias has the token id {token}; token ids go from 0 to {report.vocab_size - 1}",
+                param=f"logit_bias.{token}",
+            )
+    assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
+    assert params.grammar or not params.structured_outputs, "made a grammar by whoever has a tokenizer"
+    # Where a grammar comes to its end so does the answer, whatever it is told to ignore.
+    ignores_eos = params.ignore_eos and not params.grammar
+    stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
+    stop_ids = list(dict.fromkeys(stop_ids))
+    params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
+    resolved = msgspec.structs.replace(
+        params,
+        max_tokens=params.max_tokens or room,
+        seed=secrets.randbits(63) if params.seed is None else params.seed,
+        structured_outputs=None,  # its grammar says the same, and it alone travels on
+    )
+    return GenerateRequest(request_id, prompt_ids, resolved, stop_ids, arrived=arrived, priority=priority)
+
+
+def check_priority(priority: int, report: EngineReport) -> None:
+    if type(priority) is not int or not -(2**63) <= priority < 2**63:
+        raise InvalidRequest(f"priority must be a 64-bit integer, got {priority!r}", param="priority")
+    if priority and report.scheduling_policy != "priority":
+        raise InvalidRequest(
+            f"priority must be 0 here, got {priority}: this server runs with --scheduling-policy {report.scheduling_policy}",
+            param="priority",
+        )
+
+
+def choose_pooling(
+    sentence: Sentence,
+    report: EngineReport,
+    kind: str | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+) -> PoolingParams:
+    """What was asked for, else what the model's makers advise, else the mean over an encoder's tokens or a decoder's last one."""
+    if kind is None and sentence.unsupported:
+        raise Unsupported(
+            f"this model's embeddings go through {sentence.unsupported}, which is not offered: name a pooling, one of "
+            f"{', '.join(get_args(Pooling))}, to have its hidden states",
+            param="pooling",
+        )
+    if kind is not None and kind not in get_args(Pooling):
+        raise InvalidRequest(f"pooling must be one of {', '.join(get_args(Pooling))}, got {kind!r}", param="pooling")
+    if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= report.hidden_size):
+        raise InvalidRequest(
+            f"dimensions must be a whole number from 1 to {report.hidden_size}, got {dimensions!r}", param="dimensions"
+        )
+    otherwise: Pooling = sentence.kind or ("last" if report.can_generate else "mean")
+    return PoolingParams(
+        otherwise if kind is None else cast(Pooling, kind),
+        sentence.normalize if normalize is None else normalize,
+        dimensions or 0,
+    )
+
+
+def longest_embedding(pooling: PoolingParams, sentence: Sentence, report: EngineReport) -> int:
+    """Tokens of the longest prompt that becomes a vector here."""
+    limits = [report.max_model_len, sentence.max_len or report.max_model_len]
+    if _is_whole(pooling, report):
+        limits.append(report.max_num_batched_tokens)
+    return min(limits)
+
+
+def admit_embedding(
+    request_id: str,
+    prompt_ids: list[int],
+    pooling: PoolingParams,
+    sentence: Sentence,
+    report: EngineReport,
+    *,
+    param: str = "prompt",
+    arrived: float = 0.0,
+    priority: int = 0,
+) -> GenerateRequest:
+    check_priority(priority, report)
+    if not prompt_ids:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    longest = longest_embedding(pooling, sentence, report)
+    if len(prompt_ids) > longest:
+        others = min(report.max_model_len, sentence.max_len or report.max_model_len)
+        hint = "; --max-num-batched-tokens sets that, or pool by last" if longest < others else ""
+        raise ContextTooLong(f"{param} has {len(prompt_ids)} tokens; at most {longest} are embedded{hint}", param=param)
+    check_ids(prompt_ids, report, param)
+    params = SamplingParams(max_tokens=1, seed=0)
+    is_whole = _is_whole(pooling, report)
+    return GenerateRequest(
+        request_id,
+        prompt_ids,
+        params,
+        [],
+        arrived=arrived,
+        pooling=pooling,
+        is_whole=is_whole,
+        priority=priority,
+    )
+
+
+def cut_to(truncate: int | None, longest: int) -> int | None:
+    """Tokens that a prompt is cut to; None: it is not. `truncate`: as the caller said, -1: to the longest that there can be."""
+    if truncate is None:
+        return None
+    if type(truncate) is not int or (truncate != -1 and not 1 <= truncate <= longest):
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or a whole number from 1 to {longest}, got {truncate!r}",
+            param="truncate_prompt_tokens",
+        )
+    return longest if truncate == -1 else truncate
+
+
+def _is_whole(pooling: PoolingParams, report: EngineReport) -> bool:
+    return not report.can_generate or pooling.kind != "last"
+
+
+def check_prompt(prompt_ids: list[int], report: EngineReport, param: str) -> None:
+    if not prompt_ids:
+        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+    if len(prompt_ids) >= report.max_model_len:
+        raise ContextTooLong(
+            f"{param} has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, the answer included",
+            param=param,
+        )
+    check_ids(prompt_ids, report, param)
+
+
+def check_ids(ids: Sequence[int], report: EngineReport, param: str) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < report.vocab_size):
+        at = next(i for i, token in enumerate(ids) if not 0 <= token < report.vocab_size)
+        raise InvalidRequest(
+            f"{param}[{at}] is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}", param=f"{param}[{at}]"
+        )

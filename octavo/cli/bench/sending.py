@@ -1,0 +1,191 @@
+"""Sends prompts to a server and times what comes back: one Record per request.
+Knows nothing of how many processes do so, nor of what becomes of the records."""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from octavo.cli.bench.http_stream import Client, HTTPFailure, Target
+from octavo.cli.bench.workload import Workload
+
+
+class _Text(msgspec.Struct, gc=False):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    delta: _Text | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    """The parts of a streamed chunk that are measured; decoding nothing else keeps the client cheap."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, in seconds of time.perf_counter()."""
+
+    started: float
+    first: float = 0.0  # first text
+    ended: float = 0.0  # last choice, or the failure
+    gaps: list[float] = field(default_factory=list)  # between one text and the next
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    has_usage: bool = False
+    error: str = ""
+
+    @property
+    def ttft(self) -> float | None:
+        """None where no text came."""
+        return self.first - self.started if self.first else None
+
+    @property
+    def latency(self) -> float | None:
+        """None for a failed request: the time until it failed is not how long an answer takes."""
+        return None if self.error else self.ended - self.started
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first; None for answers of one token."""
+        return (self.ended - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class Sender:
+    """Sends one prompt and times its answer."""
+
+    def __init__(self, client: Client, arguments: argparse.Namespace, model: str) -> None:
+        self._client = client
+        self._chat = arguments.endpoint == "chat"
+        self._path = "/v1/chat/completions" if self._chat else "/v1/completions"
+        self._timeout: float = arguments.timeout
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+        self._fields: dict[str, Any] = {
+            "model": model,
+            "max_tokens": arguments.output_len,
+            "temperature": arguments.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        } | ({"ignore_eos": True} if arguments.ignore_eos else {})
+
+    async def send(self, prompt: str | list[int]) -> Record:
+        prompt_field = {"messages": [{"role": "user", "content": prompt}]} if self._chat else {"prompt": prompt}
+        body = json.dumps(self._fields | prompt_field).encode()
+        record = Record(started=time.perf_counter())
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._receive(body, record)
+        except HTTPFailure as failure:
+            record.error = describe(failure)
+        except TimeoutError:
+            record.error = f"no end within {self._timeout:g} s"
+        except (OSError, msgspec.MsgspecError) as error:
+            record.error = f"{type(error).__name__}: {error}"
+        if record.error:
+            record.ended = time.perf_counter()
+        return record
+
+    async def _receive(self, body: bytes, record: Record) -> None:
+        latest, num_texts, done = 0.0, 0, False
+        async for data in self._client.post_events(self._path, body):
+            now = time.perf_counter()
+            if data == b"[DONE]":
+                done = True
+                continue
+            chunk = self._decode(data)
+            if chunk.error is not None:
+                record.error = _message(json.dumps({"error": chunk.error}))
+                return
+            if chunk.usage is not None:
+                record.has_usage = True
+                record.prompt_tokens = chunk.usage.prompt_tokens
+                record.output_tokens = chunk.usage.completion_tokens or 0
+            for choice in chunk.choices:
+                delta = choice.delta
+                if choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)):
+                    num_texts += 1
+                    if latest:
+                        record.gaps.append(now - latest)
+                    latest = now
+                    record.first = record.first or now
+                if choice.finish_reason or latest == now:
+                    record.ended = now
+        if not record.ended:
+            record.error = "the stream ended without an answer"
+            return
+        if not done:
+            record.error = "the stream ended without [DONE]"
+        record.first = record.first or record.ended  # an answer without text: its end is all there is
+        if not record.has_usage:
+            record.output_tokens = num_texts
+
+
+def describe(failure: HTTPFailure) -> str:
+    return f"HTTP {failure.status}: {_message(str(failure))}" if failure.status else str(failure)
+
+
+def _message(text: str) -> str:
+    """OpenAI's error message out of a body, or the body."""
+    try:
+        error = json.loads(text)["error"]
+        text = error["message"] if isinstance(error, dict) else str(error)
+    except (ValueError, KeyError, TypeError):
+        pass
+    return " ".join(text.split())[:300]
+
+
+def client_for(arguments: argparse.Namespace) -> Client:
+    key = arguments.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0]
+    return Client(Target.parse(arguments.base_url), key)
+
+
+async def drive(
+    sender: Sender, load: Workload, max_concurrency: int | None, done: Callable[[], object]
+) -> list[Record]:
+    """Every request at its time, at most `max_concurrency` open at once; the records in order of arrival. `done` is
+    called at the end of each."""
+    gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+
+    async def one(prompt: str | list[int]) -> Record:
+        async with gate or nullcontext():
+            record = await sender.send(prompt)
+        done()
+        return record
+
+    start, tasks = time.perf_counter(), []
+    for prompt, arrival in zip(load.prompts, load.arrivals, strict=True):
+        wait = start + arrival - time.perf_counter()
+        if wait > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(one(prompt)))
+    return list(await asyncio.gather(*tasks))
+
+
+def loop_factory() -> Any:
+    """The faster loop where there is one, so that the client takes less of a machine it shares with the server."""
+    try:
+        import uvloop
+
+        return uvloop.new_event_loop
+    except ImportError:
+        return None

@@ -1,0 +1,146 @@
+"""`octavo bench serve`: drives any OpenAI-compatible server and reports what its clients would feel.
+Knows nothing of Octavo's own server: the same requests and the same clock for every server it is pointed at."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+from octavo.cli.bench import clients, report
+from octavo.cli.bench.http_stream import Client, HTTPFailure
+from octavo.cli.bench.sending import Record, Sender, client_for, describe, loop_factory
+from octavo.cli.bench.workload import Workload, id_prompts, poisson_arrivals, word_prompts
+from octavo.errors import ConfigError, EngineUnavailable, RequestFailed
+
+# ── judging ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_good(record: Record, levels: dict[str, float]) -> bool:
+    """Whether a request met every service level, given in milliseconds."""
+    took = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
+    return not record.error and all((took[name] or 0.0) * 1000 <= limit for name, limit in levels.items())
+
+
+def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
+    """The figures of a run. Rates are over the time from the first request to the last end, be it an answer's
+    or a failure's: a server that lets requests time out must not look faster for it."""
+    good = [r for r in records if not r.error]
+    seconds = max(r.ended for r in records) - min(r.started for r in records)
+    rate = (lambda amount: round(amount / seconds, 3)) if seconds > 0 else (lambda amount: 0.0)
+    output = sum(r.output_tokens for r in good)
+    prompt = sum(r.prompt_tokens for r in good)
+    return {
+        "num_requests": len(records),
+        "num_errors": len(records) - len(good),
+        "errors": dict(Counter(r.error for r in records if r.error).most_common()),
+        "seconds": round(seconds, 3),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "token_counts_from": "usage" if all(r.has_usage for r in good) else "chunks",
+        "requests_per_second": rate(len(good)),
+        "output_tokens_per_second": rate(output),
+        "total_tokens_per_second": rate(prompt + output),
+        "goodput_requests_per_second": rate(sum(is_good(r, levels) for r in records)) if levels else None,
+        "goodput_levels_ms": levels,
+        "ttft_ms": report.spread([r.ttft for r in good if r.ttft is not None]),
+        "tpot_ms": report.spread([r.tpot for r in good if r.tpot is not None]),
+        "itl_ms": report.spread([gap for r in good for gap in r.gaps]),
+        # Below 1: several tokens came in one event, by the server's choice or because it was behind.
+        "texts_per_token": round(sum(len(r.gaps) + 1 for r in good) / output, 3) if output else None,
+        "e2el_ms": report.spread([r.latency for r in good if r.latency is not None]),
+    }
+
+
+def show(figures: dict[str, Any]) -> str:
+    """The figures as people read them."""
+    source = "" if figures["token_counts_from"] == "usage" else " (counted in chunks: the server sent no usage)"
+    lines = {
+        "requests": f"{figures['num_requests'] - figures['num_errors']} answered, {figures['num_errors']} failed, "
+        f"in {figures['seconds']:.2f} s",
+        "tokens": f"{figures['prompt_tokens']} in, {figures['output_tokens']} out{source}",
+        "requests/s": f"{figures['requests_per_second']:.2f}",
+        "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
+        "total tokens/s": f"{figures['total_tokens_per_second']:.1f}",
+    }
+    if figures["goodput_levels_ms"]:
+        levels = ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in figures["goodput_levels_ms"].items())
+        lines["goodput requests/s"] = f"{figures['goodput_requests_per_second']:.2f} ({levels})"
+    names = {"TTFT": "ttft_ms", "time per output token": "tpot_ms", "inter-token": "itl_ms", "end to end": "e2el_ms"}
+    table = report.show_spreads({name: figures[key] for name, key in names.items()})
+    errors = [f"{count} × {text}" for text, count in list(figures["errors"].items())[:5]]
+    return "\n".join([*report.show_figures(lines), "", *table, *(["", "errors:", *errors] if errors else [])])
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report.check_writable(arguments.result)
+    if arguments.prompt_kind == "ids" and arguments.endpoint == "chat":
+        raise ConfigError("--prompt-kind ids needs --endpoint completions: a chat message is text")
+    prompts = _prompts(arguments, arguments.num_prompts, arguments.shared_prefix_len, arguments.seed)
+    load = Workload(prompts, poisson_arrivals(len(prompts), arguments.request_rate, arguments.seed))
+    num_streams = min(len(prompts), arguments.max_concurrency or len(prompts))
+    num_clients = clients.num_processes(arguments.client_processes, num_streams)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        model = runner.run(_warm_up(arguments))
+    with _progress(len(prompts)) as progress:
+        outcome = clients.send_all(arguments, model, load, progress.update, num_clients)
+    records = outcome.records
+    figures = judge(records, dict(arguments.goodput)) | {
+        "client_processes": len(outcome.cpu_seconds),
+        "client_cpu_seconds": round(sum(outcome.cpu_seconds), 3),
+        "client_busiest": round(outcome.busiest, 3),
+    }
+    print(f"{model} at {arguments.base_url} ({arguments.endpoint})\n\n{show(figures)}")
+    print("\n".join(report.show_figures({"client": clients.show_share(outcome)})))
+    requests = [
+        {"ttft": r.ttft, "latency": r.latency, "prompt_tokens": r.prompt_tokens, "output_tokens": r.output_tokens}
+        | {"started": r.started - records[0].started, "error": r.error}
+        for r in records
+    ]
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("run", "api_key")}
+    settings["request_rate"] = None if arguments.request_rate == float("inf") else arguments.request_rate
+    report.write(arguments.result, {"model": model, "settings": settings, "figures": figures, "requests": requests})
+    return 1 if figures["num_errors"] else 0
+
+
+async def _warm_up(arguments: argparse.Namespace) -> str:
+    """The model's name, once the first requests have been answered."""
+    client = client_for(arguments)
+    try:
+        model = arguments.model or await _first_model(client, arguments.base_url)
+        sender = Sender(client, arguments, model)
+        for prompt in _prompts(arguments, arguments.num_warmups, 0, arguments.seed + 1):
+            trial = await sender.send(prompt)
+            if trial.error:
+                raise RequestFailed(f"the first request to {arguments.base_url} failed: {trial.error}")
+        return str(model)
+    finally:
+        await client.close()
+
+
+def _prompts(arguments: argparse.Namespace, num: int, shared_len: int, seed: int) -> list[str | list[int]]:
+    if arguments.prompt_kind == "ids":
+        return [*id_prompts(num, arguments.input_len, shared_len, arguments.vocab_size, seed)]
+    return [*word_prompts(num, arguments.input_len, shared_len, seed)]
+
+
+async def _first_model(client: Client, url: str) -> str:
+    try:
+        models = json.loads(await client.get("/v1/models"))["data"]
+        return str(models[0]["id"])
+    except OSError as error:
+        raise EngineUnavailable(f"cannot reach {url}: {error}; is the server running?") from None
+    except HTTPFailure as failure:
+        raise RequestFailed(f"{url}/v1/models: {describe(failure)}") from None
+    except (ValueError, KeyError, TypeError, IndexError):
+        raise RequestFailed(f"{url}/v1/models lists no model: name one with --model") from None
+
+
+def _progress(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="request", file=sys.stderr, disable=not sys.stderr.isatty())

@@ -1,0 +1,310 @@
+"""`octavo doctor MODEL`: would it serve? One line for each thing that could go wrong, by the code that serving runs.
+Knows nothing of torch or tensors: what needs them is loaded by name."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from octavo.cache.span import pages_of
+from octavo.config import Config
+from octavo.errors import ConfigError, OctavoError
+from octavo.messages import EngineReport, LoadReport
+from octavo.spec import ModelSpec
+from octavo.text import Text, load_text
+from octavo.weights.sources.source import ModelSource, resolve
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+_MARKS: dict[Status, str] = {"ok": "✓", "warning": "!", "failed": "✗", "skipped": "–"}
+_PLAIN_MARKS: dict[Status, str] = {"ok": "ok", "warning": "!!", "failed": "NO", "skipped": "--"}  # not in UTF-8
+
+_SAMPLES = (
+    "Hello, world! It's 12:30.",
+    "def f(x):\n\treturn x  # twice  two",
+    "naïve café, Größe, 東京, مرحبا, 👩‍👩‍👧 and \U0001f9ea",
+)
+_CONTEXTS = (2048, 8192, 32768, 131072)
+_SEQUENCES = (1, 8, 32, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    check: str
+    status: Status
+    message: str
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    model: str
+    findings: list[Finding] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)  # numbers for machines; empty: it never came to that
+
+    @property
+    def failure(self) -> Finding | None:
+        return next((finding for finding in self.findings if finding.status == "failed"), None)
+
+
+class _Checkup(Protocol):
+    """worker/dry_run.py, as it is seen from here."""
+
+    spec: ModelSpec
+
+    def configuration(self) -> str: ...
+    def arithmetic(self) -> str: ...
+    def tensors(self) -> str: ...
+    def numbers(self) -> str: ...
+    def needs(self) -> LoadReport: ...
+    def settled(self, needs: LoadReport) -> EngineReport: ...
+
+
+def run(config: Config, *, deep: bool, as_json: bool) -> int:
+    """Prints the report. Raises ConfigError with the first reason why the model would not serve."""
+    diagnosis = Diagnosis(config.model.model or "the embedded model")
+    show = None if as_json else _shower(config.model.model)
+    for finding in examine(config, diagnosis, deep=deep):
+        diagnosis.findings.append(finding)
+        if show is not None:
+            show(finding)
+    if as_json:
+        print(json.dumps(_as_json(diagnosis), ensure_ascii=False, indent=2))
+    elif diagnosis.memory and diagnosis.memory["kv_bytes"]:
+        print("\n".join(_table(diagnosis.memory)))
+    if (failure := diagnosis.failure) is not None:
+        raise ConfigError(f"{failure.check}: {failure.message}")
+    return 0
+
+
+def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+    """One finding after the other, as soon as each is known."""
+    is_dummy = config.model.load_format == "dummy"
+    try:
+        source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
+    except ConfigError as error:
+        yield Finding("files", "failed", error.message)
+        return
+    diagnosis.model = source.name
+    yield Finding("files", "ok", f"a {'GGUF file' if source.kind == 'gguf' else 'folder'}, {source.path}")
+    checkup = _load_checkup(config, source)
+    spec: ModelSpec | None = None
+    for finding in _model(checkup, diagnosis, deep=deep and not is_dummy):
+        if finding.check == "configuration" and finding.status == "ok":
+            spec = checkup.spec
+        yield finding
+    yield from _words(config, source, spec)
+
+
+def _load_checkup(config: Config, source: ModelSource) -> _Checkup:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine does: read when torch is first imported
+    checkup: _Checkup = importlib.import_module("octavo.worker.dry_run").Checkup(config, source)
+    return checkup
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _model(checkup: _Checkup, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+    steps: list[tuple[str, Callable[[], str]]] = [
+        ("configuration", checkup.configuration),
+        ("arithmetic", checkup.arithmetic),
+        ("tensors", checkup.tensors),
+        ("memory", lambda: _memory(checkup, diagnosis)),
+    ]
+    if deep:
+        steps.insert(3, ("numbers", checkup.numbers))
+    for at, (name, step) in enumerate(steps):
+        try:
+            message = step()
+        except ConfigError as error:
+            yield Finding(name, "failed", error.message)
+            for later, _ in steps[at + 1 :]:
+                yield Finding(later, "skipped", f"not looked at: {name} comes first")
+            return
+        yield Finding(name, "ok", message)
+    if not deep:
+        yield Finding("numbers", "skipped", "not looked at: --deep reads every weight and looks for NaN")
+
+
+def _memory(checkup: _Checkup, diagnosis: Diagnosis) -> str:
+    needs = checkup.needs()
+    settled = checkup.settled(needs)
+    diagnosis.memory = {
+        "weights_bytes": needs.weights_bytes,
+        "available_bytes": needs.available_bytes + needs.weights_bytes,
+        "page_bytes": settled.page_bytes,
+        "page_size": settled.page_size,
+        "num_pages": settled.num_pages,
+        "max_model_len": settled.max_model_len,
+        "kv_bytes": _kv_bytes(checkup.spec.context_len, settled) if settled.can_generate else [],
+    }
+    if not settled.can_generate:
+        available = needs.available_bytes + needs.weights_bytes
+        return f"weights {_size(needs.weights_bytes)} of the {_size(available)} available; an encoder keeps no KV pages"
+    room = f"{settled.num_pages * settled.page_size:,} tokens of"
+    if any(settled.windows):
+        room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
+    return (
+        f"weights {_size(needs.weights_bytes)} of the {_size(needs.available_bytes + needs.weights_bytes)} available; "
+        f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
+        f"{settled.max_model_len:,}"
+    )
+
+
+def _kv_bytes(context_len: int, settled: EngineReport) -> list[dict[str, int]]:
+    lengths = sorted({*(length for length in _CONTEXTS if length < context_len), context_len})
+    return [
+        {
+            "tokens": length,
+            "sequences": count,
+            "bytes": count * _pages_of(length, settled) * settled.page_bytes,
+        }
+        for length in lengths
+        for count in _SEQUENCES
+    ]
+
+
+def _pages_of(num_tokens: int, settled: EngineReport) -> int:
+    return pages_of(num_tokens, settled.page_size, settled.windows, settled.max_num_batched_tokens)
+
+
+# ── its words ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
+    try:
+        text = load_text(
+            source.path,
+            tokenizer=config.model.tokenizer,
+            chat_template=config.model.chat_template,
+            default_sampling=source.default_sampling,
+        )
+    except ConfigError as error:
+        yield Finding("tokenizer", "failed", error.message)
+        return
+    yield _tokenizer(text, spec)
+    if spec is not None and spec.is_encoder:
+        yield _pooling(text)
+        return
+    yield _chat(text)
+    yield _stops(text, spec)
+
+
+def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
+    if spec is not None:
+        try:
+            text.require_fit(spec.vocab_size)
+        except ConfigError as error:
+            return Finding("tokenizer", "failed", error.message)
+    size = f"{text.vocab_size:,} tokens"
+    lossy = ""
+    for sample in _SAMPLES:
+        ids = text.encode(sample, add_special_tokens=False)
+        back = text.decode(ids)
+        if back != sample and not lossy:
+            lossy = f"; it does not give back every text: {sample!r} came back as {back!r}"
+    if spec is not None and text.vocab_size > spec.vocab_size:
+        beyond = f"ids from {spec.vocab_size} on are beyond the model's vocabulary, a text that holds them is refused"
+        return Finding("tokenizer", "warning", f"{size}: {beyond}{lossy}")
+    if lossy and not (spec is not None and spec.is_encoder):  # an encoder writes nothing back
+        return Finding("tokenizer", "warning", size + lossy)
+    if lossy:
+        return Finding("tokenizer", "ok", size)
+    return Finding("tokenizer", "ok", f"{size}; texts in several scripts came back as they went in")
+
+
+def _pooling(text: Text) -> Finding:
+    sentence = text.sentence
+    if sentence.unsupported:
+        return Finding(
+            "pooling", "warning", f"{sentence.unsupported} is not offered: every request must name a pooling of its own"
+        )
+    how = f"by {sentence.kind or 'mean'}{', normalised' if sentence.normalize else ''}"
+    longest = f", of up to {sentence.max_len:,} tokens" if sentence.max_len else ""
+    return Finding("pooling", "ok", f"{how}{longest}{'' if sentence.kind else ' (the model says nothing of it)'}")
+
+
+def _chat(text: Text) -> Finding:
+    if not text.has_chat_template:
+        return Finding("chat template", "warning", "none: completions only, unless --chat-template FILE gives one")
+    messages = [{"role": "user", "content": "Hello!"}]
+    try:
+        ids = text.encode_chat(messages)
+    except OctavoError as error:
+        return Finding("chat template", "failed", f"{error.message}; give another one with --chat-template FILE")
+    if "Hello!" not in text.render_chat(messages):
+        return Finding("chat template", "failed", "it leaves out what the user said: give another one")
+    try:
+        text.render_chat([{"role": "system", "content": "Be brief."}, *messages])
+    except OctavoError as error:
+        return Finding("chat template", "warning", f"it takes no system message ({error.message})")
+    return Finding("chat template", "ok", f"one message becomes {len(ids)} tokens")
+
+
+def _stops(text: Text, spec: ModelSpec | None) -> Finding:
+    names = [f"{text.decode([token], skip_special_tokens=False)!r} ({token})" for token in text.eos_ids]
+    if not names:
+        return Finding(
+            "stop tokens",
+            "warning",
+            "none: every answer runs on to max_tokens; name one as eos_token_id in generation_config.json",
+        )
+    if spec is not None and (beyond := [token for token in text.eos_ids if token >= spec.vocab_size]):
+        return Finding(
+            "stop tokens",
+            "warning",
+            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, the vocabulary ends at "
+            f"{spec.vocab_size - 1}; correct eos_token_id",
+        )
+    return Finding("stop tokens", "ok", ", ".join(names))
+
+
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _shower(model: str) -> Callable[[Finding], None]:
+    try:
+        "".join(_MARKS.values()).encode(sys.stdout.encoding or "ascii")
+        marks = _MARKS
+    except UnicodeEncodeError:
+        marks = _PLAIN_MARKS
+    print(f"octavo doctor {model}".rstrip())
+
+    def show(finding: Finding) -> None:
+        print(f" {marks[finding.status]} {finding.check:<14} {' '.join(finding.message.split())}", flush=True)
+
+    return show
+
+
+def _table(memory: dict[str, Any]) -> list[str]:
+    """KV pages by context and sequences; what does not fit beside the weights is in brackets."""
+    left = memory["available_bytes"] - memory["weights_bytes"]
+    heads = ["1 sequence", *(f"{count} sequences" for count in _SEQUENCES[1:])]
+    lines = ["", f"   {'KV pages for':>14}" + "".join(f"{head:>16}" for head in heads)]
+    for length in sorted({entry["tokens"] for entry in memory["kv_bytes"]}):
+        cells = [entry["bytes"] for entry in memory["kv_bytes"] if entry["tokens"] == length]
+        shown = [_size(size) if size <= left else f"({_size(size)})" for size in cells]
+        lines.append(f"   {f'{length:,} tokens':>14}" + "".join(f"{cell:>16}" for cell in shown))
+    lines.append(f"   {_size(left)} is left beside the weights; (in brackets): more than that")
+    return lines
+
+
+def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    return {
+        "model": diagnosis.model,
+        "serves": diagnosis.failure is None,
+        "findings": [
+            {"check": finding.check, "status": finding.status, "message": finding.message}
+            for finding in diagnosis.findings
+        ],
+        "memory": diagnosis.memory or None,
+    }
+
+
+def _size(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} bytes"

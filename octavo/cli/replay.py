@@ -1,0 +1,309 @@
+"""`octavo replay`: what a recording holds, whether its plans come out the same, and what other settings would have changed.
+Knows nothing of how plans are made: it shows what replay/replay.py and its kin find."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.messages import StepPlan
+from octavo.recording.format import Aborted, Arrived, Recording, Ticked, read
+from octavo.replay.recompute import Findings, Recomputation
+from octavo.replay.replay import Committed, Planned
+from octavo.replay.simulate import Imagined
+from octavo.replay.stats import Tally, at
+from octavo.replay.what_if import Learned, Pace, Settings, fit, learn
+from octavo.schedule.request import Request
+
+EXIT_DIFFERS = 1
+_NAMES = 6  # requests named in one line
+
+
+def run(
+    path: str,
+    *,
+    model: str | None,
+    steps: str | None,
+    request: str | None,
+    what_if: list[str],
+    as_json: bool,
+) -> int:
+    """`model`: compute the tokens too, by this one or ("") by the recorded; None: plans alone."""
+    recording = read(Path(path))
+    first, last = _steps(steps)
+    changed = Settings.of(recording).changed(what_if) if what_if else None
+    lines: list[str] = []
+    teller = _Teller(lines, first, last, request)
+    learned = learn(recording, teller.tell)
+    teller.scheduler_of(learned)
+    if request is not None and not teller.has_seen:
+        raise ConfigError(f"--request {request}: there is no such request in {path}")
+    findings = Recomputation(recording, model).run() if model is not None else None
+    report = _report(path, recording, learned, findings)
+    if changed is not None:
+        report["what_if"] = _compare(recording, learned, changed)
+    if as_json:
+        report["story"] = lines
+        print(msgspec.json.encode(report).decode())
+    else:
+        _print(report, lines)
+    differs = report["plans"]["same"] < report["plans"]["steps"] or (
+        findings is not None and findings.num_same < findings.num_tokens
+    )
+    return EXIT_DIFFERS if differs else 0
+
+
+def _steps(text: str | None) -> tuple[int, int]:
+    """A:B, A: or :B or A; an empty range where nothing is asked for."""
+    if text is None:
+        return 0, -1
+    start, colon, end = text.partition(":")
+    if not all(part.isdecimal() or not part for part in (start, end)) or text in ("", ":"):
+        raise ConfigError(f"--steps {text}: give A:B, two numbers of steps, or one number")
+    first = int(start or 0)
+    return first, int(end) if end else (2**62 if colon else first)
+
+
+# ── one step, one request ───────────────────────────────────────────────────────────────────────────
+
+
+class _Teller:
+    """Puts what happens into words, of the steps and the request that were asked for."""
+
+    def __init__(self, lines: list[str], first: int, last: int, request: str | None) -> None:
+        self._lines, self._first, self._last, self._request = lines, first, last, request
+        self.has_seen = False
+        self._outputs = 0
+        self.next: tuple[StepPlan, list[Request]] | None = None
+
+    def scheduler_of(self, learned: Learned) -> None:
+        """What would have come next, where the recording ends in the middle of work."""
+        replay = learned.replay
+        if replay.num_same == replay.num_steps and not replay.scheduler.is_idle:
+            self.next = replay.next_plan()
+            if self.next is not None:
+                plan, requests = self.next
+                if self._request is None and self._first <= self._last:
+                    self._lines.append(
+                        f"{in_words(plan, requests)}; not recorded any more: the engine was about to do it"
+                    )
+
+    def tell(self, happening: object) -> None:
+        match happening:
+            case Planned():
+                self._planned(happening)
+            case Arrived() if happening.id == self._request:
+                self.has_seen = True
+                begun = sum(length or 0 for length in happening.begun_len)
+                more = f", {begun} tokens of output from an earlier engine" if begun else ""
+                self._lines.append(f"arrived: {happening.prompt_len} prompt tokens{more}")
+            case Aborted() if happening.id == self._request:
+                which = "" if happening.index < 0 else f" choice {happening.index}"
+                why = "a stop string was found" if happening.reason == "stop" else "its client left"
+                self._lines.append(f"aborted{which}: {why}")
+            case Committed() if self._request is not None:
+                self._committed(happening)
+
+    def _planned(self, happening: Planned) -> None:
+        plan = happening.plan
+        if not happening.is_same:
+            self._lines.append(f"{in_words(plan, happening.requests)}; the recorded plan was another")
+            return
+        if self._request is None:
+            if self._first <= plan.step <= self._last and not plan.is_empty:
+                self._lines.append(f"{in_words(plan, happening.requests)}; {outcome_words(happening)}")
+            return
+        for request in happening.admitted:
+            if request.id == self._request:
+                self.has_seen = True
+                self._lines.append(f"step {plan.step}: enters, in row {request.row}")
+        for returned in happening.returned:
+            if returned.request.id == self._request:
+                how = "swapped out" if returned.is_swapped else "to be computed again"
+                self._lines.append(f"step {plan.step}: back to the queue, {returned.num_computed} tokens {how}")
+        for request, start, count in zip(happening.requests, plan.starts, plan.counts, strict=True):
+            if request.id == self._request:
+                self.has_seen = True
+                if count > 1 or start < request.prompt_len - 1:
+                    self._lines.append(f"step {plan.step}: {name_of(request)} computes {start}…{start + count - 1}")
+
+    def _committed(self, happening: Committed) -> None:
+        for delta in happening.deltas:
+            if delta.request_id == self._request:
+                self._outputs += len(delta.token_ids)
+                if self._outputs == len(delta.token_ids) > 0:
+                    self._lines.append(f"step {happening.plan.step}: its first token")
+                if delta.finish is not None:
+                    self._lines.append(
+                        f"step {happening.plan.step}: choice {delta.index} ends ({delta.finish.reason}); {self._outputs} tokens"
+                        f" out, {delta.finish.num_cached_tokens} prompt tokens were cached, preempted {delta.finish.num_preemptions} times"
+                    )
+
+
+def name_of(request: Request) -> str:
+    return f"{request.id}[{request.index}]" if request.params.n > 1 else request.id
+
+
+def in_words(plan: StepPlan, requests: list[Request]) -> str:
+    """Who computes what in a step."""
+    prompts, decodes = [], []
+    for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
+        if count > 1 or start < request.prompt_len - 1:
+            prompts.append(f"{name_of(request)} {start}…{start + count - 1}")
+        else:
+            decodes.append(name_of(request))
+    parts = [f"step {plan.step}: {len(plan.rows)} rows, {sum(plan.counts)} tokens"]
+    parts += [f"computes {_listed(prompts)}"] if prompts else []
+    parts += [f"decodes {_listed(decodes)}"] if decodes else []
+    return "; ".join(parts)
+
+
+def outcome_words(happening: Planned) -> str:
+    plan = happening.plan
+    entered = [f"{name_of(request)} in row {request.row}" for request in happening.admitted]
+    returned = [name_of(each.request) for each in happening.returned]
+    parts = [f"enters {_listed(entered)}"] if entered else []
+    parts += [f"back to the queue {_listed(returned)}"] if returned else []
+    parts += [f"rows left {_listed([str(row) for row in plan.leaves])}"] if plan.leaves else []
+    parts += [f"{len(plan.moves)} pages moved"] if plan.moves else []
+    return "; ".join(parts) or "nobody enters or leaves"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+    return ", ".join(names[:_NAMES]) + more
+
+
+# ── the whole ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _report(path: str, recording: Recording, learned: Learned, findings: Findings | None) -> dict[str, Any]:
+    header, replay, tally = recording.header, learned.replay, learned.tally
+    last = recording.records[-1] if recording.records else None
+    report: dict[str, Any] = {
+        "file": path,
+        "model": header.model,
+        "version": header.version,
+        "engine": header.engine,
+        "begins": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall)),
+        "seconds": last.micros / 1e6 - header.clock if last is not None and not isinstance(last, Ticked) else 0.0,
+        "settings": msgspec.to_builtins(Settings.of(recording)),
+        "page_size": header.report.page_size,
+        "with_tokens": header.with_tokens,
+        "requests": len(learned.requests),
+        "notes": recording.notes,
+        "plans": {"steps": replay.num_steps, "same": replay.num_same},
+        "totals": totals(tally),
+    }
+    if findings is not None:
+        first = findings.first
+        report["tokens"] = {"compared": findings.num_tokens, "same": findings.num_same}
+        report["tokens"]["first_difference"] = first._asdict() if first is not None else None
+    return report
+
+
+def totals(tally: Tally) -> dict[str, Any]:
+    return {
+        "steps": tally.num_steps,
+        "seconds computing": tally.seconds,
+        "output tokens": tally.num_output,
+        "output tokens a second of computing": tally.num_output / tally.seconds if tally.seconds else 0.0,
+        "rows a step, mean": tally.num_rows / tally.num_steps if tally.num_steps else 0.0,
+        "first token, steps, median": at(tally.first_steps, 0.5),
+        "first token, steps, p99": at(tally.first_steps, 0.99),
+        "first token, s, median": at(tally.first_seconds, 0.5),
+        "first token, s, p99": at(tally.first_seconds, 0.99),
+        **{
+            f"waits for {reason}, requests × steps": tally.waits[reason]
+            for reason in ("rows", "pages", "budget", "order")
+        },
+        "preemptions": tally.preemptions,
+        "prompt tokens found cached": tally.hit_tokens,
+        "pages in use, most": tally.most_pages,
+        "requests refused": tally.num_refused,
+    }
+
+
+def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[str, Any]:
+    """The recorded run, the same requests and settings on the estimated clock, and other settings on it."""
+    pace, settings = fit(learned.samples), Settings.of(recording)
+    if changed.enable_prefix_caching and not settings.enable_prefix_caching and not recording.header.with_tokens:
+        raise ConfigError(
+            "--what-if enable_prefix_caching: the recording tells neither tokens nor which pages are alike; record with --record-tokens"
+        )
+    same = Imagined(learned, settings, pace).run()
+    other = Imagined(learned, changed, pace).run()
+    differs = {name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(changed, name)}
+    return {
+        "settings": {name: [getattr(settings, name), getattr(changed, name)] for name in sorted(differs)},
+        "pace": pace._asdict(),
+        "recorded": totals(learned.tally),
+        "as recorded, estimated": totals(same),
+        "what if, estimated": totals(other),
+    }
+
+
+def _print(report: dict[str, Any], lines: list[str]) -> None:
+    settings, plans, total = report["settings"], report["plans"], report["totals"]
+    told = "told" if report["with_tokens"] else "not told"
+    caching = "on" if settings["enable_prefix_caching"] else "off"
+    _line("recording", f"engine {report['engine']} of octavo {report['version']}, model {report['model']}")
+    _line("begins", f"{report['begins']}, {report['seconds']:.1f} s long; token ids {told}")
+    _line(
+        "settings",
+        f"{settings['max_num_seqs']} rows, {settings['max_num_batched_tokens']} tokens a step, {settings['num_pages']} pages of "
+        f"{report['page_size']} tokens, {settings['num_host_pages']} on the host, prefix caching {caching}, {settings['scheduling_policy']}",
+    )
+    _line(
+        "holds",
+        f"{total['steps']} steps, {total['seconds computing']:.2f} s of computing, {report['requests']} requests, "
+        f"{total['output tokens']} output tokens",
+    )
+    for note in report["notes"]:
+        _line("note", note)
+    for line in lines:
+        print(line)
+    same, steps = plans["same"], plans["steps"]
+    _line(
+        "plans", f"identical, step by step: {same} of {steps}" if same == steps else f"{same} identical, then another"
+    )
+    if "tokens" in report:
+        tokens = report["tokens"]
+        _line("tokens", f"identical: {tokens['same']} of {tokens['compared']}")
+        if (first := tokens["first_difference"]) is not None:
+            _line(
+                "",
+                "first difference: step {step}, {request}[{choice}]: {recorded} recorded, {computed} computed".format(
+                    **first
+                ),
+            )
+    if "what_if" in report:
+        _print_what_if(report["what_if"])
+
+
+def _print_what_if(compared: dict[str, Any]) -> None:
+    names = ("recorded", "as recorded, estimated", "what if, estimated")
+    changes = ", ".join(f"{name} {old} → {new}" for name, (old, new) in compared["settings"].items())
+    _line("what if", changes or "nothing changes")
+    print(f"{'':42}{'recorded':>12}{'estimated':>12}{'what if':>12}")
+    for row in compared["recorded"]:
+        cells = [_cell(compared[name][row]) for name in names]
+        print(f"{row:42}" + "".join(f"{cell:>12}" for cell in cells))
+    pace = Pace(**compared["pace"])
+    print(
+        f"Times of the last two columns are estimates: {pace.step * 1e3:.3f} ms a step, {pace.row * 1e3:.4f} ms a row, "
+        f"{pace.token * 1e3:.4f} ms a prompt token, fitted to the recorded steps. How far the first two columns lie apart is how "
+        "far to trust the third."
+    )
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _line(name: str, text: str) -> None:
+    print(f"{name:10}{text}")

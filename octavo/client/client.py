@@ -1,0 +1,324 @@
+"""EngineClient: how anything asynchronous reaches an engine: over ZMQ in its own process; inside.py has the other way.
+Knows nothing of HTTP or text."""
+
+import asyncio
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from octavo.client.inflight_limit import Anteroom
+from octavo.client.streams import Streams
+from octavo.errors import EngineDead, EngineError, EngineUnavailable
+from octavo.ipc.heartbeat import Pulse
+from octavo.messages import (
+    Abort,
+    Answered,
+    Control,
+    Dying,
+    EngineGone,
+    EngineLost,
+    EngineReport,
+    EngineStarted,
+    Finish,
+    FinishReason,
+    FromEngine,
+    FromSupervisor,
+    GenerateRequest,
+    Hello,
+    LeaveQueue,
+    Reply,
+    StepDeltas,
+    ToEngine,
+    TokenDelta,
+    Travelled,
+)
+
+log = logging.getLogger("octavo.engine")
+
+_LAST_WORDS_SECONDS = 0.05
+
+
+class EngineClient(ABC):
+    """Five verbs: submit, abort, deltas, control, close. Used from one event loop."""
+
+    def __init__(self, origin: int = 0) -> None:
+        self.report: EngineReport | None = None  # None until the engine is ready
+        self.pulse: Pulse | None = None  # None: the engine can only be asked
+        self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
+        self.num_restarts = 0
+        self.can_be_replaced = False  # whether another engine would take over
+        self.origin = origin
+        # Whoever keeps journeys names a request's, and hears of its way through the engine before its last tokens come.
+        self.on_submit: Callable[[GenerateRequest], GenerateRequest] = lambda request: request
+        self.on_travelled: Callable[[bytes], None] = lambda journey: None
+        self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
+        self.on_found: Callable[[], None] = lambda: None  # another one has taken over
+        self._streams = Streams()
+        self._anteroom: Anteroom | None = None  # None: whoever comes is sent on
+        self._is_ready = asyncio.Event()
+        self._failure: EngineDead | None = None
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests that do not wait for ever
+        self._calls: dict[int, asyncio.Future[str]] = {}
+        self._call_ids = itertools.count(1)
+
+    @property
+    def num_open(self) -> int:
+        """Requests of this process that have not ended."""
+        return len(self._streams)
+
+    @property
+    def num_running(self) -> int:
+        """Of these, those that the engine has not ended; the others are being read."""
+        return self._streams.num_growing
+
+    async def ready(self) -> EngineReport:
+        """Wait for the engine. Raises EngineDead if it ends before."""
+        await self._is_ready.wait()
+        if self.report is None:
+            assert self._failure is not None
+            raise self._failure
+        return self.report
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Raises EngineUnavailable, EngineDead or Overloaded; otherwise its deltas will come."""
+        if self._failure is not None:
+            raise self._failure
+        if self.report is None:
+            raise EngineUnavailable("the engine is still starting", retry_after=2)
+        if self._anteroom is not None:
+            rows = self.report.max_num_seqs
+            self._anteroom.check(request, rows, self.is_recovering, self._streams.without_tokens)
+        request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
+        self._streams.open(request)
+        if self._anteroom is not None:
+            self._anteroom.hold(request)
+        self._send(request)
+        if request.deadline or request.queue_until:
+            self._set_timers(request)
+
+    def abort(self, request_id: str, index: int = -1, reason: FinishReason = "abort") -> None:
+        """No more deltas of this choice (−1: of any choice) are wanted; its row and pages are freed before the next step."""
+        self._streams.end_choice(request_id, index)
+        self._send(Abort(request_id, index, reason))
+
+    async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
+        """To be read once, right after submit, until every choice has ended. Leaving early aborts the request."""
+        try:
+            while deltas := await self._streams.next(request_id):
+                yield deltas
+        finally:
+            for timer in self._timers.pop(request_id, ()):
+                timer.cancel()
+            if self._anteroom is not None:
+                self._anteroom.drop(request_id)
+            if self._streams.close(request_id):
+                self._send(Abort(request_id))
+
+    async def control(self, control: Control) -> str:
+        if self._failure is not None:
+            raise self._failure
+        if self.is_recovering:
+            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
+        call = next(self._call_ids)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        try:
+            self._send(msgspec.structs.replace(control, call=call, origin=self.origin))
+            return await future
+        finally:
+            del self._calls[call]
+
+    def answered(self, answered: Answered) -> None:
+        """For the engine process to keep. Where there is none, `on_found` is the time to say it again."""
+        if self.report is not None:
+            self._send(answered)
+
+    def _set_timers(self, request: GenerateRequest) -> None:
+        """Kept here, so that they hold even while there is no engine."""
+        loop = asyncio.get_running_loop()
+        self._timers[request.id] = [
+            loop.call_later(max(0.0, when - request.submitted), act, request)
+            for when, act in ((request.deadline, self._expire), (request.queue_until, self._leave_queue))
+            if when
+        ]
+
+    def _expire(self, request: GenerateRequest) -> None:
+        message = "the request's deadline_ms has passed before it was done"
+        if self._streams.end(request.id, Finish("error", message=message, cause="deadline")):
+            self._send(Abort(request.id))
+
+    def _leave_queue(self, request: GenerateRequest) -> None:
+        if self._streams.has_begun(request.id):
+            return
+        if self.is_recovering:
+            message = "the engine is being started again, and the request's max_queue_ms has passed"
+            self._streams.end(request.id, Finish("error", message=message, cause="overload", retry_after=2))
+            self._send(Abort(request.id))
+        else:
+            self._send(LeaveQueue(request.id))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Open requests are abandoned."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None: ...
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case StepDeltas():
+                self._streams.deliver(message.deltas)
+            case Travelled():
+                self.on_travelled(message.journey)
+            case Reply():
+                future = self._calls.get(message.call)
+                if future is not None and not future.done():
+                    future.set_result(message.body)
+            case EngineReport():
+                self.report = message
+                self._is_ready.set()
+            case Dying():
+                self._fail(EngineDead(message.message))
+
+    def _fail(self, error: EngineDead) -> None:
+        self._failure, self.report = error, None
+        self._is_ready.set()
+        self._streams.fail(error)
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: EngineError) -> None:
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+class ZmqClient(EngineClient):
+    """To the engine process. `engine_address` is where that listens, `reply_address` where this one will.
+
+    Where a supervisor speaks at `orders_address`, an engine that ends is not the end: open requests wait, and the next engine
+    is told what it needs to go on with them. Each engine has addresses of its own, so that nothing meant for one, or said by
+    one, is ever taken for another's."""
+
+    def __init__(
+        self,
+        engine_address: str,
+        reply_address: str,
+        origin: int = 0,
+        orders_address: str = "",
+        pulse: Pulse | None = None,
+        anteroom: Anteroom | None = None,
+    ) -> None:
+        super().__init__(origin)
+        self.pulse = pulse
+        self._anteroom = anteroom
+        self._context = zmq.Context()
+        self._async_context = zmq.asyncio.Context(self._context)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._to_engine: zmq.Socket[bytes] | None = None  # None: there is no engine
+        self._from_engine: zmq.asyncio.Socket | None = None
+        self._orders: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._addresses = (engine_address, reply_address)
+        self.can_be_replaced = bool(orders_address)
+        if orders_address:
+            self._orders = self._listen(orders_address)
+
+    async def ready(self) -> EngineReport:
+        if self._reader is None and self._to_engine is None:
+            self._connect(*self._addresses)
+            if self._orders is not None:
+                self._listener = asyncio.create_task(self._follow_orders(self._orders))
+                self._listener.add_done_callback(self._reader_ended)
+        return await super().ready()
+
+    def close(self) -> None:
+        self._disconnect(linger=200)
+        if self._listener is not None:
+            self._listener.cancel()
+        if self._orders is not None:
+            self._orders.close(linger=0)
+        self._context.term()
+
+    def _send(self, message: ToEngine) -> None:
+        if self._to_engine is not None:  # else the next engine's Hello will say it
+            self._to_engine.send(self._encoder.encode(message))
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Dying() if self._orders is not None:
+                log.warning("%s", message.message)  # the supervisor says what comes next
+            case EngineReport():
+                was_lost, self.is_recovering = self.is_recovering, False
+                super()._receive(message)
+                if was_lost:
+                    self.on_found()
+            case _:
+                super()._receive(message)
+
+    def _listen(self, address: str) -> zmq.asyncio.Socket:
+        socket = self._async_context.socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.bind(address)
+        return socket
+
+    def _connect(self, engine_address: str, reply_address: str) -> None:
+        """To a new engine, which is told what there is to go on with. What follows may be sent before it has loaded."""
+        self._from_engine = self._listen(reply_address)
+        self._to_engine = self._context.socket(zmq.PUSH)
+        self._to_engine.set_hwm(0)  # the anteroom is what bounds it
+        self._to_engine.connect(engine_address)
+        self._reader = asyncio.create_task(self._read(self._from_engine))
+        self._reader.add_done_callback(self._reader_ended)
+        newcomers = [] if self._anteroom is None else self._streams.untaken(self._anteroom.was_taken)
+        survivors = self._streams.survivors({request.id for request in newcomers})
+        self._send(Hello(self.origin, reply_address, survivors, newcomers))
+
+    def _disconnect(self, linger: int = 0) -> None:
+        """Tokens of the old engine that did not come this far never were: the next engine computes the same ones."""
+        if self._reader is not None:
+            self._reader.cancel()
+        for socket in (self._from_engine, self._to_engine):
+            if socket is not None:
+                socket.close(linger=linger)
+        self._reader = self._from_engine = self._to_engine = None
+
+    def _reader_ended(self, reader: asyncio.Task[None]) -> None:
+        """Nobody listens to the engine any more: say so, rather than let every request wait."""
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        while True:
+            self._receive(decoder.decode(await socket.recv()))
+
+    async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
+        decoder = msgspec.msgpack.Decoder(FromSupervisor)
+        while True:
+            await self._obey(decoder.decode(await socket.recv()))
+
+    async def _obey(self, order: FromSupervisor) -> None:
+        match order:
+            case EngineLost():
+                # Its last tokens may lie in the socket: they need not be computed again, and they tell who moved on.
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                self._disconnect()
+                self.is_recovering = True
+                self.on_lost()
+                self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
+                for name in self._streams.strike(order.seated):
+                    log.error("request %s is given up: it was alone in the engine each time that ended", name)
+            case EngineStarted():
+                self._disconnect()  # from one that had ended before this process came
+                self.num_restarts += 1
+                self._connect(order.engine_address, order.reply_address)
+            case EngineGone():
+                self._disconnect()
+                self._fail(EngineDead(order.message))

@@ -1,0 +1,97 @@
+"""Anteroom: the requests of one API process that no engine has taken in yet, and who is refused because there are too many.
+Knows nothing of sockets, and of the engine only what its pulse tells.
+
+An engine checks its backlog as it takes requests in. What lies before it while it computes, hangs or is started again would have no
+bound. While it turns, one process may have as much on the way as an engine without work would take: it would refuse the rest. While
+it does not, all who have no token yet are counted, and each process has its share of what may wait."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+
+from octavo.admission.queue_limit import retry_seconds, too_much
+from octavo.errors import Overloaded
+from octavo.ipc.heartbeat import Pulse
+from octavo.messages import GenerateRequest
+
+AWAY_SECONDS = 1.5
+"""An engine that has nothing to do says so every second, and others in each step: one that is silent for longer is away."""
+RECOUNT_SECONDS = 0.1
+"""Between two counts of those without a token: where there are many, counting takes a while."""
+
+
+class Anteroom:
+    def __init__(self, pulse: Pulse, origin: int, max_requests: int, max_tokens: int, num_servers: int) -> None:
+        """Requests, and prompt tokens of theirs, that may wait, of all API processes together; 0: any number."""
+        self._pulse, self._origin, self._num_servers = pulse, origin, num_servers
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._sent: OrderedDict[str, tuple[float, int]] = OrderedDict()  # → (submitted, prompt tokens), oldest first
+        self._num_sent_tokens = 0
+        # While the engine is away: those without a token. Who leaves is noticed at the next count.
+        self._counted = float("-inf")  # when
+        self._num_quiet = 0
+        self._num_quiet_tokens = 0  # of those for whom there would be no row
+        self._num_rows = 0  # this process's share of them
+
+    def check(
+        self,
+        request: GenerateRequest,
+        num_rows: int,
+        is_recovering: bool,
+        quiet: Callable[[], Collection[GenerateRequest]],
+    ) -> None:
+        """Raises Overloaded. `quiet`: this process's requests that have no token yet, oldest first."""
+        if not (self._max_requests or self._max_tokens):
+            return
+        self._let_in()
+        if is_away := is_recovering or self._is_silent():
+            share = self._num_servers
+            self._count(-(-num_rows // share), quiet)
+            waiting, tokens = self._num_quiet - self._num_rows, self._num_quiet_tokens
+        else:
+            share = 1
+            waiting, tokens = len(self._sent) - num_rows, self._num_sent_tokens
+        if waiting <= 0:
+            return
+        most = (-(-self._max_requests // share), -(-self._max_tokens // share))
+        if (excess := too_much(waiting, tokens, len(request.prompt_ids), *most)) is None:
+            return
+        where = f", and each of {share} API processes has its share of them" if share > 1 else ""
+        why = f"; the engine does not answer{where}" if is_away else ""
+        raise Overloaded(excess.words + why, retry_seconds(waiting * share * self._pulse.seconds_per_request))
+
+    def hold(self, request: GenerateRequest) -> None:
+        """It was checked, and is on its way."""
+        num_tokens = len(request.prompt_ids)
+        self._sent[request.id] = (request.submitted, num_tokens)
+        self._num_sent_tokens += num_tokens
+        self._num_quiet += 1
+        if self._num_quiet > self._num_rows:
+            self._num_quiet_tokens += num_tokens
+
+    def drop(self, request_id: str) -> None:
+        """It has ended, whether an engine has seen it or not."""
+        if (sent := self._sent.pop(request_id, None)) is not None:
+            self._num_sent_tokens -= sent[1]
+
+    def was_taken(self, request: GenerateRequest) -> bool:
+        """Whether an engine, this one or one before it, has taken it in, and so must not refuse it any more."""
+        return self._pulse.has_taken(self._origin, request.submitted)
+
+    def _let_in(self) -> None:
+        while self._sent:
+            submitted, num_tokens = next(iter(self._sent.values()))
+            if not self._pulse.has_taken(self._origin, submitted):
+                return
+            self._sent.popitem(last=False)
+            self._num_sent_tokens -= num_tokens
+
+    def _is_silent(self) -> bool:
+        return time.monotonic_ns() - self._pulse.beat > AWAY_SECONDS * 1e9
+
+    def _count(self, num_rows: int, quiet: Callable[[], Collection[GenerateRequest]]) -> None:
+        now = time.monotonic()
+        if now - self._counted >= RECOUNT_SECONDS or num_rows != self._num_rows:
+            lens = [len(request.prompt_ids) for request in quiet()]
+            self._counted, self._num_rows = now, num_rows
+            self._num_quiet, self._num_quiet_tokens = len(lens), sum(lens[num_rows:])

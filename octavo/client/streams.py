@@ -1,0 +1,223 @@
+"""Open requests of one asyncio process: deltas come in for all of them at once, each reader takes its own.
+Knows nothing of how the deltas got here.
+
+For every open request it keeps the tokens that have come, which is all that another engine needs to go on with it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from hashlib import blake2b
+
+import msgspec
+
+from octavo.errors import OctavoError, RequestFailed
+from octavo.ipc.heartbeat import is_named
+from octavo.messages import Finish, GenerateRequest, TokenDelta
+
+PROOF_TOKENS = 8
+"""A request that came this much further, in all of its choices together, had no part in the end of the engine before: it would
+have ended the next one on the way."""
+MAX_ALONE = 2
+"""A request that was alone in so many engines when they ended is not given to another one."""
+BAN_SECONDS = 600.0
+"""For so long a request is refused that is the same as one that was given up: clients ask again by themselves."""
+_MAX_BANNED = 64
+_MANY_DELTAS = 256
+"""A reader that lags so far behind gets them as one: waiting tokens then cost no more than their ids."""
+
+
+class _Stream:
+    __slots__ = ("alone", "deltas", "mark", "open_choices", "outputs", "reader", "request", "strikes")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.open_choices = set(range(request.params.n))
+        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # every token that has come
+        self.deltas: list[TokenDelta] = []  # those that the reader has not taken
+        self.reader: asyncio.Future[None] | None = None  # what the reader waits for, while it does
+        self.strikes = 0  # engines that ended while it ran, since it last moved on
+        self.alone = 0  # those of them in which nobody else ran
+        self.mark = 0  # tokens that it had at the last of them
+
+    def wake(self) -> None:
+        reader, self.reader = self.reader, None
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing has come of it, and all of it is still wanted."""
+        return len(self.open_choices) == len(self.outputs) and not any(self.outputs)
+
+    def strike(self, seated: Collection[str]) -> None:
+        num_tokens = sum(map(len, self.outputs))
+        if num_tokens >= self.mark + PROOF_TOKENS:
+            self.strikes = self.alone = 0
+        if is_named(self.request.id, seated):
+            self.strikes += 1
+            self.alone += len(seated) == 1
+            self.mark = num_tokens
+
+    def as_survivor(self) -> GenerateRequest:
+        choices = enumerate(self.outputs)
+        begun = [tokens if index in self.open_choices else None for index, tokens in choices]
+        return msgspec.structs.replace(self.request, begun=begun, strikes=self.strikes)
+
+
+class Streams:
+    """Not thread-safe: everything happens on the event loop."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._failure: OctavoError | None = None
+        self._banned: dict[bytes, tuple[float, str]] = {}  # what was given up → (until when, its id)
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_growing(self) -> int:
+        """Those that more is to come for."""
+        return sum(1 for stream in self._streams.values() if stream.open_choices)
+
+    def open(self, request: GenerateRequest) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert request.id not in self._streams, "request ids are unique"
+        if self._banned:
+            self._check_ban(request)
+        self._streams[request.id] = _Stream(request)
+
+    def deliver(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and delta.index in stream.open_choices:
+                stream.deltas.append(delta)
+                stream.outputs[delta.index] += delta.token_ids
+                if delta.finish is not None:
+                    stream.open_choices.discard(delta.index)
+                if stream.reader is not None:
+                    stream.wake()
+                elif len(stream.deltas) >= _MANY_DELTAS:
+                    stream.deltas = joined(stream.deltas)
+
+    def end_choice(self, request_id: str, index: int) -> None:
+        """No more deltas of this choice (−1: of any choice) are wanted."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.open_choices = {choice for choice in stream.open_choices if index not in (-1, choice)}
+            stream.deltas = [delta for delta in stream.deltas if index not in (-1, delta.index)]
+            stream.wake()
+
+    def fail(self, error: OctavoError) -> None:
+        """Every open stream, and every one to come, raises `error`."""
+        self._failure = error
+        for stream in self._streams.values():
+            stream.wake()
+
+    async def next(self, request_id: str) -> list[TokenDelta]:
+        """What arrived since the last look, in however many steps; waits for it. Empty: every choice has ended."""
+        stream = self._streams[request_id]
+        while not stream.deltas:
+            if not stream.open_choices:
+                return []
+            if self._failure is not None:
+                raise self._failure
+            stream.reader = asyncio.get_running_loop().create_future()
+            await stream.reader
+        deltas, stream.deltas = stream.deltas, []
+        return deltas
+
+    def close(self, request_id: str) -> bool:
+        """Forget the request. True: some of its choices had not ended."""
+        stream = self._streams.pop(request_id, None)
+        return stream is not None and bool(stream.open_choices)
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether the request is open and has had a token."""
+        stream = self._streams.get(request_id)
+        return stream is not None and any(stream.outputs)
+
+    def end(self, request_id: str, finish: Finish) -> bool:
+        """End every choice that is open, as the engine would. False: there is none."""
+        stream = self._streams.get(request_id)
+        if stream is None or not stream.open_choices:
+            return False
+        self.deliver([TokenDelta(request_id, index, [], finish) for index in [*stream.open_choices]])
+        return True
+
+    # ── when an engine has ended ──
+
+    def strike(self, seated: Collection[str]) -> list[str]:
+        """Note who had a row in the engine that ended. → ids of requests that have ended too many, alone: they are failed."""
+        failed = []
+        for name, stream in self._streams.items():
+            if not stream.open_choices:
+                continue
+            stream.strike(seated)
+            if stream.alone >= MAX_ALONE:
+                message = (
+                    f"request {name} was alone in the engine when that ended, {stream.alone} times in a row: it is given up, "
+                    "and the others go on"
+                )
+                self.end(name, Finish("error", message=message))
+                failed.append(name)
+                self._ban(stream.request)
+        return failed
+
+    def _ban(self, request: GenerateRequest) -> None:
+        if len(self._banned) == _MAX_BANNED:
+            del self._banned[next(iter(self._banned))]
+        self._banned[_likeness(request)] = (time.monotonic() + BAN_SECONDS, request.id)
+
+    def _check_ban(self, request: GenerateRequest) -> None:
+        until, name = self._banned.get(_likeness(request), (0.0, ""))
+        if (left := until - time.monotonic()) > 0:
+            raise RequestFailed(
+                f"request {name}, which was the same, ended two engines: it is not tried again for {left:.0f} s"
+            )
+
+    def without_tokens(self) -> list[GenerateRequest]:
+        """Those that are open and have had none, oldest first."""
+        return [stream.request for stream in self._streams.values() if stream.open_choices and not any(stream.outputs)]
+
+    def untaken(self, was_taken: Callable[[GenerateRequest], bool]) -> list[GenerateRequest]:
+        """What no engine has ever taken in, and so may refuse. All else is among the survivors."""
+        return [
+            stream.request for stream in self._streams.values() if stream.is_whole and not was_taken(stream.request)
+        ]
+
+    def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:
+        """What another engine can go on with."""
+        return [
+            stream.as_survivor()
+            for name, stream in self._streams.items()
+            if stream.open_choices and name not in untaken
+        ]
+
+
+def _likeness(request: GenerateRequest) -> bytes:
+    """The same for requests that ask the same, whatever seeds they were given."""
+    params = msgspec.structs.replace(request.params, seed=0)
+    return blake2b(msgspec.msgpack.encode([request.prompt_ids, params, request.stop_ids]), digest_size=16).digest()
+
+
+def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
+    """The same, as one delta for each choice. Vectors come alone and stay so."""
+    together: dict[int, TokenDelta] = {}
+    rest = []
+    for delta in deltas:
+        before = together.get(delta.index)
+        if delta.vector:
+            rest.append(delta)
+        elif before is None:
+            together[delta.index] = delta
+        else:
+            together[delta.index] = msgspec.structs.replace(
+                delta,
+                token_ids=[*before.token_ids, *delta.token_ids],
+                logprobs=(*before.logprobs, *delta.logprobs),
+                prompt_logprobs=before.prompt_logprobs or delta.prompt_logprobs,
+                progress=delta.progress or before.progress,
+            )
+    return [*together.values(), *rest]

@@ -1,0 +1,49 @@
+"""The client of an engine on a thread of this process: for tests, and whoever has no use for processes.
+Knows nothing of sockets."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+
+from octavo.client.client import EngineClient
+from octavo.engine.build import Engine
+from octavo.engine.driver import Driver, Inbox
+from octavo.messages import FromEngine, Hello, ToEngine
+
+
+class InProcessClient(EngineClient):
+    """To an engine on a thread of this process. Must be made on the event loop that will use it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+        self._event_loop = asyncio.get_running_loop()
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._drive, name="octavo-engine", daemon=True)
+        self._receive(engine.report)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join()
+        self._engine.loop.close()
+
+    def _send(self, message: ToEngine) -> None:
+        self._inbox.put(message)
+
+    def _drive(self) -> None:
+        # A failure has reached every client as Dying before it gets here.
+        with contextlib.suppress(Exception):
+            Driver(self._engine, self._inbox, self).run()
+
+    # The outbox of its own driver.
+
+    def connect(self, hello: Hello) -> None:
+        raise AssertionError("nobody introduces itself within one process")
+
+    def send(self, origin: int, message: FromEngine) -> None:
+        self._event_loop.call_soon_threadsafe(self._receive, message)
+
+    def send_all(self, message: FromEngine) -> None:
+        self.send(0, message)

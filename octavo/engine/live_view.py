@@ -1,0 +1,183 @@
+"""The engine at this moment, looked at between two steps: rows, queue, pages, and what ended since the last look.
+Knows nothing of who asks; nothing here runs while nobody does."""
+
+from bisect import insort
+from itertools import islice
+
+from octavo.cache.page_map import CACHED, FREE, SHARED, owner_code, owners_of, page_map
+from octavo.messages import Answered, StepPlan
+from octavo.observe.advice import LATELY_SECONDS, Standing, advice
+from octavo.observe.history import History
+from octavo.observe.journeys.stages import WaitReason
+from octavo.observe.live_state import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.schedule import Scheduler
+from octavo.schedule.request import Request
+
+MAX_WAITING = 100
+MAX_ENDED = 100
+MAX_LANES = 8
+MAX_COUNTED = 5000
+"""Of a longer queue the rest is one lane: nobody reads it, and walking it would hold up the steps."""
+
+
+class Endings:
+    """The last requests that are over, numbered."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._kept: list[LiveEnd] = []  # oldest first
+
+    def answered(self, answered: Answered) -> None:
+        if not answered.stages:
+            return
+        self.number += 1
+        end = LiveEnd(
+            self.number,
+            answered.ids[0],
+            answered.status,
+            answered.seconds,
+            answered.stages,
+            answered.prompt_tokens,
+            answered.output_tokens,
+            answered.preemptions,
+            answered.at,
+        )
+        insort(self._kept, end, key=lambda kept: kept.at)  # API processes tell one after another what was before
+        del self._kept[:-MAX_ENDED]
+
+    def since(self, number: int) -> list[LiveEnd]:
+        return [end for end in self._kept if end.number > number]
+
+
+def look(
+    scheduler: Scheduler,
+    metrics: EngineMetrics,
+    plan: StepPlan | None,
+    ended: list[LiveEnd],
+    history: History,
+    now: float,
+    is_first: bool = True,
+) -> LiveState:
+    """`plan`: the last one that was made. `is_first`: tell the past too."""
+    cache, report = scheduler.cache, metrics.report
+    reason = _reason(scheduler)
+    codes = page_map(cache)
+    totals = metrics.totals()
+    num_cached, num_free = codes.count(CACHED), codes.count(FREE)
+    num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
+    return LiveState(
+        time=now,
+        step=scheduler.num_steps,
+        totals=totals,
+        num_waiting=scheduler.num_waiting,
+        rows=_rows(scheduler, metrics, plan),
+        waiting=_waiting(scheduler, metrics, reason, now),
+        lanes=_lanes(scheduler, metrics, now),
+        blocked_by=reason,
+        advice=advice(_standing(scheduler, metrics, num_cached + num_free, num_preempted)),
+        num_pages=report.num_pages,
+        page_size=report.page_size,
+        max_rows=scheduler.max_rows,
+        max_step_tokens=scheduler.max_step_tokens,
+        num_host_pages=report.num_host_pages,
+        num_host_pages_used=cache.num_host_used,
+        num_shared_pages=codes.count(SHARED),
+        num_cached_pages=num_cached,
+        num_free_pages=num_free,
+        ended=ended,
+        past=history.all() if is_first else [],
+        pages=codes.tobytes(),
+    )
+
+
+def _reason(scheduler: Scheduler) -> WaitReason | None:
+    return scheduler.head_waits_for if len(scheduler.waiting) else "grammar" if scheduler.aside else None
+
+
+def page_owners(scheduler: Scheduler, metrics: EngineMetrics, page: int) -> list[str]:
+    """Names of the requests that hold a page."""
+    sequences = set(owners_of(scheduler.cache, page))
+    return [metrics.name_of(request.id) for request in scheduler.requests() if request.sequence in sequences]
+
+
+def _rows(scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None) -> list[LiveRow]:
+    counts = dict(zip(plan.rows, plan.counts, strict=True)) if plan is not None else {}
+    tables = scheduler.cache.tables
+    return [
+        LiveRow(
+            request.row,
+            metrics.name_of(request.id),
+            request.index,
+            counts.get(request.row, 0) > 1 or request.computed < request.prompt_len,
+            counts.get(request.row, 0),
+            request.length,
+            request.prompt_len,
+            request.max_len,
+            sum(len(table.pages) for table in tables.get(request.sequence, ())),
+            owner_code(request.sequence),
+        )
+        for request in scheduler.running
+    ]
+
+
+def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, now: float) -> list[LiveWait]:
+    head = scheduler.waiting.head()
+    aside = list(islice(scheduler.aside.values(), MAX_WAITING))
+    waiting: list[Request] = [*scheduler.waiting.first(MAX_WAITING), *aside]
+    hosts = scheduler.cache.host_tables
+    return [
+        LiveWait(
+            metrics.name_of(request.id),
+            "grammar" if request.sequence in scheduler.aside else "order" if request is not head else reason or "step",
+            now - metrics.arrival_of(request.id, now),
+            request.prompt_len,
+            request.num_preemptions > 0,
+            sum(len(table.pages) for table in hosts.get(request.sequence, ())),
+        )
+        for request in waiting
+    ]
+
+
+def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[LiveLane]:
+    """Who came back because pages ran out, and who is new; these by priority, where that is what orders them."""
+    found: dict[tuple[int, str], tuple[int, float]] = {}  # (place, name) → how many, when the oldest came
+    by_priority = scheduler.orders_by_wish
+    for request in islice(scheduler.waiting, MAX_COUNTED):
+        rank = request.rank if by_priority else 0
+        name = "preempted" if request.num_preemptions else f"priority {rank}" if by_priority else "new"
+        key = (rank, name) if request.num_preemptions == 0 else (-(2**63), name)
+        count, oldest = found.get(key, (0, now))
+        found[key] = (count + 1, min(oldest, metrics.arrival_of(request.id, now)))
+    lanes = [LiveLane(name, count, now - oldest) for (_, name), (count, oldest) in sorted(found.items())]
+    if len(lanes) > MAX_LANES:
+        rest = lanes[MAX_LANES - 1 :]
+        others = LiveLane("others", sum(lane.count for lane in rest), max(lane.oldest_seconds for lane in rest))
+        lanes = [*lanes[: MAX_LANES - 1], others]
+    if len(scheduler.waiting) > MAX_COUNTED:
+        lanes.append(LiveLane("further back", len(scheduler.waiting) - MAX_COUNTED, 0.0))
+    if scheduler.aside:
+        oldest = min(metrics.arrival_of(request.id, now) for request in islice(scheduler.aside.values(), MAX_COUNTED))
+        lanes.append(LiveLane("grammar", len(scheduler.aside), now - oldest))
+    return lanes
+
+
+def _standing(scheduler: Scheduler, metrics: EngineMetrics, num_open_pages: int, num_preempted: int) -> Standing:
+    head, report = scheduler.waiting.head(), metrics.report
+    tokens = head.length if head is not None else 0
+    groups = len(scheduler.cache.windows)
+    return Standing(
+        num_waiting=scheduler.num_waiting,
+        reason=_reason(scheduler),
+        num_rows=len(scheduler.running),
+        max_rows=scheduler.max_rows,
+        num_pages=report.num_pages,
+        num_open_pages=num_open_pages,
+        max_step_tokens=scheduler.max_step_tokens,
+        head_tokens=tokens,
+        head_pages=-(-tokens // report.page_size) * groups,
+        spare_pages=len(scheduler.running) // 2 * groups,
+        num_preempted=num_preempted,
+        is_cpu=report.device.startswith("cpu"),
+        has_swap=report.num_host_pages > 0,
+    )

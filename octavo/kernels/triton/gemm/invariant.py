@@ -1,0 +1,281 @@
+"""y = x · Wᵀ whose bits for a row do not depend on the other rows or on how many there are: one order of sums for all.
+Knows nothing of layers; norm, bias, gate, residual and 8-bit scales come with the product, as `few_rows` has them.
+
+W is the tall side of every tile, so that all row counts take the same matrix instruction and differ in its width alone, which
+leaves the order of a sum as it is: along K, sixteen numbers at a time. Where N has too few tiles to fill the chip, K is cut into
+shares, by N and K alone, which are summed apart and added up in their order: by several programs where rows are few, by one, one
+share after the other, where they are many. Both give the same bits."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.errors import ConfigError
+from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, activate
+from octavo.kernels.triton.elementwise.norm import rms_norm
+from octavo.kernels.triton.runtime.chip import shared_bytes
+from octavo.kernels.triton.runtime.launch import Launcher
+
+_PROGRAMS = 132  # multiprocessors of an H200: about so many shares of a weight keep it reading
+_MIN_SHARE, _MAX_SHARES = 256, 8
+_GRAIN = 128  # shares are whole multiples, whatever the tiles
+_SCRATCH_NUMBERS = 1 << 22  # float32: 16 MiB for each device
+_MAX_TILES = 8192
+_TOGETHER = 8  # tiles of x that are taken together, so that W's stay in the cache
+
+
+class Tile(NamedTuple):
+    """How a product is cut. Changes speed only."""
+
+    rows: int  # of x
+    block_n: int  # rows of W; of gate and of up each so many
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(num_rows: int, is_gated: bool) -> Tile:
+    """Few rows: what keeps the most reads of W on their way. Many: what reads least for each product."""
+    for rows in (16, 32, 64):
+        if num_rows <= rows:
+            return Tile(rows, 64, 128 if rows <= 32 else 64, 4, 4)
+    if num_rows <= 128:
+        return Tile(64, 64, 64, 4, 4)
+    return Tile(128, 64, 64, 8, 3) if is_gated else Tile(128, 128, 64, 8, 3)
+
+
+@cache
+def num_shares(n: int, k: int) -> int:
+    """Into how many shares K is cut: by the weight alone, never by the rows."""
+    tiles, shares = -(-n // 64), 1
+    while tiles * shares < _PROGRAMS and shares < _MAX_SHARES and k // (2 * shares) >= _MIN_SHARE:
+        shares *= 2
+    return shares
+
+
+def share_size(k: int, shares: int) -> int:
+    return -(-k // (shares * _GRAIN)) * _GRAIN
+
+
+@triton.jit
+def _share_sums(  # type: ignore[no-untyped-def]
+    x, place, part_stride, row, x_stride, first,
+    K: tl.constexpr, SHARE: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_N, ROWS] of each part over SHARE columns from the first."""
+    column = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for start in range(0, SHARE, BLOCK_K):
+        at = first + start + column
+        weights = place[:, None] + at[None, :]
+        inputs = x + row[None, :] * x_stride + at[:, None]
+        if not HAS_TAIL:
+            numbers = tl.load(inputs)
+            tile = tl.load(weights)
+            if PARTS == 2:
+                up_tile = tl.load(weights + part_stride)
+        else:
+            numbers = tl.load(inputs, mask=(at < K)[:, None], other=0.0)
+            tile = tl.load(weights, mask=(at < K)[None, :], other=0.0)
+            if PARTS == 2:
+                up_tile = tl.load(weights + part_stride, mask=(at < K)[None, :], other=0.0)
+        sums = tl.dot(tile, numbers, sums, input_precision="ieee")
+        if PARTS == 2:
+            up_sums = tl.dot(up_tile, numbers, up_sums, input_precision="ieee")
+    return sums, up_sums
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, output, row, GATED: tl.constexpr,
+):  # fmt: skip
+    """What comes after the product, number by number, and the store."""
+    mask = (output < n)[:, None] & (row < num_rows)[None, :]
+    if row_scales is not None:
+        sums *= tl.load(row_scales + row, mask=row < num_rows, other=0.0)[None, :]
+        sums *= tl.load(output_scales + output, mask=output < n, other=0.0)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
+        if GATED != "":
+            up_sums += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
+    if GATED != "":
+        sums = activate(sums, GATED) * up_sums
+    place = row.to(tl.int64)[None, :] * n + output[:, None]
+    if residual is not None:
+        sums += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+def _product(  # type: ignore[no-untyped-def]
+    x,  # [M, K], rows x_stride apart
+    weight,  # [PARTS · n, K]
+    out,  # [M, n]; where residual is there, the same tensor
+    residual,  # [M, n] or None
+    bias,  # [PARTS · n] or None
+    row_scales,  # [M] float32 of an 8-bit product, or None
+    output_scales,  # [n] float32
+    scratch,  # [tiles, SHARES, PARTS, BLOCK_N, ROWS] float32, or None: one program takes all shares of its tile
+    arrivals,  # [tiles] int32, zeros before and after
+    num_rows,
+    num_blocks,  # tiles of x
+    n,
+    x_stride,
+    K: tl.constexpr,
+    SHARES: tl.constexpr,
+    SHARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of each part
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # tiles of x that are taken together
+    GATED: tl.constexpr,  # an activation's name, or ""
+):
+    PARTS: tl.constexpr = 1 if GATED == "" else 2
+    HAS_TAIL: tl.constexpr = SHARES * SHARE != K
+    number = tl.program_id(0)
+    tiles_across = tl.cdiv(n, BLOCK_N)
+    first_block = number // (GROUP * tiles_across) * GROUP
+    together = tl.minimum(num_blocks - first_block, GROUP)
+    within = number % (GROUP * tiles_across)
+    first_row = (first_block + within % together) * ROWS
+    first = within // together * BLOCK_N
+    # Rows beyond the last, of x and of W, are read as the last: what comes of them is dropped.
+    output = tl.arange(0, BLOCK_N)
+    place = weight + first.to(tl.int64) * K + tl.minimum(output, n - 1 - first) * K
+    row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
+    part_stride = n.to(tl.int64) * K
+    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    if scratch is None:
+        for share in range(SHARES):
+            more, more_up = _share_sums(
+                x, place, part_stride, row, x_stride, share * SHARE,
+                K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS,
+            )  # fmt: skip
+            sums += more
+            up_sums += more_up
+        _finish(
+            sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
+            first_row + tl.arange(0, ROWS), GATED,
+        )  # fmt: skip
+    else:
+        share = tl.program_id(1)
+        more, more_up = _share_sums(
+            x, place, part_stride, row, x_stride, share * SHARE, K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
+        )
+        cell = output[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tile = scratch + number.to(tl.int64) * (SHARES * PARTS * BLOCK_N * ROWS) + cell
+        mine = tile + share * (PARTS * BLOCK_N * ROWS)
+        tl.store(mine, more)
+        if PARTS == 2:
+            tl.store(mine + BLOCK_N * ROWS, more_up)
+        tl.debug_barrier()  # all threads' stores before the one thread that counts this program
+        if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
+            tl.store(arrivals + number, 0)  # ready for the next launch
+            for other in range(SHARES):
+                theirs = tile + other * (PARTS * BLOCK_N * ROWS)
+                # .cg: the other programs' stores lie in the L2 cache; this one's L1 cache may hold an older launch's.
+                sums += tl.load(theirs, cache_modifier=".cg")
+                if PARTS == 2:
+                    up_sums += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
+            _finish(
+                sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
+                first_row + tl.arange(0, ROWS), GATED,
+            )  # fmt: skip
+
+
+_launch_product = Launcher(_product)
+
+
+@cache
+def _scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial sums and arrivals, shared by all launches on a device: they must follow one another, on one stream."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run a product once before a capture"
+    numbers = torch.empty(_SCRATCH_NUMBERS, dtype=torch.float32, device=device)
+    return numbers, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+
+
+def invariant_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gated: str | None = None,
+    pdl: bool = False,
+    tile: Tile | None = None,
+    is_apart: bool | None = None,
+) -> torch.Tensor:
+    """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once: `few_rows_linear`, of any number of rows.
+
+    tile, is_apart: how it is cut, for tests; the bits are the same. pdl has no effect."""
+    if gated is not None and gated not in ACTIVATIONS:
+        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    if norm is not None:
+        x = rms_norm(x, *norm, is_fixed=True, pdl=pdl)
+    if residual is None:
+        out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+    else:
+        assert residual.is_contiguous() and residual.shape == (x.shape[0], n)
+        out = residual
+    _launch(x, weight, out, residual, bias, None, gated or "", tile, is_apart)
+    return out
+
+
+def invariant_fp8(
+    x: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [M, K] float8 with scales [M, 1], weight [N, K] float8 with scales [1, N] → [M, N]."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    assert scales.is_contiguous() and weight_scales.is_contiguous()
+    _launch(x, weight, out, None, None, (scales, weight_scales), "", None, None)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None,
+    gated: str,
+    tile: Tile | None,
+    is_apart: bool | None,
+) -> None:
+    (num_rows, k), n = x.shape, out.shape[1]
+    assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape == (n * (2 if gated else 1), k)
+    assert x.dtype == weight.dtype
+    if num_rows == 0:
+        return
+    tile = tile or choose_tile(num_rows, bool(gated))
+    if scales is not None:
+        # Sums of 8-bit products leave the matrix unit after each block of K, to be added up more exactly: one size for all.
+        tile = tile._replace(block_k=_GRAIN)
+    shares = num_shares(n, k)
+    num_blocks = triton.cdiv(num_rows, tile.rows)
+    num_tiles = triton.cdiv(n, tile.block_n) * num_blocks
+    parts = 2 if gated else 1
+    has_room = num_tiles <= _MAX_TILES and num_tiles * shares * parts * tile.block_n * tile.rows <= _SCRATCH_NUMBERS
+    if is_apart is None:
+        is_apart = num_tiles < 2 * _PROGRAMS
+    is_apart = is_apart and shares > 1 and has_room
+    scratch, arrivals = _scratch_of(x.device) if is_apart else (None, None)
+    step_bytes = (parts * tile.block_n + tile.rows) * tile.block_k * x.element_size()
+    stages = max(2, min(tile.num_stages, shared_bytes(x.device) // step_bytes))
+    _launch_product(
+        (num_tiles, shares if is_apart else 1, 1),
+        (
+            x, weight, out, residual, bias, *(scales or (None, None)), scratch, arrivals, num_rows, num_blocks, n,
+            x.stride(0),
+        ),
+        (k, shares, share_size(k, shares), tile.rows, tile.block_n, tile.block_k, _TOGETHER, gated),
+        {"num_warps": tile.num_warps, "num_stages": stages},
+    )  # fmt: skip

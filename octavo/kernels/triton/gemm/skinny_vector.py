@@ -1,0 +1,232 @@
+"""y = x · Wᵀ for 1 to 8 rows: multiply-adds in float32, each program a few rows of W over the whole of K.
+Knows nothing of when it pays; `few_rows` chooses.
+
+At one row a product is a race to keep enough bytes of W in flight. A program asks for its first AHEAD tiles of W at once,
+into registers, and, with programmatic dependent launch, before it waits for the kernel that makes x: W is written by
+nobody. RMSNorm's factor is one number per row, so it is applied to the finished sums, in the same pass over x."""
+
+# Triton knows tuple + tuple, not (*tuple, more), and lets a tuple grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
+
+from octavo.kernels.triton.elementwise.activation import activate
+
+MAX_ROWS = 8
+MAX_UNROLLED = 16  # tiles
+
+
+class VectorChoice(NamedTuple):
+    block_n: int  # rows of W a program holds at a time; of gate and of up each half of them
+    num_warps: int  # side by side along K, 256 columns each: with 16-byte loads a warp reads one stretch of a row
+    ahead: int  # tiles asked for before the first is used
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load(pointers, column, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers at pointers, 0 where the column lies beyond K."""
+    if K % BLOCK_K != 0:
+        return tl.load(pointers, mask=column < K, other=0.0, eviction_policy=EVICT)
+    else:
+        return tl.load(pointers, eviction_policy=EVICT)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_weights(  # type: ignore[no-untyped-def]
+    place, part_stride, norm, column, t, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr
+):
+    """Tile t of what no kernel of the step writes: this program's rows of each part [BLOCK_N, BLOCK_K], the norm's
+    weight [BLOCK_K] behind them."""
+    at = t * BLOCK_K + column
+    tiles = ()
+    for part in tl.static_range(PARTS):
+        tiles = tiles + (_load(place + part * part_stride + t * BLOCK_K, at[None, :], K, BLOCK_K, "evict_first"),)
+    if norm is not None:
+        tiles = tiles + (_load(norm + at, at, K, BLOCK_K, ""),)
+    return tiles
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load_rows(  # type: ignore[no-untyped-def]
+    x, num_rows, x_stride, column, t, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
+):
+    """Tile t of each row of x, [BLOCK_K] each. Rows that are not there repeat the last."""
+    at = t * BLOCK_K + column
+    rows = ()
+    for row in tl.static_range(ROWS):
+        if row == 0:
+            rows = rows + (_load(x + at, at, K, BLOCK_K, ""),)
+        else:
+            rows = rows + (_load(x + tl.minimum(row, num_rows - 1) * x_stride + at, at, K, BLOCK_K, ""),)
+    return rows
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _accumulate(  # type: ignore[no-untyped-def]
+    sums, squares, tiles, rows,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Add one tile's products. Eight neighbours of a row of W lie in one thread: they are added up there and then."""
+    new_sums = ()
+    new_squares = ()
+    for row in tl.static_range(ROWS):
+        numbers = rows[row].to(tl.float32)
+        if HAS_NORM:
+            new_squares = new_squares + (squares[row] + tl.sum(tl.reshape(numbers * numbers, (BLOCK_K // 8, 8)), 1),)
+            numbers = numbers * tiles[PARTS].to(tl.float32)
+        for part in tl.static_range(PARTS):
+            products = tiles[part].to(tl.float32) * numbers[None, :]
+            partial = tl.sum(tl.reshape(products, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+            new_sums = new_sums + (sums[row * PARTS + part] + partial,)
+    return new_sums, new_squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_over_columns(  # type: ignore[no-untyped-def]
+    tiles, x, place, part_stride, norm, num_rows, x_stride, column,
+    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, LOOPED: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The sums [BLOCK_N, BLOCK_K / 8] of each row and part, and the sums of squares [BLOCK_K / 8] of each row."""
+    HAS_NORM: tl.constexpr = norm is not None
+    HELD: tl.constexpr = PARTS + 1 if HAS_NORM else PARTS  # tensors of a tile of weights
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    # More rows than two would crowd the registers; by then a row's tile lies in the L1 cache.
+    ROWS_AHEAD: tl.constexpr = AHEAD if ROWS <= 2 else 0
+    rows = ()
+    for t in tl.static_range(ROWS_AHEAD):
+        rows = rows + _load_rows(x, num_rows, x_stride, column, t, K, BLOCK_K, ROWS)
+    sums = ()
+    squares = ()
+    for _ in tl.static_range(ROWS * PARTS):
+        sums = sums + (tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32),)
+    if HAS_NORM:
+        for _ in tl.static_range(ROWS):
+            squares = squares + (tl.zeros((BLOCK_K // 8,), tl.float32),)
+
+    for t in tl.range(LOOPED, num_stages=1):
+        if ROWS_AHEAD == 0:
+            current = _load_rows(x, num_rows, x_stride, column, t, K, BLOCK_K, ROWS)
+        else:
+            current = rows[:ROWS]
+        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, ROWS, PARTS, HAS_NORM)
+        tiles = tiles[HELD:] + _load_weights(place, part_stride, norm, column, t + AHEAD, K, BLOCK_K, PARTS)
+        if ROWS_AHEAD > 0:
+            rows = rows[ROWS:] + _load_rows(x, num_rows, x_stride, column, t + ROWS_AHEAD, K, BLOCK_K, ROWS)
+    for t in tl.static_range(LOOPED, TILES):
+        if ROWS_AHEAD == 0:
+            current = _load_rows(x, num_rows, x_stride, column, t, K, BLOCK_K, ROWS)
+        else:
+            current = rows[:ROWS]
+        sums, squares = _accumulate(sums, squares, tiles, current, BLOCK_N, BLOCK_K, ROWS, PARTS, HAS_NORM)
+        tiles = tiles[HELD:]
+        if t + AHEAD < TILES:
+            tiles = tiles + _load_weights(place, part_stride, norm, column, t + AHEAD, K, BLOCK_K, PARTS)
+        if ROWS_AHEAD > 0:
+            rows = rows[ROWS:]
+            if t + ROWS_AHEAD < TILES:
+                rows = rows + _load_rows(x, num_rows, x_stride, column, t + ROWS_AHEAD, K, BLOCK_K, ROWS)
+    return sums, squares
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _vector_product(  # type: ignore[no-untyped-def]
+    x,  # [M, K], rows x_stride apart
+    weight,  # [PARTS · n, K]
+    out,  # [M, n]; where residual is there, the same tensor
+    residual,  # [M, n] or None
+    bias,  # [PARTS · n] or None
+    norm,  # [K] or None
+    num_rows,
+    n,
+    x_stride,
+    epsilon,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # of each part
+    BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+    LOOPED: tl.constexpr,  # the first of the tiles; the others are written out one by one
+    ROWS: tl.constexpr,
+    GATED: tl.constexpr,  # an activation's name, or ""
+    PDL: tl.constexpr,
+):
+    PARTS: tl.constexpr = 1 if GATED == "" else 2
+    first = tl.program_id(0) * BLOCK_N
+    column = tl.arange(0, BLOCK_K)
+    # Rows beyond the last are read as the last, not masked: they are dropped when results are stored.
+    local = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
+    place = weight + first.to(tl.int64) * K + local[:, None] * K + column[None, :]
+    part_stride = n.to(tl.int64) * K
+    output = first + tl.arange(0, BLOCK_N)
+
+    tiles = ()
+    for t in tl.static_range(AHEAD):
+        tiles = tiles + _load_weights(place, part_stride, norm, column, t, K, BLOCK_K, PARTS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    added = ()  # asked for now, that it is there when the sums are
+    for row in tl.static_range(ROWS):
+        if residual is not None:
+            mask = (output < n) & (row < num_rows)
+            added = added + (tl.load(residual + row * n + output, mask=mask, other=0.0),)
+    sums, squares = _sum_over_columns(
+        tiles, x, place, part_stride, norm, num_rows, x_stride, column, K, BLOCK_N, BLOCK_K, AHEAD, LOOPED, ROWS, PARTS
+    )
+    for row in tl.static_range(ROWS):
+        factor = 1.0
+        if norm is not None:
+            factor = tl.rsqrt(tl.sum(squares[row], 0) / K + epsilon)
+        y = _biased(tl.sum(sums[row * PARTS], 1) * factor, bias, output, n)
+        if PARTS == 2:
+            up = _biased(tl.sum(sums[row * PARTS + 1], 1) * factor, bias, n + output, 2 * n)
+            y = activate(y, GATED) * up
+        if residual is not None:
+            y += added[row].to(tl.float32)
+        mask = (output < n) & (row < num_rows)
+        tl.store(out + row * n + output, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _biased(y, bias, output, end):  # type: ignore[no-untyped-def]
+    if bias is not None:
+        y += tl.load(bias + output, mask=output < end, other=0.0).to(tl.float32)
+    return y
+
+
+def vector_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    gated: str,
+    choice: VectorChoice,
+    pdl: bool,
+) -> None:
+    """x [M, K] · weight [N, K]ᵀ into out [M, N or N/2]; see `few_rows.few_rows_linear`."""
+    num_rows, k = x.shape
+    n = out.shape[1]
+    assert num_rows <= MAX_ROWS and x.stride(1) == 1
+    parts = 2 if gated else 1
+    block_n = max(1, choice.block_n // parts)
+    block_k = 256 * choice.num_warps
+    num_tiles = triton.cdiv(k, block_k)
+    ahead = min(choice.ahead, num_tiles)
+    # One row's tiles are written out: in a loop's queue they would be moved from register to register. More rows are
+    # looped over: written out they leave ptxas so much to move about that it spills.
+    looped = 0 if num_rows == 1 and num_tiles <= MAX_UNROLLED else num_tiles - ahead
+    scale, epsilon = norm if norm is not None else (None, 0.0)
+    options = {"launch_pdl": True} if pdl else {}
+    _vector_product[(triton.cdiv(n, block_n),)](
+        x, weight, out, residual, bias, scale, num_rows, n, x.stride(0), epsilon,
+        K=k, BLOCK_N=block_n, BLOCK_K=block_k, AHEAD=ahead, LOOPED=looped,
+        ROWS=triton.next_power_of_2(num_rows), GATED=gated, PDL=pdl, num_warps=choice.num_warps, **options,
+    )  # fmt: skip

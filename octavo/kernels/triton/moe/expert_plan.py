@@ -1,0 +1,183 @@
+"""Which experts a step's tokens go to, found out on the device: the choice, pairs sorted by expert, and blocks of them.
+Knows nothing of weights or products: logits in, places out. Nothing waits for the device.
+
+How many blocks there are depends on the number of tokens alone; those that are not needed say so. So one captured graph
+serves a step whoever is sent where."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.runtime.chip import shared_bytes
+from octavo.kernels.triton.runtime.launch import Launcher
+
+FIELDS = tl.constexpr(
+    4
+)  # int32 numbers of a block, of which three are used: expert, its first place, its number of rows
+_AT_ONCE = tl.constexpr(1024)  # pairs that a program looks at together
+
+
+class Tiles(NamedTuple):
+    """How the products are cut. Changes speed only."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a step's tokens go. P = T · K pairs of a token and an expert; "place": where a pair stands by expert."""
+
+    weights: torch.Tensor  # [T, K] float32
+    chosen: torch.Tensor  # [T, K] int32
+    order: torch.Tensor  # [P] int32, by place: pairs
+    blocks: torch.Tensor  # [blocks, FIELDS] int32; expert −1: nothing to do
+    tiles: Tiles
+
+
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """By the rows that an expert gets on average: with few the time is that of reading weights. Not yet timed on a GPU."""
+    if dtype == torch.float32:
+        tiles = Tiles(16, 32, 32, 4, 2)
+    elif num_pairs <= 16 * num_experts:
+        tiles = Tiles(16, 64, 128, 4, 4)
+    else:
+        tiles = Tiles(64, 64, 64, 4, 3)
+    return fitting(tiles, dtype, device)
+
+
+def fitting(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Rows, gate and up of a step of K, as many of them in flight as there is room for."""
+    step_bytes = (tiles.block_m + 2 * tiles.block_n) * tiles.block_k * dtype.itemsize
+    return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared_bytes(device) // step_bytes)))
+
+
+@triton.jit
+def _route(  # type: ignore[no-untyped-def]
+    logits,  # [T, E], rows stride apart
+    weights,  # [T, K] float32
+    chosen,  # [T, K] int32
+    stride,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    K_PADDED: tl.constexpr,
+):
+    """The K largest of one token's logits, one after the other; of equal ones the first. By whole numbers in the order of
+    the floats, so that what is taken, or no number, has a place below all that are left."""
+    LOWEST: tl.constexpr = -0x80000000
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E_PADDED)
+    slot = tl.arange(0, K_PADDED)
+    logit = tl.load(logits + token * stride + expert, mask=expert < E, other=float("-inf")).to(tl.float32) + 0.0
+    is_number = logit == logit
+    bits = logit.to(tl.int32, bitcast=True)
+    rank = tl.where(is_number, tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF), LOWEST + 1)
+    rank = tl.where(expert < E, rank, LOWEST)
+    tops = tl.full([K_PADDED], float("-inf"), tl.float32)
+    experts = tl.zeros([K_PADDED], tl.int32)
+    for place in tl.static_range(K):
+        best = tl.argmax(rank, axis=0, tie_break_left=True)
+        tops = tl.where(slot == place, tl.max(tl.where(expert == best, logit, float("-inf"))), tops)
+        experts = tl.where(slot == place, best, experts)
+        rank = tl.where(expert == best, LOWEST, rank)
+    top = tl.max(tops)
+    powers = tl.exp(tops - top)  # 0 behind the last
+    total = tl.sum(powers) if NORMALISED else tl.sum(tl.exp(logit - top))
+    # One that is no number among all of them makes the token's weights none.
+    broken = tl.sum(tl.where(is_number, 0.0, float("nan")))
+    at = token * K + slot
+    tl.store(weights + at, powers / total + broken, mask=slot < K)
+    tl.store(chosen + at, experts, mask=slot < K)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count(chosen, counts, num_pairs):  # type: ignore[no-untyped-def]
+    """How many pairs one expert has."""
+    count = 0
+    for start in range(0, num_pairs, _AT_ONCE):
+        pair = start + tl.arange(0, _AT_ONCE)
+        experts = tl.load(chosen + pair, mask=pair < num_pairs, other=-1)
+        count += tl.sum((experts == tl.program_id(0)).to(tl.int32))
+    tl.store(counts + tl.program_id(0), count)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _place(  # type: ignore[no-untyped-def]
+    chosen,  # [P]
+    counts,  # [E]
+    order,  # [P]
+    blocks,  # [num_blocks, FIELDS]
+    num_pairs,
+    num_blocks,
+    E: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One expert's pairs, in their order, behind those of the experts before it; and its blocks."""
+    expert = tl.program_id(0)
+    others = tl.arange(0, E_PADDED)
+    all_counts = tl.load(counts + others, mask=others < E, other=0)
+    all_blocks = (all_counts + BLOCK_M - 1) // BLOCK_M
+    start = tl.sum(tl.where(others < expert, all_counts, 0))
+    count = tl.sum(tl.where(others == expert, all_counts, 0))
+    first_block = tl.sum(tl.where(others < expert, all_blocks, 0))
+    own_blocks = tl.sum(tl.where(others == expert, all_blocks, 0))
+    place = start
+    for at in range(0, num_pairs, _AT_ONCE):
+        pair = at + tl.arange(0, _AT_ONCE)
+        is_own = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+        number = tl.cumsum(is_own.to(tl.int32))  # from 1 on
+        tl.store(order + place + number - 1, pair, mask=is_own)
+        place += tl.sum(is_own.to(tl.int32))
+    for at in range(0, own_blocks, 64):
+        index = at + tl.arange(0, 64)
+        block = blocks + (first_block + index) * FIELDS
+        is_own_block = index < own_blocks
+        tl.store(block, expert, mask=is_own_block)
+        tl.store(block + 1, start + index * BLOCK_M, mask=is_own_block)
+        tl.store(block + 2, tl.minimum(count - index * BLOCK_M, BLOCK_M), mask=is_own_block)
+    if expert == E - 1:
+        for at in range(first_block + own_blocks, num_blocks, 64):
+            index = at + tl.arange(0, 64)
+            tl.store(blocks + index * FIELDS, -1, mask=index < num_blocks)
+
+
+_launch_route, _launch_count, _launch_place = Launcher(_route), Launcher(_count), Launcher(_place)
+
+
+def plan(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tiles | None = None) -> Plan:
+    """logits [T, E] → each token's experts, and the blocks of rows that they make. All of it stays on the device."""
+    num_tokens, num_experts = logits.shape
+    num_pairs = num_tokens * num_chosen
+    tiles = tiles or choose_tiles(num_pairs, num_experts, logits.dtype, logits.device)
+    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.block_m  # at most, whoever goes where
+    weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=logits.device)
+    order = torch.empty(num_pairs, dtype=torch.int32, device=logits.device)
+    blocks = torch.empty((num_blocks, FIELDS.value), dtype=torch.int32, device=logits.device)
+    assert 0 < num_chosen <= num_experts and logits.stride(1) == 1
+    if num_tokens:
+        padded = triton.next_power_of_2(num_experts)
+        _launch_route(
+            (num_tokens, 1, 1),
+            (logits, weights, chosen, logits.stride(0)),
+            (num_experts, num_chosen, is_normalised, padded, triton.next_power_of_2(num_chosen)),
+            {"num_warps": 1},
+        )
+        _launch_count((num_experts, 1, 1), (chosen, counts, num_pairs), (), {"num_warps": 4})
+        _launch_place(
+            (num_experts, 1, 1),
+            (chosen, counts, order, blocks, num_pairs, num_blocks),
+            (num_experts, padded, tiles.block_m),
+            {"num_warps": 4},
+        )
+    return Plan(weights, chosen, order, blocks, tiles)

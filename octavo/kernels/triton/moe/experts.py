@@ -1,0 +1,268 @@
+"""All experts' products in two launches on a GPU, over the blocks of rows that expert_plan.py makes.
+Knows nothing of layers or ranks: tensors in, tensors out, nothing waits for the device.
+
+Each pair of a token and an expert has its result stored by itself; they are added up in a fixed order."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.moe.expert_plan import FIELDS, Plan, plan
+from octavo.kernels.triton.runtime.launch import Launcher
+
+__all__ = ["Weights", "experts", "plan"]
+
+
+class Weights(NamedTuple):
+    """All experts' [E, N, K]; MXFP4: two numbers in a byte, the low halves of 16 bytes first, and scales."""
+
+    numbers: torch.Tensor  # [E, N, K] in the type of what they are multiplied with; MXFP4: uint8 [E, N, K / 2]
+    scales: torch.Tensor | None = None  # MXFP4: uint8 [E, N, K / 32]
+    bias: torch.Tensor | None = None  # [E, N]
+
+    def check(self, num_outputs: int, depth: int) -> None:
+        width = depth if self.scales is None else depth // 2
+        assert self.numbers.shape[1:] == (num_outputs, width) and self.numbers.is_contiguous()
+        if self.scales is not None:
+            assert (
+                depth % 32 == 0 and self.scales.shape[1:] == (num_outputs, depth // 32) and self.scales.is_contiguous()
+            )
+
+
+@triton.jit
+def _sums(  # type: ignore[no-untyped-def]
+    rows,  # [BLOCK_M] where each row begins
+    is_row,
+    weight,  # where the expert's first output begins
+    output,  # [BLOCK_N]
+    N: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """rows · weightᵀ for these outputs; of gate and up, which lie N outputs apart, where PARTS is 2."""
+    BLOCK_M: tl.constexpr = rows.shape[0]
+    BLOCK_N: tl.constexpr = output.shape[0]
+    column = tl.arange(0, BLOCK_K)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    is_output = output < N
+    for start in range(0, DEPTH, BLOCK_K):
+        k = start + column
+        numbers = tl.load(rows[:, None] + k[None, :], mask=is_row[:, None] & (k < DEPTH)[None, :], other=0.0)
+        place = weight + output[None, :] * DEPTH + k[:, None]  # [BLOCK_K, BLOCK_N]
+        mask = is_output[None, :] & (k < DEPTH)[:, None]
+        sums = tl.dot(numbers, tl.load(place, mask=mask, other=0.0), sums, input_precision="ieee")
+        if PARTS == 2:
+            tile = tl.load(place + N * DEPTH, mask=mask, other=0.0)
+            up_sums = tl.dot(numbers, tile, up_sums, input_precision="ieee")
+    return sums, up_sums
+
+
+@triton.jit
+def _fp4(code, scale):  # type: ignore[no-untyped-def]
+    """Floats of 4 bits (sign, two of exponent, one of mantissa) times 2 ** (scale − 127), exactly, as float32: put together
+    from their bits."""
+    exponent = (code >> 1) & 3
+    mantissa = code & 1
+    size = tl.where(exponent == 0, mantissa * (126 << 23), ((exponent + 126) << 23) | (mantissa << 22))
+    power = tl.where(scale == 0, 1 << 22, scale << 23)  # the lowest is subnormal
+    number = size.to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)
+    return tl.where((code & 8) != 0, -number, number)
+
+
+@triton.jit
+def _fp4_tiles(codes, scales, is_there, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK_K / 2, BLOCK_N] each: what the low halves of the bytes hold, and the high ones."""
+    both = tl.load(codes, mask=is_there, other=0).to(tl.int32)
+    scale = tl.load(scales, mask=is_there, other=0).to(tl.int32)
+    return _fp4(both & 15, scale).to(dtype), _fp4(both >> 4, scale).to(dtype)
+
+
+@triton.jit
+def _fp4_sums(  # type: ignore[no-untyped-def]
+    rows, is_row, codes, scales, output,
+    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As _sums, of MXFP4 weights: 16 bytes hold 32 K-values that share a scale, the first 16 in their low halves. So no
+    tile has to be shuffled: low and high halves are multiplied with the columns that belong to them."""
+    BLOCK_M: tl.constexpr = rows.shape[0]
+    BLOCK_N: tl.constexpr = output.shape[0]
+    dtype: tl.constexpr = rows.dtype.element_ty
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, DEPTH // 2, BLOCK_K // 2):
+        byte = start + tl.arange(0, BLOCK_K // 2)
+        group = byte // 16
+        columns = rows[:, None] + (group * 32 + byte % 16)[None, :]
+        is_number = is_row[:, None] & (byte < DEPTH // 2)[None, :]
+        low_numbers = tl.load(columns, mask=is_number, other=0.0)
+        high_numbers = tl.load(columns + 16, mask=is_number, other=0.0)
+        is_there = (output < N)[None, :] & (byte < DEPTH // 2)[:, None]
+        code = codes + output[None, :] * (DEPTH // 2) + byte[:, None]
+        scale = scales + output[None, :] * (DEPTH // 32) + group[:, None]
+        low, high = _fp4_tiles(code, scale, is_there, dtype)
+        sums = tl.dot(low_numbers, low, sums, input_precision="ieee")
+        sums = tl.dot(high_numbers, high, sums, input_precision="ieee")
+        if PARTS == 2:
+            low, high = _fp4_tiles(code + N * (DEPTH // 2), scale + N * (DEPTH // 32), is_there, dtype)
+            up_sums = tl.dot(low_numbers, low, up_sums, input_precision="ieee")
+            up_sums = tl.dot(high_numbers, high, up_sums, input_precision="ieee")
+    return sums, up_sums
+
+
+@triton.jit
+def _expert_sums(  # type: ignore[no-untyped-def]
+    rows, is_row, weight, scales, expert, output,
+    N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    if scales is None:
+        return _sums(rows, is_row, weight + expert * (PARTS * N * DEPTH), output, N, DEPTH, PARTS, BLOCK_K)
+    else:
+        codes = weight + expert * (PARTS * N * DEPTH // 2)
+        scales += expert * (PARTS * N * DEPTH // 32)
+        return _fp4_sums(rows, is_row, codes, scales, output, N, DEPTH, PARTS, BLOCK_K)
+
+
+@triton.jit
+def _gate_up(  # type: ignore[no-untyped-def]
+    x,  # [T, DEPTH], rows stride apart
+    weight,  # [E, 2 · INNER, DEPTH]: gate, then up; MXFP4: bytes [E, 2 · INNER, DEPTH / 2]
+    scales,  # [E, 2 · INNER, DEPTH / 32] of MXFP4, or None
+    bias,  # [E, 2 · INNER] or None
+    order,
+    blocks,
+    out,  # [P, INNER] by place
+    stride,
+    alpha,
+    limit,
+    offset,
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    INNER: tl.constexpr,
+    IS_CLAMPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = blocks + tl.program_id(0) * FIELDS
+    expert = tl.load(block).to(tl.int64)
+    if expert < 0:
+        return
+    first = tl.load(block + 1)
+    row = tl.arange(0, BLOCK_M)
+    is_row = row < tl.load(block + 2)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.load(order + first + row, mask=is_row, other=0) // K
+    rows = x + token.to(tl.int64) * stride
+    gate, up = _expert_sums(rows, is_row, weight, scales, expert, output, INNER, DEPTH, 2, BLOCK_K)
+    if bias is not None:
+        at = bias + expert * (2 * INNER) + output
+        gate += tl.load(at, mask=output < INNER, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(at + INNER, mask=output < INNER, other=0.0).to(tl.float32)[None, :]
+    if IS_CLAMPED:  # what is no number stays none
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    inner = gate * tl.sigmoid(alpha * gate) * (up + offset)
+    target = out + (first + row).to(tl.int64)[:, None] * INNER + output[None, :]
+    tl.store(target, inner.to(out.dtype.element_ty), mask=is_row[:, None] & (output < INNER)[None, :])
+
+
+@triton.jit
+def _down(  # type: ignore[no-untyped-def]
+    inner,  # [P, INNER] by place
+    weight,  # [E, DEPTH, INNER]; MXFP4: bytes [E, DEPTH, INNER / 2]
+    scales,  # [E, DEPTH, INNER / 32] of MXFP4, or None
+    bias,  # [E, DEPTH] or None
+    weights,  # [P] float32
+    order,
+    blocks,
+    out,  # [P, DEPTH] by pair, weighted
+    DEPTH: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    block = blocks + tl.program_id(0) * FIELDS
+    expert = tl.load(block).to(tl.int64)
+    if expert < 0:
+        return
+    first = tl.load(block + 1)
+    row = tl.arange(0, BLOCK_M)
+    is_row = row < tl.load(block + 2)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = inner + (first + row).to(tl.int64) * INNER
+    sums, _ = _expert_sums(rows, is_row, weight, scales, expert, output, DEPTH, INNER, 1, BLOCK_K)
+    if bias is not None:
+        sums += tl.load(bias + expert * DEPTH + output, mask=output < DEPTH, other=0.0).to(tl.float32)[None, :]
+    pair = tl.load(order + first + row, mask=is_row, other=0)
+    sums = sums * tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * DEPTH + output[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=is_row[:, None] & (output < DEPTH)[None, :])
+
+
+@triton.jit
+def _combine(  # type: ignore[no-untyped-def]
+    pairs,  # [T, K, DEPTH]
+    residual,  # [T, DEPTH] or None
+    out,  # [T, DEPTH]; where residual is there, the same tensor
+    K: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < DEPTH
+    total = tl.zeros([BLOCK], tl.float32)
+    if residual is not None:
+        total += tl.load(residual + token * DEPTH + column, mask=mask, other=0.0).to(tl.float32)
+    for number in tl.static_range(K):
+        total += tl.load(pairs + (token * K + number) * DEPTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + token * DEPTH + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+_launch_gate_up, _launch_down, _launch_combine = Launcher(_gate_up), Launcher(_down), Launcher(_combine)
+
+
+def experts(
+    x: torch.Tensor,  # [T, D]
+    plan: Plan,
+    gate_up: Weights,  # [E, 2 I, D]: gate, then up
+    down: Weights,  # [E, D, I]
+    gate: tuple[float, float, float],  # alpha, limit (0: none) and offset, as layers/experts.py has them
+    residual: torch.Tensor | None,  # [T, D], changed, and returned
+) -> torch.Tensor:
+    """(residual +) the weighted sum of what each token's experts give, [T, D]. Sums are float32, rounded once for each product."""
+    num_tokens, depth = x.shape
+    num_chosen, inner_size = plan.chosen.shape[1], gate_up.numbers.shape[1] // 2
+    gate_up.check(2 * inner_size, depth)
+    down.check(depth, inner_size)
+    assert x.stride(1) == 1 and (residual is None or (residual.shape == x.shape and residual.is_contiguous()))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format) if residual is None else residual
+    if num_tokens == 0:
+        return y
+    tiles, num_blocks = plan.tiles, len(plan.blocks)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    inner = torch.empty((len(plan.order), inner_size), dtype=x.dtype, device=x.device)
+    pairs = torch.empty((len(plan.order), depth), dtype=x.dtype, device=x.device)
+    alpha, limit, offset = (float(number) for number in gate)
+    _launch_gate_up(
+        (num_blocks, -(-inner_size // tiles.block_n), 1),
+        (x, *gate_up, plan.order, plan.blocks, inner, x.stride(0), alpha, limit, offset),
+        (num_chosen, depth, inner_size, limit != 0.0, tiles.block_m, tiles.block_n, tiles.block_k),
+        options,
+    )
+    _launch_down(
+        (num_blocks, -(-depth // tiles.block_n), 1),
+        (inner, *down, plan.weights, plan.order, plan.blocks, pairs),
+        (depth, inner_size, tiles.block_m, tiles.block_n, tiles.block_k),
+        options,
+    )
+    block = min(triton.next_power_of_2(depth), 1024)
+    _launch_combine(
+        (num_tokens, -(-depth // block), 1), (pairs, residual, y), (num_chosen, depth, block), {"num_warps": 4}
+    )
+    return y

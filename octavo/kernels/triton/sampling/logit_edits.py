@@ -1,0 +1,111 @@
+"""Changes to logits before a token is chosen: penalties for tokens that a row holds, and tokens it may not take yet.
+Knows nothing of requests: the token table and a record of numbers a row come in."""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.kernels.triton.sampling import records as columns
+
+_WIDE_BLOCK = 4096  # logits that a program widens
+_BLOCK = 1024  # tokens that a program penalises
+
+PENALTY_ROW = tl.constexpr(columns.PENALTY_ROW)
+PENALTY_SOURCE = tl.constexpr(columns.PENALTY_SOURCE)
+PROMPT_LEN = tl.constexpr(columns.PROMPT_LEN)
+LENGTH = tl.constexpr(columns.LENGTH)
+REPETITION = tl.constexpr(columns.REPETITION)
+FREQUENCY = tl.constexpr(columns.FREQUENCY)
+PRESENCE = tl.constexpr(columns.PRESENCE)
+WIDTH = tl.constexpr(columns.WIDTH)
+PROMPT = tl.constexpr(0)
+OUTPUT = tl.constexpr(1)
+EVERY_OUTPUT = tl.constexpr(2)
+
+
+@triton.jit
+def _widen(logits, records, wide, vocab_size, stride, BLOCK: tl.constexpr):
+    program = tl.program_id(1).to(tl.int64)
+    source = tl.load(records + program * WIDTH + PENALTY_SOURCE).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(logits + source * stride + at, mask=at < vocab_size)
+    tl.store(wide + program * vocab_size + at, value.to(tl.float32), mask=at < vocab_size)
+
+
+@triton.jit
+def _penalise(
+    logits,  # [?, V], rows `stride` apart: what they were
+    tokens,  # [rows, W] int32
+    records,  # [P, WIDTH]
+    wide,  # [P, V] float32: what they become
+    vocab_size,
+    stride,
+    width,
+    PHASE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(1).to(tl.int64)
+    record = records + program * WIDTH
+    prompt_len = tl.load(record + PROMPT_LEN).to(tl.int32)
+    length = tl.load(record + LENGTH).to(tl.int32)
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK) + (0 if PHASE == PROMPT else prompt_len)
+    mask = position < (prompt_len if PHASE == PROMPT else length)
+    token = tl.load(tokens + tl.load(record + PENALTY_ROW).to(tl.int64) * width + position, mask=mask, other=0)
+    mask = mask & (token >= 0) & (token < vocab_size)
+    place = wide + program * vocab_size + token
+    if PHASE == EVERY_OUTPUT:
+        # Each time it occurs. All that is added to a logit is the same number, so the order does not matter.
+        frequency = tl.load(record + FREQUENCY).to(tl.float32)
+        tl.atomic_add(place, tl.zeros((BLOCK,), tl.float32) - frequency, mask=mask, sem="relaxed")
+    else:
+        # Once, however often it occurs: from what it was, so that all who write a token's logit write the same.
+        source = tl.load(record + PENALTY_SOURCE).to(tl.int64)
+        value = tl.load(logits + source * stride + token, mask=mask, other=0.0).to(tl.float32)
+        repetition = tl.load(record + REPETITION).to(tl.float32)
+        value = tl.where(value > 0, value / repetition, value * repetition)
+        if PHASE == OUTPUT:
+            value -= tl.load(record + PRESENCE).to(tl.float32)
+        tl.store(place, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _ban(logits, places, count, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + index, mask=index < count, other=0).to(tl.int64)
+    impossible = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
+    tl.store(logits + place, impossible, mask=index < count)
+
+
+def penalise(
+    logits: torch.Tensor,  # [S, V]
+    tokens: torch.Tensor,  # [rows, W] int32
+    records: torch.Tensor,  # [P, WIDTH] float64
+    max_prompt_len: int,  # the longest prompt of the records, the most tokens after it, and whether any has a frequency
+    max_output_len: int,
+    has_frequency: bool,
+) -> torch.Tensor:
+    """The records' rows of logits with their penalties, as float32 [P, V]; logits stay as they are."""
+    num_rows, vocab_size = len(records), logits.shape[1]
+    assert logits.stride(1) == 1 and tokens.stride(1) == 1 and records.is_contiguous()
+    wide = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=logits.device)
+    _widen[(triton.cdiv(vocab_size, _WIDE_BLOCK), num_rows)](
+        logits, records, wide, vocab_size, logits.stride(0), BLOCK=_WIDE_BLOCK, num_warps=4
+    )
+    # In this order: what a token of the output becomes replaces what it became as one of the prompt.
+    for phase, length in (
+        (PROMPT, max_prompt_len),
+        (OUTPUT, max_output_len),
+        (EVERY_OUTPUT, max_output_len if has_frequency else 0),
+    ):
+        if length:
+            _penalise[(triton.cdiv(length, _BLOCK), num_rows)](
+                logits, tokens, records, wide, vocab_size, logits.stride(0), tokens.stride(0),
+                PHASE=phase.value, BLOCK=_BLOCK, num_warps=4,
+            )  # fmt: skip
+    return wide
+
+
+def ban(logits: torch.Tensor, places: torch.Tensor) -> None:
+    """Make the logits at these places [N] float64, which count row * stride + id, impossible."""
+    if len(places):
+        _ban[(triton.cdiv(len(places), _BLOCK),)](logits, places, len(places), BLOCK=_BLOCK, num_warps=4)

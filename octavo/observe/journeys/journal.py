@@ -1,0 +1,390 @@
+"""EngineJournal: keeps every request's way through the engine, at a cost per step that does not depend on its rows.
+Knows nothing of the scheduler or a clock: the step loop brings what changed, and the time.
+
+A row that decodes costs nothing: its steps are read off running totals (steps.py) when it leaves. Only what enters, computes
+a part of its prompt, goes back to the queue or ends is touched, and the head of a queue that does not move."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from octavo.messages import GenerateRequest, StepPlan
+from octavo.observe.journeys.stages import (
+    MAX_CHUNKS,
+    Chunk,
+    EngineJourney,
+    Stage,
+    StageName,
+    Track,
+    Wait,
+    WaitReason,
+    fold,
+)
+from octavo.observe.journeys.step_totals import MS_BOUNDS, ROW_BOUNDS, Look, StepTally, between, histogram
+
+
+class Sequenced(Protocol):
+    """What the journal reads of a scheduler's request."""
+
+    id: str
+    index: int
+    row: int
+    num_preemptions: int
+    prompt_len: int
+    tokens: list[int]
+
+
+class Returned(Protocol):
+    """A request that had a row and is in the queue again, with what it had computed."""
+
+    @property
+    def request(self) -> Sequenced: ...
+    @property
+    def num_computed(self) -> int: ...
+    @property
+    def is_swapped(self) -> bool: ...
+
+
+class _Queue:
+    """What the queue's head has waited for since the start, by reason: a wait is the difference of two looks."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.head: _Track | None = None
+        self.reason: WaitReason | None = None  # what the head was found to lack by the last plan
+        self.since = 0.0
+
+    def planned(self, head: "_Track | None", reason: WaitReason | None, now: float) -> None:
+        if self.reason is not None:
+            self.seconds[self.reason] = self.seconds.get(self.reason, 0.0) + now - self.since
+            if self.head is not None:
+                self.head.wait(self.reason, now - self.since, 0)
+        if reason is not None and head is not None:
+            head.wait(reason, 0.0, 1)
+        self.head, self.reason, self.since = head, reason, now
+
+    def look(self, now: float) -> dict[str, float]:
+        seconds = dict(self.seconds)
+        if self.reason is not None:
+            seconds[self.reason] = seconds.get(self.reason, 0.0) + now - self.since
+        return seconds
+
+
+class _Track:
+    """One choice on its way."""
+
+    __slots__ = (
+        "aside_since", "cached", "chunks", "computed", "dropped", "epoch", "first_look", "grammar_at", "has_grammar", "index", "is_ended", "is_pooled", "name", "num_output",
+        "output_at", "own_waits", "preemptions", "queue_look", "reason", "stages", "start", "step_at", "swapped",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
+    ) -> None:
+        self.index = index
+        self.is_pooled = request.pooling is not None  # it gets a vector, and no tokens
+        self.has_grammar = bool(request.params.grammar)
+        self.grammar_at = 0.0  # what grammars had taken when the present stage began
+        self.name: StageName = "queue"
+        self.start = now
+        self.stages: list[Stage] = []
+        self.epoch = 0  # stages so far: a chunk of an earlier one ends nothing
+        self.is_ended = False
+        self.reason: str | None = None
+        self.num_output = self.output_at = 0  # tokens now, and when the present stage began
+        self.preemptions = 0
+        self.aside_since: float | None = None  # None: nothing must be made ready before it may enter
+        self.enter_queue(queue_look, step_at)
+        self.enter_row(0)
+
+    def enter_queue(
+        self, queue_look: dict[str, float], step_at: int, num_computed: int = 0, is_swapped: bool = False
+    ) -> None:
+        self.queue_look, self.step_at = queue_look, step_at
+        self.own_waits: dict[str, tuple[float, int]] = {}
+        self.swapped = num_computed if is_swapped else 0
+        self.dropped = 0 if is_swapped else num_computed
+
+    def has(self, request: Sequenced) -> None:
+        """So many tokens, by now."""
+        self.num_output = 0 if self.is_pooled else len(request.tokens) - request.prompt_len
+
+    def wait(self, reason: str, seconds: float, steps: int) -> None:
+        before = self.own_waits.get(reason, (0.0, 0))
+        self.own_waits[reason] = (before[0] + seconds, before[1] + steps)
+
+    def enter_row(self, cached: int) -> None:
+        self.cached, self.computed = cached, 0
+        self.chunks: list[Chunk] = []
+        self.first_look = Look()
+
+    def add_chunk(self, chunk: Chunk) -> None:
+        self.computed += chunk.tokens
+        if len(self.chunks) < MAX_CHUNKS:
+            self.chunks.append(chunk)
+            return
+        last = self.chunks[-1]
+        tokens, seconds = last.tokens + chunk.tokens, last.seconds + chunk.seconds
+        self.chunks[-1] = Chunk(last.step, last.start, tokens, seconds, last.merged + 1)
+
+
+class _Journey:
+    __slots__ = ("num_open", "request", "tracks")
+
+    def __init__(self, request: GenerateRequest, tracks: list[_Track]) -> None:
+        self.request, self.tracks = request, tracks
+        self.num_open = len(tracks)
+
+
+class EngineJournal:
+    def __init__(self) -> None:
+        self.on_end: Callable[[EngineJourney], None] | None = None  # None: nobody wants to know
+        self._journeys: dict[str, _Journey] = {}
+        self.grammar_seconds = 0.0  # that grammars took in all steps, for whoever had one
+        self._tally = StepTally()
+        self._queue = _Queue()
+        self._num_plans = 0
+        self._last_commit = 0.0
+        self._prompting: dict[int, _Track] = {}  # row → who computes a prompt there, or will in the next step
+        self._chunks: dict[int, list[tuple[_Track, int, Chunk, bool]]] = {}  # step in flight → its parts of prompts
+
+    # ── called by the loop ──
+
+    def queued(self, request: GenerateRequest, now: float, is_aside: bool = False) -> None:
+        """`is_aside`: its grammar must be made ready before it waits for anything else."""
+        look = self._queue.look(now)
+        tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
+        journey = self._journeys[request.id] = _Journey(request, tracks)
+        for track, begun in zip(tracks, request.begun, strict=False):  # it outlived an engine
+            if begun is None:
+                track.is_ended = True
+                journey.num_open -= 1
+            else:
+                track.num_output = track.output_at = len(begun)
+        for track in tracks if is_aside else ():
+            track.aside_since = now
+
+    def readied(self, requests: Iterable[Sequenced], now: float) -> None:
+        """Their grammars are ready: from now on they wait as all others do."""
+        look = self._queue.look(now)
+        for request_id in dict.fromkeys(request.id for request in requests):
+            journey = self._journeys.get(request_id)
+            for track in () if journey is None else journey.tracks:
+                if track.aside_since is not None:
+                    since, track.aside_since = track.aside_since, None
+                    track.queue_look, track.step_at = look, self._num_plans
+                    track.wait("grammar", now - since, 0)
+
+    def returned(self, returned: Iterable[Returned], now: float) -> None:
+        for leaver in returned:
+            request = leaver.request
+            track = self._track(request)
+            if track is not None:
+                self._forget_row(track)
+                track.has(request)
+                # A choice whose leader was aborted waits again too, though nobody took its pages.
+                self._next_stage(track, "preempted" if request.num_preemptions > track.preemptions else "queue", now)
+                track.preemptions = request.num_preemptions
+                look = self._queue.look(now)
+                track.enter_queue(look, self._num_plans, leaver.num_computed, leaver.is_swapped)
+
+    def admitted(self, requests: Sequence[Sequenced], plan: StepPlan, now: float) -> None:
+        """`requests` are those of the plan's last rows, in its order."""
+        first = len(plan.rows) - len(requests)
+        for column, request in enumerate(requests, first):
+            journey = self._journeys.get(request.id)
+            if journey is None:
+                continue
+            track = journey.tracks[request.index]
+            is_first, was_swapped = not track.stages, track.swapped > 0
+            track.has(request)
+            again = track.preemptions or track.num_output
+            name: StageName = "decode" if was_swapped else "recompute" if again else "prefill"
+            self._next_stage(track, name, now)
+            track.enter_row(plan.starts[column])
+            if was_swapped:
+                track.first_look = self._tally.look()
+            else:
+                self._prompting[request.row] = track
+            if is_first and not again:  # with it, the choices that will share its prompt
+                for other in journey.tracks:
+                    if not other.stages and not other.is_ended:
+                        self._next_stage(other, "prefill", now)
+
+    def forked(self, requests: Iterable[Sequenced]) -> None:
+        """Choices that share a computed prompt now, and compute its last token in the next step."""
+        for request in requests:
+            track = self._track(request)
+            if track is not None:
+                track.cached = request.prompt_len - 1
+                self._prompting[request.row] = track
+
+    def planned(self, plan: StepPlan, head: Sequenced | None, reason: WaitReason | None, now: float) -> None:
+        """A plan was made, and what came of it was told. `head`: who waits next, and `reason`: for what."""
+        self._num_plans += 1
+        queue = self._queue
+        if reason is not None or queue.reason is not None:
+            queue.planned(None if head is None else self._track(head), reason, now)
+        if self._prompting:
+            self._note_chunks(plan, now)
+
+    def committed(self, step: int, num_rows: int, num_tokens: int, now: float) -> None:
+        self._tally.add(now - self._last_commit, num_rows, num_tokens)
+        self._last_commit = now
+        if self._chunks and (chunks := self._chunks.pop(step, None)) is not None:
+            for track, epoch, planned, samples in chunks:
+                if track.epoch != epoch:
+                    continue  # it has left its row since
+                seconds = now - planned.seconds  # when it was planned
+                track.add_chunk(Chunk(planned.step, planned.start, planned.tokens, seconds))
+                if samples:
+                    track.num_output += not track.is_pooled
+                    self._next_stage(track, "decode", now)
+                    track.first_look = self._tally.look()
+
+    def ended(self, requests: Iterable[Sequenced], reasons: Mapping[tuple[str, int], str], now: float) -> None:
+        """Choices that will not go on. `reasons`: by request and choice."""
+        for request in requests:
+            journey = self._journeys.get(request.id)
+            if journey is None or journey.tracks[request.index].is_ended:
+                continue
+            track = journey.tracks[request.index]
+            self._forget_row(track)
+            track.has(request)
+            self._close(track, now)
+            track.is_ended = True
+            track.reason = reasons.get((request.id, request.index), "abort")
+            journey.num_open -= 1
+            if journey.num_open == 0:
+                del self._journeys[request.id]
+                if self.on_end is not None:
+                    self.on_end(_told(journey, [_seen(track, None) for track in journey.tracks if track.stages]))
+
+    # ── called for a look ──
+
+    def live(self, requests: Iterable[Sequenced], now: float, request_id: str = "") -> list[EngineJourney]:
+        """Everything that has not ended, as it stands; or one request, by its own id or that of its HTTP request.
+        `requests`: the scheduler's, for the tokens that they have by now."""
+        journeys: Iterable[_Journey] = self._journeys.values()
+        if request_id:
+            journeys = [journey for journey in journeys if request_id in (journey.request.id, journey.request.http_id)]
+        for request in requests:
+            track = self._track(request)
+            if track is not None:
+                track.has(request)
+        return [self._as_it_stands(journey, now) for journey in journeys]
+
+    def waits(self, now: float) -> dict[str, float]:
+        """Seconds that the queue's head has waited since the start, by reason."""
+        return self._queue.look(now)
+
+    # ── inside ──
+
+    def _track(self, request: Sequenced) -> _Track | None:
+        journey = self._journeys.get(request.id)
+        return None if journey is None else journey.tracks[request.index]
+
+    def _forget_row(self, track: _Track) -> None:
+        if self._prompting:
+            for row, other in self._prompting.items():
+                if other is track:
+                    del self._prompting[row]
+                    return
+
+    def _note_chunks(self, plan: StepPlan, now: float) -> None:
+        parts = []
+        for row, track in list(self._prompting.items()):
+            try:
+                at = plan.rows.index(row)
+            except ValueError:
+                continue  # no room in this step
+            samples = plan.samples[at]
+            parts.append((track, track.epoch, Chunk(plan.step, plan.starts[at], plan.counts[at], now), samples))
+            if samples:
+                del self._prompting[row]
+        if parts:
+            self._chunks[plan.step] = parts
+
+    def _next_stage(self, track: _Track, name: StageName, now: float) -> None:
+        self._close(track, now)
+        track.name, track.start, track.output_at = name, now, track.num_output
+        track.grammar_at = self.grammar_seconds
+
+    def _close(self, track: _Track, now: float) -> None:
+        track.epoch += 1
+        if track.name != "decode" or now > track.start:
+            track.stages.append(self._stage(track, now))
+            fold(track.stages)
+
+    def _stage(self, track: _Track, now: float) -> Stage:
+        """What the track's present stage comes to, if it ends now."""
+        output = max(0, track.num_output - track.output_at)
+        grammar = self.grammar_seconds - track.grammar_at if track.has_grammar else 0.0
+        match track.name:
+            case "queue" | "preempted":
+                waits = self._waits(track, now)
+                return Stage(track.name, track.start, now, output, waits, track.swapped, track.dropped)
+            case "decode":
+                steps = between(track.first_look, self._tally.look())
+                return Stage(
+                    "decode",
+                    track.start,
+                    now,
+                    output,
+                    steps=steps.num_steps,
+                    mixed_steps=steps.num_mixed,
+                    mean_rows=round(steps.num_rows / steps.num_steps, 2) if steps.num_steps else 0.0,
+                    rows=histogram(steps.by_rows, ROW_BOUNDS),
+                    ms=histogram(steps.by_ms, MS_BOUNDS),
+                    grammar_seconds=grammar,
+                )
+            case _:
+                cached, computed = track.cached, track.computed
+                chunks = list(track.chunks)
+                return Stage(
+                    track.name,
+                    track.start,
+                    now,
+                    output,
+                    cached_tokens=cached,
+                    computed_tokens=computed,
+                    chunks=chunks,
+                    grammar_seconds=grammar,
+                )
+
+    def _waits(self, track: _Track, now: float) -> list[Wait]:
+        """The time in the queue, divided by reason."""
+        own = dict(track.own_waits)
+        if track.aside_since is not None:
+            return [Wait("grammar", now - track.aside_since)]
+        queue = self._queue
+        if queue.head is track and queue.reason is not None:
+            before = own.get(queue.reason, (0.0, 0))
+            own[queue.reason] = (before[0] + now - queue.since, before[1])
+        look = queue.look(now)
+        heads = {reason: seconds - track.queue_look.get(reason, 0.0) for reason, seconds in look.items()}
+        behind = {reason: seconds - own.get(reason, (0.0, 0))[0] for reason, seconds in heads.items()}
+        behind = {reason: round(seconds, 6) for reason, seconds in behind.items() if seconds > 1e-6}
+        waits = [Wait(reason, seconds, steps) for reason, (seconds, steps) in own.items()]  # type: ignore[arg-type]
+        own_seconds = sum(wait.seconds for wait in waits)
+        order = sum(behind.values())
+        if behind:
+            num_steps = self._num_plans - track.step_at - sum(wait.steps for wait in waits)
+            waits.append(Wait("order", order, max(0, num_steps), behind))
+        rest = now - track.start - own_seconds - order
+        if rest > 1e-6:
+            waits.append(Wait("step", rest))
+        return waits
+
+    def _as_it_stands(self, journey: _Journey, now: float) -> EngineJourney:
+        tracks = [track for track in journey.tracks if track.stages or not track.is_ended]
+        return _told(journey, [_seen(t, None if t.is_ended else self._stage(t, now)) for t in tracks])
+
+
+def _seen(track: _Track, present: Stage | None) -> Track:
+    stages = track.stages if present is None else [*track.stages, present]
+    return Track(track.index, stages, track.num_output, track.preemptions, track.reason)
+
+
+def _told(journey: _Journey, tracks: list[Track]) -> EngineJourney:
+    request = journey.request
+    return EngineJourney(request.id, request.http_id, request.origin, request.arrived, len(request.prompt_ids), tracks)

@@ -1,0 +1,355 @@
+"""Journey: one HTTP request's way, from its first byte to the last byte of its answer; the one that is open, and those kept.
+Knows nothing of HTTP or engines: whoever does marks what was reached, and brings what the engine tells.
+
+Stages are consecutive and on one clock, so their times sum to the whole. Where a request has several choices or prompts, its
+stages are those of the one that ended last; the others are beside it."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.messages import GenerateRequest, ReadJourneys, SamplingParams
+from octavo.observe.journeys.stages import EngineJourney, Stage, StageName, Track
+
+State = Literal["waiting", "running", "finished", "failed", "aborted"]
+STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
+Making = Literal["going on", "to its end", "given up"]
+MAX_RING_BYTES = 16 * 2**20
+ENTRY_BYTES = 500  # what keeping a journey takes beside its text: names and table entries
+
+
+class Leg(msgspec.Struct, frozen=True, gc=False):
+    """One choice of one prompt."""
+
+    prompt: int
+    choice: int
+    finish_reason: str | None
+    output_tokens: int
+    preemptions: int
+    stages: list[Stage]
+
+
+class Journey(msgspec.Struct, frozen=True, gc=False):
+    """What is told of a request. Times are seconds; a stage's begin with the request's first byte."""
+
+    id: str
+    state: State
+    response_ids: list[str]  # of its GenerateRequests; the first is the answer's, but for "-0" where there are several
+    handler: str
+    received_at: float  # Unix time
+    seconds: float  # so far, where it is not over
+    stages: list[Stage]
+    api_process: int
+    status: int = 0  # HTTP; 0: no answer yet. 499: the client left
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0  # of the answer; the engine may have gone on beyond a stop string (stages say how far)
+    preemptions: int = 0
+    finish_reasons: list[str | None] = []  # by choice
+    first_byte_seconds: float | None = None
+    detokenise_seconds: float = 0.0  # in all, most of it while the engine went on
+    grammar_seconds: float = 0.0  # to check its grammar, and in the engine's steps to keep to it
+    error: str = ""
+    legs: list[Leg] = []  # every choice, where there are several
+    note: str = ""
+
+
+current: ContextVar["OpenJourney | None"] = ContextVar("octavo journey", default=None)
+"""The journey of the HTTP request in whose task this runs."""
+
+
+class OpenJourney:
+    """An HTTP request on its way through an API process."""
+
+    def __init__(self, id: str, method: str, path: str, api_process: int, received: float) -> None:
+        self.id, self.method, self.path, self.api_process = id, method, path, api_process
+        self.handler = path  # until it is known whose it is: the route's pattern
+        self.received, self.received_at = received, time.time() - (time.monotonic() - received)
+        self.status = 0
+        self.error = ""
+        self.first_byte = self.delivered = self.ended = 0.0
+        self.making: Making | None = None  # of an answer that is made whether its client stays or not
+        self.detokenise_seconds = self.grammar_seconds = 0.0
+        self.requests: list[str] = []  # GenerateRequests handed to the engine
+        self.params: SamplingParams | None = None  # of the first of them
+        self.trace_context: dict[str, str] = {}  # the client's headers of the W3C's trace context
+        self.prompts: list[list[int]] = []  # theirs, where the log is to show them
+        self.travelled: dict[str, EngineJourney] = {}
+        self._losses: list[tuple[float, float]] = []  # engines that ended under it: when, and when the next was there
+        self._answers: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
+        self._marks: list[tuple[StageName, float]] = []
+
+    def reach(self, stage: StageName) -> None:
+        """The end of `stage`, and of what came before it."""
+        self._marks.append((stage, time.monotonic()))
+
+    def submit(self, request: GenerateRequest) -> None:
+        if not self.requests:
+            self.reach("tokenise")
+            self.params = None if request.pooling else request.params
+        self.requests.append(request.id)
+
+    def took(self, started: float, now: float) -> None:
+        """Tokens became text."""
+        self.detokenise_seconds += now - started
+        self.delivered = now
+
+    def finish(self, request_id: str, index: int, reason: str, num_tokens: int) -> None:
+        """How a choice ended for the client."""
+        self._answers[request_id, index] = (reason, num_tokens)
+
+    def lose_engine(self) -> None:
+        """The engine that had it is gone, and with it what it could have told."""
+        self._losses.append((time.monotonic(), 0.0))
+
+    def find_engine(self) -> None:
+        """The next one is there."""
+        if self._losses and not self._losses[-1][1]:
+            self._losses[-1] = (self._losses[-1][0], time.monotonic())
+
+    def note(self, error: Exception) -> None:
+        """Which error it was, and of which field. Its message may quote the client's words."""
+        param = getattr(error, "param", None)
+        self.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the engine has told all that it knows."""
+        return len(self.travelled) == len(self.requests)
+
+    def tell(self, live: Iterable[EngineJourney] = ()) -> Journey:
+        """As it stands. `live`: what the engine says of requests that have not ended there."""
+        known = {**{journey.id: journey for journey in live}, **self.travelled}
+        journeys = [known[id] for id in self.requests if id in known]
+        tracks = [(journey, track) for journey in journeys for track in journey.tracks]
+        seen = max(
+            (track.stages[-1].end for _, track in tracks), default=0.0
+        )  # what is not over: until the engine looked
+        # A stream that can be resumed goes on when its client has left.
+        ended = 0.0 if self.making == "going on" else self.ended
+        has_outlived = 0 < ended < self.delivered
+        end = self.delivered if has_outlived else ended or seen or time.monotonic()
+        stages = self._front()
+        at = stages[-1].end if stages else self.received
+        if tracks:
+            _, last = max(tracks, key=lambda pair: pair[1].stages[-1].end)
+            # A stop string ends an answer before the engine hears of it.
+            is_whole = ended and self.delivered and self.told_status < 400
+            untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
+            stages += self._untold(at, last.stages[0].start, untold)
+            at = stages[-1].end if stages else self.received
+            stages += _cut(last.stages, "hand_over", at, self.delivered if is_whole else end)
+        elif self.requests:
+            until = min(self.delivered or end, end)
+            stages += self._untold(at, until, 0)
+            at = stages[-1].end if stages else self.received
+            stages.append(Stage("engine", at, until))
+        at = stages[-1].end if stages else self.received
+        if tracks and ended and self.delivered > at:
+            stages.append(Stage("detokenise", at, self.delivered))
+            at = self.delivered
+        if ended and not has_outlived:
+            stages.append(Stage("flush" if self.requests and self.told_status < 400 else "answer", at, max(at, end)))
+        return Journey(
+            id=self.id,
+            state=self._state(tracks),
+            response_ids=self.requests,
+            handler=self.handler,
+            received_at=round(self.received_at, 6),
+            seconds=_round(end - self.received),
+            stages=_relative(stages, self.received),
+            api_process=self.api_process,
+            status=self.told_status,
+            first_byte_seconds=_round(self.first_byte - self.received) if self.first_byte else None,
+            detokenise_seconds=_round(self.detokenise_seconds),
+            grammar_seconds=_round(self.grammar_seconds + sum(stage.grammar_seconds for stage in stages)),
+            error=self.error,
+            note=self._note(len(journeys)),
+            **_totals(journeys, self.received, self._answers),
+        )
+
+    @property
+    def told_status(self) -> int:
+        """A client that left took nothing from an answer that was made to its end all the same: it may read on."""
+        return 200 if self.status == 499 and self.making == "to its end" else self.status
+
+    def _front(self) -> list[Stage]:
+        stages: list[Stage] = []
+        at = self.received
+        for name, when in self._marks:
+            stages.append(Stage(name, at, when))
+            at = when
+        return stages
+
+    def _untold(self, at: float, until: float, num_tokens: int) -> list[Stage]:
+        """The time in engines that ended, and without one. `num_tokens`: that came of them."""
+        stages: list[Stage] = []
+        for number, (lost, back) in enumerate(self._losses, 1):
+            lost, back = min(max(at, lost), until), min(back or until, until)
+            if lost > at:
+                stages.append(Stage("engine", at, lost, num_tokens if number == len(self._losses) else 0))
+            if back > lost:
+                stages.append(Stage("restart", lost, back))
+            at = max(lost, back)
+        return stages
+
+    def _note(self, num_told: int) -> str:
+        if self._losses:
+            many = "an engine" if len(self._losses) == 1 else f"{len(self._losses)} engines"
+            return f"{many} ended on its way: what was done for it there cannot be told"
+        return "" if num_told == len(self.requests) else "the engine did not tell what it did"
+
+    def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
+        if not self.ended or self.making == "going on":
+            return _engine_state(track for _, track in tracks)
+        status = self.told_status
+        if status == 499 and not (tracks and len(self._answers) == len(tracks)):
+            return "aborted"
+        return "failed" if (status >= 400 and status != 499) or self.error else "finished"
+
+
+def tell_live(journey: EngineJourney, now: float) -> Journey:
+    """A request of which only the engine has told: it is not over, or another API process has it."""
+    last = max(journey.tracks, key=lambda track: track.stages[-1].end)
+    received = journey.received or last.stages[0].start
+    return Journey(
+        id=journey.http_id or journey.id,
+        state=_engine_state(journey.tracks),
+        response_ids=[journey.id],
+        handler="",
+        received_at=round(time.time() - (time.monotonic() - received), 6),
+        seconds=_round(now - received),
+        stages=_relative(_cut(last.stages, "before", received, now), received),
+        api_process=journey.origin,
+        note=f"API process {journey.origin} knows what came before the engine, and tells it when the request is over",
+        **_totals([journey], received, {}),
+    )
+
+
+def _engine_state(tracks: Iterable[Track]) -> State:
+    stages = [track.stages[-1].name for track in tracks if track.finish_reason is None]
+    return "waiting" if stages and all(name in ("queue", "preempted") for name in stages) else "running"
+
+
+def _totals(
+    journeys: list[EngineJourney], received: float, answers: Mapping[tuple[str, int], tuple[str, int]]
+) -> dict[str, Any]:
+    tracks = [(number, track) for number, journey in enumerate(journeys) for track in journey.tracks]
+    ends = [
+        answers.get((journeys[number].id, track.index), (track.finish_reason, track.output_tokens))
+        for number, track in tracks
+    ]
+    first = [stage for journey in journeys for stage in journey.tracks[0].stages if stage.name == "prefill"][:1]
+    legs = [
+        Leg(
+            number,
+            track.index,
+            track.finish_reason,
+            track.output_tokens,
+            track.preemptions,
+            _relative(track.stages, received),
+        )
+        for number, track in tracks
+    ]
+    return {
+        "prompt_tokens": sum(journey.prompt_tokens for journey in journeys),
+        "cached_tokens": sum(stage.cached_tokens for stage in first),
+        "output_tokens": sum(num_tokens for _, num_tokens in ends),
+        "preemptions": sum(track.preemptions for _, track in tracks),
+        "finish_reasons": [reason for reason, _ in ends],
+        "legs": legs if len(legs) > 1 else [],
+    }
+
+
+def _cut(stages: list[Stage], before: StageName, start: float, end: float) -> list[Stage]:
+    """The stages from `start` to `end`, without a gap: what lies before the first is `before`."""
+    cut = [Stage(before, start, min(stages[0].start, end))] if stages[0].start > start else []
+    at = cut[-1].end if cut else start
+    for stage in stages:
+        if stage.start >= end:
+            break
+        cut.append(msgspec.structs.replace(stage, start=at, end=min(stage.end, end)))
+        at = cut[-1].end
+    return cut
+
+
+def _relative(stages: list[Stage], zero: float) -> list[Stage]:
+    return [
+        msgspec.structs.replace(stage, start=_round(stage.start - zero), end=_round(stage.end - zero))
+        for stage in stages
+    ]
+
+
+def _round(seconds: float) -> float:
+    return round(seconds, 6)  # to the microsecond
+
+
+class JourneyRing:
+    """The latest journeys, as text, within a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[int, tuple[list[str], bytes, float]] = OrderedDict()  # oldest first
+        self._is_mixed = False  # what an engine before this one knew came in by API process, and was not put in order
+        self._by_id: dict[str, int] = {}  # the latest under that name
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, ids: list[str], journey: bytes, at: float = 0.0, is_old: bool = False) -> None:
+        """`at`: when it was over. `is_old`: it may be older than what is kept."""
+        number, self._next = self._next, self._next + 1
+        self._kept[number] = (ids, journey, at)
+        self._is_mixed |= is_old
+        self._num_bytes += len(journey) + ENTRY_BYTES
+        for id in ids:
+            self._by_id[id] = number
+        while self._num_bytes > self._max_bytes:
+            self._drop_oldest()
+
+    def find(self, id: str) -> bytes | None:
+        number = self._by_id.get(id)
+        return None if number is None else self._kept[number][1]
+
+    def latest(self, state: str, limit: int) -> list[bytes]:
+        """Latest first. `state` empty: whatever it is."""
+        mark = b'"state":"%s"' % state.encode()
+        found: list[bytes] = []
+        if self._is_mixed:
+            self._kept = OrderedDict(sorted(self._kept.items(), key=lambda item: item[1][2]))
+            self._is_mixed = False
+        for _, journey, _ in reversed(self._kept.values()):
+            if len(found) == limit:
+                break
+            if not state or mark in journey:
+                found.append(journey)
+        return found
+
+    def _drop_oldest(self) -> None:
+        number, (ids, journey, _) = self._kept.popitem(last=False)
+        self._num_bytes -= len(journey) + ENTRY_BYTES
+        for id in ids:
+            if self._by_id.get(id) == number:
+                del self._by_id[id]
+
+
+def tell_journeys(live: list[EngineJourney], ring: JourneyRing, asked: ReadJourneys) -> str:
+    """A JSON list of what the engine process has at hand, what is not over first."""
+    if asked.is_raw:
+        return msgspec.json.encode(live).decode()
+    request_id, state, limit = asked.request_id, asked.state, asked.limit
+    now = time.monotonic()
+    going = [journey for journey in (tell_live(journey, now) for journey in live) if state in ("", journey.state)]
+    texts = [msgspec.json.encode(journey) for journey in going[:limit]]
+    if request_id:
+        found = ring.find(request_id)
+        texts += [] if found is None or texts else [found]
+    elif len(texts) < limit and state not in ("waiting", "running"):
+        texts += ring.latest(state, limit - len(texts))
+    return "[" + b",".join(texts).decode() + "]"

@@ -1,0 +1,108 @@
+"""What is true of the engine at the moment of a scrape, as metrics: running, waiting, pages and waste, refusals.
+Knows nothing of requests or their times (metrics.py)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from octavo.messages import EngineReport
+from octavo.observe.metrics.exposition import Scrape
+
+PageState = Literal["used", "cached", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What is true at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_by_reason: Mapping[str, int] = field(default_factory=dict)
+    num_used_pages: int = 0
+    num_cached_pages: int = 0
+    num_free_pages: int = 0
+    num_touched_pages: int = 0  # those that ever held anything
+    num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
+    num_host_pages_used: int = 0
+    audits: Mapping[str, int] = field(default_factory=dict)  # since the start: how the books of the pages were found
+    restarts: Mapping[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # since the server's start, by process and cause
+    rejections: Mapping[str, int] = field(default_factory=dict)  # since the start, by reason
+    blocked_seconds: Mapping[str, float] = field(default_factory=dict)  # of the queue's head since the start, by reason
+
+
+def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> None:
+    pages = state.num_used_pages + state.num_cached_pages + state.num_free_pages
+    use = state.num_used_pages / pages if pages else 0.0
+    slots = state.num_used_pages * report.page_size
+    states: dict[PageState, int] = {
+        "used": state.num_used_pages,
+        "cached": state.num_cached_pages,
+        "free": state.num_free_pages,
+    }
+    taken = state.num_touched_pages if report.memory is None else pages
+    deferred = state.waiting_by_reason.get("grammar", 0)
+    config = {
+        "block_size": str(report.page_size),
+        "num_gpu_blocks": str(report.num_pages),
+        "num_cpu_blocks": str(report.num_host_pages),
+        "cache_dtype": report.kv_dtype or report.dtype,
+    }
+    for name, help, samples in (
+        ("vllm:num_requests_running", "Requests that hold a row.", [({}, state.num_running)]),
+        ("vllm:num_requests_waiting", "Requests in the queue.", [({}, state.num_waiting)]),
+        (
+            "vllm:num_requests_waiting_by_reason",
+            "Requests in the queue: for room (capacity), or for something that must be there first (deferred).",
+            [({"reason": "capacity"}, state.num_waiting - deferred), ({"reason": "deferred"}, deferred)],
+        ),
+        ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", [({}, use)]),
+        # The name that vLLM gave it before; boards and autoscalers still ask for it.
+        ("vllm:gpu_cache_usage_perc", "Share of KV pages in use, 0 to 1.", [({}, use)]),
+        ("vllm:cache_config_info", "The KV store's layout; always 1.", [(config, 1)]),
+        ("octavo:kv_pages", "KV pages by state.", [({"state": key}, value) for key, value in states.items()]),
+        (
+            "octavo:kv_slot_use_ratio",
+            "Share of the slots of used KV pages that hold a token; the rest is waste. 1 when no page is in use.",
+            [({}, state.num_filled_slots / slots if slots else 1.0)],
+        ),
+        (
+            "octavo:memory_bytes",
+            "Memory by what takes it. On a CPU a KV page takes none before it is first used.",
+            [({"kind": "weights"}, report.weights_bytes), ({"kind": "pages"}, taken * report.page_bytes)],
+        ),
+        ("octavo:host_pages_used", "Pages of the swap space in use.", [({}, state.num_host_pages_used)]),
+        (
+            "octavo:waiting_by_reason",
+            "Requests in the queue by what they wait for.",
+            [({"reason": key}, value) for key, value in state.waiting_by_reason.items()],
+        ),
+    ):
+        scrape.gauge(name, help, samples)
+    scrape.counter(
+        "octavo:queue_blocked_seconds",
+        "Time in which the first request of the queue could not enter, by what it lacked.",
+        [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
+    )
+    scrape.counter(
+        "octavo:page_audits",
+        "Looks at the books of the KV pages while nothing ran, by what they found.",
+        [({"found": found}, count) for found, count in state.audits.items()],
+    )
+    scrape.counter(
+        "octavo:restarts",
+        "Processes that were started again, by which and why.",
+        [({"process": process, "cause": cause}, count) for (process, cause), count in state.restarts.items()],
+    )
+
+
+def rejections(model_name: str, state: EngineState) -> str:
+    """Of all engines at once, as vLLM counts them: before a request has one."""
+    scrape = Scrape({"model_name": model_name})
+    scrape.counter(
+        "vllm:admission_rejections",
+        "Requests that were refused because too much waits, or that would wait no longer (max_queue_ms).",
+        [({"reason": reason}, count) for reason, count in state.rejections.items()],
+    )
+    return scrape.text()

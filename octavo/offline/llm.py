@@ -1,0 +1,358 @@
+"""LLM: the engine as a Python object: generate, chat, embed and stream, without a server.
+Knows nothing of torch or HTTP; it drives the same loop that serves requests."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from octavo import config as configuration
+from octavo.admission.validate import admit, admit_embedding, choose_pooling, cut_to, longest_embedding
+from octavo.engine.build import start_engine
+from octavo.errors import ConfigError, EngineDead, InvalidRequest
+from octavo.messages import Abort, BeamSearchParams, GenerateRequest, SamplingParams, TokenDelta
+from octavo.messages.params import choice_seed
+from octavo.offline.outputs import (
+    Answer,
+    BeamSearchOutput,
+    BeamSearchSequence,
+    EmbeddingOutput,
+    RequestOutput,
+    Vector,
+)
+from octavo.text import Text, TextDelta, load_text
+from octavo.text.grammar.build import grammar_of
+from octavo.text.pooling_config import Sentence, read_sentence
+from octavo.weights.sources.source import resolve
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+_OF_SERVERS = ("server", "batches", "recorder")  # sections of the configuration that mean nothing here
+
+
+class LLM:
+    """`LLM()` runs the embedded model; `LLM("folder", max_model_len=2048, …)` takes any option of the configuration."""
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        of_servers = {name for section in _OF_SERVERS for name in configuration.field_names(section)}
+        for name in options:
+            if name in of_servers:
+                raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
+        self.config = configuration.replace(configuration.Config(), model=model, **options)
+        source = resolve(
+            model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
+        )
+        self.model_name = self.config.model.served_model_name or source.name
+        self._loop, self.report = start_engine(self.config, source, self.model_name)
+        self._source = source
+        self._text: Text | None = None
+        self._num_requests = 0
+        self._boxes: dict[str, list[TokenDelta]] = {}  # open request → where its deltas go
+        self._failure: EngineDead | None = None
+        self._peak_pages = 0
+        self._next_look = 0.0  # when the pages are walked again
+        self._slots: list[int] = [0, 0]  # filled and allocated, summed over the steps that were looked at
+
+    @property
+    def text(self) -> Text:
+        """Tokenizer and chat template. Loaded when first needed: prompts of token ids can do without any."""
+        if self._text is None:
+            model = self.config.model
+            self._text = load_text(
+                self._source.path,
+                tokenizer=model.tokenizer,
+                chat_template=model.chat_template,
+                default_sampling=self._source.default_sampling,
+            )
+            self._text.require_fit(self.report.vocab_size)
+        return self._text
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); answers come in the order of the prompts. `priority`: of each prompt, lower
+        first, where `scheduling_policy` is "priority"."""
+        every = _as_list(prompts)
+        wanted = self._params_for(len(every), params)
+        if priority is not None and len(priority) != len(every):
+            raise InvalidRequest(f"{len(every)} prompts need {len(every)} priorities, got {len(priority)}", "priority")
+        ranks = priority or [0] * len(every)
+        requests = [self._request(*its) for its in zip(every, wanted, ranks, strict=True)]
+        return self._run(requests, wanted, [prompt if isinstance(prompt, str) else None for prompt in every], use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best continuations of each prompt, as transformers' beam search finds them."""
+        outputs = self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)
+        return [self._beams_of(output) for output in outputs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several."""
+        if not messages:
+            raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        every = self._params_for(len(conversations), params)
+        rendered = [self.text.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        requests = [
+            self._request(self.text.encode_chat(conversation), its)  # type: ignore[arg-type]
+            for conversation, its in zip(conversations, every, strict=True)
+        ]
+        return self._run(requests, every, list(rendered), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """One vector for each prompt (text or token ids), in their order. `pooling` ("cls", "mean", "last") and `normalize`: what
+        the model's makers advise, where they are left out; `dimensions`: only the first so many numbers. A prompt that is too
+        long is refused, or cut at its end to `truncate_prompt_tokens` tokens (-1: to as many as the model takes)."""
+        every = _as_list(prompts)
+        sentence = self.text.sentence if any(isinstance(prompt, str) for prompt in every) else self._sentence()
+        params = choose_pooling(sentence, self.report, pooling, normalize, dimensions)
+        longest = cut_to(truncate_prompt_tokens, longest_embedding(params, sentence, self.report))
+        answers: dict[str, Vector] = {}
+        requests: list[GenerateRequest] = []
+        for number, prompt in enumerate(every, self._num_requests):
+            ids = self._ids_of(prompt, longest)
+            requests.append(admit_embedding(f"offline-{number}", ids, params, sentence, self.report))
+            text = prompt if isinstance(prompt, str) else None
+            answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, text, ids))
+        self._num_requests += len(requests)
+        self._collect(requests, answers, use_tqdm)
+        return [answers[request.id].output for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """One prompt's text as it comes. Leaving the iterator early aborts the request; several may be open at once."""
+        return self._stream(self._single(self._request(prompt, params or self.default_params())))
+
+    def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        request = self._request(self.text.encode_chat(messages), params or self.default_params())
+        return self._stream(self._single(request))
+
+    def default_params(self) -> SamplingParams:
+        """What the model's makers advise, and as many tokens as fit."""
+        return SamplingParams(**{"max_tokens": None, **self.text.default_sampling})  # type: ignore[arg-type]
+
+    def engine_stats(self) -> dict[str, float]:
+        """Facts of all steps so far: pages, their use, steps, preemptions."""
+        cache = self._loop.scheduler.cache
+        return {
+            "num_pages": self.report.num_pages,
+            "pages_used_peak": self._peak_pages,
+            "slot_use_ratio": self._slots[0] / self._slots[1] if self._slots[1] else 1.0,
+            "steps": self._loop.scheduler.num_steps,
+            "preemptions": self._loop.scheduler.num_preemptions,
+            "prefix_hit_tokens": cache.hit_tokens,
+            "prefix_queried_tokens": cache.queried_tokens,
+        }
+
+    def reset_prefix_cache(self) -> int:
+        """Forget every cached prefix; returns how many pages that were."""
+        return self._loop.scheduler.cache.reset_prefixes()
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ── inside ──
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            return [self.default_params()] * count
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise InvalidRequest(
+                f"{count} prompts need one or {count} SamplingParams, got {len(params)}", param="params"
+            )
+        return params
+
+    def _single(self, request: GenerateRequest) -> GenerateRequest:
+        if request.params.n != 1:
+            raise InvalidRequest(f"a stream has one choice: n must be 1, got {request.params.n}", param="n")
+        return request
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int = 0) -> GenerateRequest:
+        number = self._num_requests
+        self._num_requests += 1
+        ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.seed is None:  # offline runs repeat: the n-th request of a given --seed draws the same
+            params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
+        if params.bad_words:
+            params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
+        if params.structured_outputs:
+            grammar = grammar_of(params.structured_outputs, self.text.vocabulary)
+            params = msgspec.structs.replace(params, grammar=grammar)
+        has_text = self._text is not None or not params.ignore_eos or bool(params.stop or params.grammar)
+        eos_ids = self.text.eos_ids if has_text else ()
+        return admit(f"offline-{number}", ids, params, self.report, eos_ids, priority=priority)
+
+    def _run(
+        self,
+        requests: list[GenerateRequest],
+        wanted: Sequence[SamplingParams],
+        prompts: Sequence[str | None],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        answers = {
+            request.id: Answer(request, prompt, self._text, params)
+            for request, prompt, params in zip(requests, prompts, wanted, strict=True)
+        }
+        self._collect(requests, answers, use_tqdm)
+        for answer in answers.values():
+            answer.keep_best()
+        return [answers[request.id].output for request in requests]
+
+    def _beams_of(self, output: RequestOutput) -> BeamSearchOutput:
+        sequences = []
+        for choice in output.outputs:
+            tokens = output.prompt_token_ids + choice.token_ids
+            text = None if self._text is None else self._text.decode(tokens)
+            ends = (choice.finish_reason, choice.stop_reason)
+            sequences.append(BeamSearchSequence(tokens, choice.logprobs, choice.cumulative_logprob or 0.0, text, *ends))
+        return BeamSearchOutput(sequences)
+
+    def _collect(self, requests: list[GenerateRequest], answers: Mapping[str, Answer | Vector], use_tqdm: bool) -> None:
+        """Step until every answer is there."""
+        from tqdm import tqdm
+
+        box: list[TokenDelta] = []
+        num_open = len(requests)
+        with tqdm(total=num_open, disable=not use_tqdm, desc="prompts", dynamic_ncols=True) as bar:
+            try:
+                for request in requests:
+                    self._submit(request, box)
+                while num_open:
+                    for delta in self._next(box):
+                        answer = answers[delta.request_id]
+                        if answer.take(delta):
+                            self._loop.abort(Abort(delta.request_id, delta.index, "stop"))
+                        if answer.is_done and not answer.is_counted:
+                            answer.is_counted = True
+                            num_open -= 1
+                            bar.update()
+            finally:  # Ctrl-C, too, leaves the engine empty and usable
+                for request in requests:
+                    self._withdraw(request)
+
+    def _sentence(self) -> Sentence:
+        """Without a tokenizer, which prompts of token ids can do without."""
+        return self._text.sentence if self._text is not None else read_sentence(self._source.path)
+
+    def _ids_of(self, prompt: Prompt, longest: int | None) -> list[int]:
+        """`longest`: cut to so many tokens; None: as it is."""
+        if not isinstance(prompt, str):
+            return list(prompt)[:longest]
+        return self.text.encode(prompt) if longest is None else self.text.encode_cut(prompt, longest)
+
+    def _stream(self, request: GenerateRequest) -> Iterator[TextDelta]:
+        stream = self.text.stream(request.params, request.prompt_ids)
+        box: list[TokenDelta] = []
+        self._submit(request, box)
+        try:
+            while True:
+                for delta in self._next(box):
+                    piece = stream.push(delta.token_ids, delta.finish)
+                    if piece.text or piece.finish_reason is not None:
+                        yield piece
+                    if piece.finish_reason is not None:
+                        return
+        finally:
+            self._withdraw(request)
+
+    def _submit(self, request: GenerateRequest, box: list[TokenDelta]) -> None:
+        self._boxes[request.id] = box
+        self._loop.add(request)
+
+    def _withdraw(self, request: GenerateRequest) -> None:
+        if self._boxes.pop(request.id, None) is not None:
+            self._loop.abort(Abort(request.id))
+
+    def _next(self, box: list[TokenDelta]) -> list[TokenDelta]:
+        """What has come into this box; steps until something has. Other open requests advance as well."""
+        while not box:
+            self._step()
+        deltas = box[:]
+        box.clear()
+        return deltas
+
+    def _step(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        with _whole_steps():
+            try:
+                for delta in self._loop.step():
+                    self._boxes[delta.request_id].append(delta)
+            except BaseException as error:  # half a step cannot be undone
+                self._failure = EngineDead(f"the engine failed in an earlier step: {type(error).__name__}: {error}")
+                raise
+        scheduler = self._loop.scheduler
+        self._peak_pages = max(self._peak_pages, scheduler.cache.pool.num_used)
+        if (started := time.perf_counter()) >= self._next_look:
+            filled, allocated = scheduler.slot_use()
+            self._slots[0] += filled
+            self._slots[1] += allocated
+            # It walks every page: looking takes at most a hundredth of the time.
+            now = time.perf_counter()
+            self._next_look = now + 100 * (now - started)
+
+
+@contextmanager
+def _whole_steps() -> Iterator[None]:
+    """Ctrl-C waits for the end of the step: an exception in the middle of one would leave the engine half changed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if previous is None else previous)
+    if came and callable(previous):
+        previous(*came[0])
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or as ids, is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    num_ids = sum(isinstance(item, Integral) for item in prompts)
+    if num_ids == 0:
+        return [prompt for prompt in prompts if not isinstance(prompt, int)]
+    if num_ids < len(prompts):
+        raise InvalidRequest(
+            "prompts mixes token ids with prompts: give one list of ids, or a list of prompts", "prompts"
+        )
+    return [[int(item) for item in prompts if isinstance(item, Integral)]]

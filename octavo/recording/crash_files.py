@@ -1,0 +1,193 @@
+"""Where recordings lie: the folder that a running server's engines write to, and the files that are left when one of them ends.
+Knows nothing of what is recorded, nor of when an engine is to be ended.
+
+RECORDINGS/live-PID-…/ is a running server's, locked for as long as it lives. RECORDINGS/crash-….octavo is what led to an engine's
+end, in one file; of these, and of those that were kept at a stop, the last few stay."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from octavo.config import RecorderConfig
+from octavo.errors import ConfigError
+from octavo.ipc.stderr import say
+from octavo.recording.format import SEGMENT, Chunk, chunks_in, stream_chunk
+from octavo.recording.recorder import SEGMENTS
+from octavo.recording.ring import SIZE, BlackBox, shared_box
+from octavo.weights.sources.source import cache_folder
+
+MOST_KEPT = 5  # files of each kind
+LEAST_BYTES = SEGMENTS * SIZE  # what comes at once never fills more than a file
+_LIVE = "live-"
+_LOCK = "lock"
+ENDING = ".octavo"
+
+
+class _LastWords(NamedTuple):
+    """What an engine had said, and maybe had no time to write."""
+
+    position: int  # in its stream
+    records: bytes
+
+
+class Flights:
+    """A server's recordings. Where the folder was not named and cannot be written, there are none, and that is said."""
+
+    def __init__(self, config: RecorderConfig) -> None:
+        self._is_named = bool(config.record_folder)
+        self._box_fd = -1
+        self._lock: int | None = None
+        self._sealing = threading.Lock()  # one engine's at a time
+        self._sealers: list[threading.Thread] = []
+        self.live: Path | None = None  # None: nothing is recorded
+        self._what = "with token ids" if config.record_tokens else "without any text"
+        if not (num_bytes := int(config.record_bytes)):
+            return
+        if num_bytes < LEAST_BYTES:
+            raise ConfigError(f"--record-bytes must be 0 or at least {LEAST_BYTES // 2**20}M, got {num_bytes}")
+        try:
+            self._folder = Path(config.record_folder) if self._is_named else cache_folder() / "recordings"
+            self._folder = self._folder.absolute()
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._seal_abandoned()
+            self._begin()
+        except (OSError, ConfigError) as error:
+            why = error.strerror if isinstance(error, OSError) else error.message
+            if self._is_named:
+                raise ConfigError(
+                    f"--record-folder {config.record_folder} cannot be used ({why}): name another folder"
+                ) from None
+            say(f"nothing will be recorded for octavo replay ({why}): name a folder with --record-folder")
+            return
+
+    @property
+    def words(self) -> str:
+        """What a start says of it."""
+        if self.live is None:
+            return "recorder: off"
+        return f"recorder: what is scheduled, {self._what}, in {self.live} (--record-bytes)"
+
+    @property
+    def box_fds(self) -> tuple[int, ...]:
+        """Memory that an engine is to inherit."""
+        return (self._box_fd,) if self._box_fd >= 0 else ()
+
+    def seal_aside(self, engine: int) -> None:
+        """Make one file of what an engine that has crashed recorded, and say so, while others go on: clients wait for the next
+        engine, and shall not wait for a disk. The next one may start at once; what it overwrites is taken now."""
+        if self.live is not None:
+            sealer = threading.Thread(target=self._seal_crash, args=(engine, self._last_words()), name="octavo-seal")
+            try:
+                sealer.start()
+            except RuntimeError:  # no more threads, as may be where something has just crashed
+                sealer.run()
+                return
+            self._sealers = [*(other for other in self._sealers if other.is_alive()), sealer]
+
+    def _seal_crash(self, engine: int, words: _LastWords | None) -> None:
+        if (path := self._seal_own("crash", engine, words)) is not None:
+            say(f"what led to it is recorded: octavo replay {path}")
+
+    def _seal_own(self, why: str, engine: int, words: _LastWords | None) -> Path | None:
+        """None: there is nothing, or no room."""
+        assert self.live is not None
+        try:
+            with self._sealing:
+                return self._seal(self.live, f"{engine:03d}", why, words)
+        except OSError as error:
+            say(f"what the engine recorded could not be kept: {error.strerror}")
+            return None
+
+    def _last_words(self) -> _LastWords | None:
+        try:
+            box = BlackBox(self._box_fd)
+        except OSError as error:  # no memory, say
+            say(f"the engine's last words could not be read: {error.strerror}")
+            return None
+        try:
+            return _LastWords(box.tail, box.between(box.tail, box.head))
+        finally:
+            box.close()
+
+    def close(self, engine: int) -> None:
+        """After a stop in order, what was recorded is kept where somebody named a place for it."""
+        for sealer in self._sealers:
+            sealer.join()
+        if self.live is not None:
+            if self._is_named and (path := self._seal_own("stopped", engine, self._last_words())) is not None:
+                say(f"the last of what was scheduled: octavo replay {path}")
+            shutil.rmtree(self.live, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+        if self._box_fd >= 0:
+            os.close(self._box_fd)
+        self.live, self._lock, self._box_fd = None, None, -1
+
+    def _begin(self) -> None:
+        fresh = Path(tempfile.mkdtemp(prefix="new-", dir=self._folder))
+        live = self._folder / fresh.name.replace("new-", f"{_LIVE}{os.getpid()}-", 1)
+        # Locked before it has its name: whoever finds a lock that is free has found what nobody uses.
+        self._lock = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fresh.rename(live)
+        self._box_fd = shared_box()
+        self.live = live
+
+    def _seal_abandoned(self) -> None:
+        """Of servers all of whose processes were killed at once."""
+        for lock in self._folder.glob(f"{_LIVE}*/{_LOCK}"):
+            with contextlib.suppress(OSError):  # another's, in use, or gone meanwhile
+                fd = os.open(lock, os.O_RDWR)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    engines = {file.name.split("-")[0] for file in lock.parent.glob(f"*{SEGMENT}")}
+                    for engine in sorted(engines):
+                        path = self._seal(lock.parent, engine, "crash", None)
+                        say(f"a server ended without a word; what led to it: octavo replay {path}")
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+                finally:
+                    os.close(fd)
+
+    def _seal(self, live: Path, engine: str, why: str, words: _LastWords | None) -> Path | None:
+        segments = sorted(live.glob(f"{engine}-*{SEGMENT}"))
+        if not segments:
+            return None
+        when = time.strftime("%Y%m%d-%H%M%S", time.localtime(segments[-1].stat().st_mtime))
+        target = self._folder / f"{why}-{when}-server-{live.name.split('-')[1]}-engine-{int(engine)}{ENDING}"
+        part = target.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        try:
+            # Nobody else's from the beginning, whatever lies or is linked there.
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+                for segment in segments:
+                    with segment.open("rb") as source:
+                        shutil.copyfileobj(source, file)
+                if words is not None:
+                    _write_last_words(file, segments[-1], words)
+            part.rename(target)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
+        for segment in segments:
+            segment.unlink(missing_ok=True)
+        old = sorted(self._folder.glob(f"{why}-*{ENDING}"), key=lambda path: path.stat().st_mtime)
+        for path in old[:-MOST_KEPT]:
+            path.unlink(missing_ok=True)
+        return target
+
+
+def _write_last_words(file: BinaryIO, last: Path, words: _LastWords) -> None:
+    """Those that are not in its last file: it may have ended between the writing and the word that it was done. Where something
+    is missing in between they could not be followed, and what is before it would be lost with them."""
+    ends = [chunk.end for chunk in chunks_in(last.read_bytes()) if isinstance(chunk, Chunk)]
+    if ends and words.position > ends[-1]:
+        return
+    start = max(ends[-1] if ends else 0, words.position)
+    if unwritten := words.records[start - words.position :]:
+        file.write(stream_chunk(unwritten, start))

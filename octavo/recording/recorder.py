@@ -1,0 +1,357 @@
+"""Recorder: keeps what the scheduler was told, always, in files of bounded size, so that its plans can be made again.
+Knows nothing of who reads them, and never makes a step wait: bytes go to shared memory, a thread brings them to files.
+
+Files roll: each begins with the scheduler's state, so the oldest can go whatever is alive. If bytes come faster than the thread
+can write, or the disk is full, what cannot be kept is dropped and said once; it goes on with a fresh state later."""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sized
+from pathlib import Path
+
+import msgspec
+
+from octavo.cache import KVCache
+from octavo.messages import Abort, FinishReason, GenerateRequest, StepPlan, StepResult, TokenDelta
+from octavo.recording.format import (
+    SEGMENT,
+    Aborted,
+    Arrived,
+    Forgotten,
+    Header,
+    Lost,
+    Marked,
+    Outcome,
+    Prepared,
+    Record,
+    State,
+    Ticked,
+    Turned,
+    digest,
+    framed,
+    gap_chunk,
+    grammar_names,
+    state_chunk,
+    stream_chunk,
+    untold,
+    wishes_of,
+)
+from octavo.recording.ring import SIZE, BlackBox
+from octavo.schedule import Scheduler
+from octavo.schedule.request import Request
+from octavo.schedule.snapshot import Manner, take
+
+log = logging.getLogger("octavo.engine")
+
+FLUSH_SECONDS = 0.2
+RETRY_SECONDS = 10.0
+MOST_RETRY_SECONDS = 640.0  # where a state was too large, again and again: to take one costs the step that waits for it
+PLAIN_TURNS = 16  # of which there is nothing to tell, written down at once
+SEGMENTS = 4  # files that share the limit
+_RESERVE = 64  # bytes of the box kept for the record that says that there is no room
+
+
+Done = tuple[StepResult, list[TokenDelta], list[Request], int, float]
+"""A step that was committed in a turn: what it gave, to whom, whom it ended, tokens and seconds computed."""
+
+
+class Recorder:
+    def __init__(
+        self,
+        segments: "Segments",
+        header: Header,
+        box: BlackBox,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._segments, self._header, self._box, self._clock = segments, header, box, clock
+        self.is_due = True  # a state is wanted, as soon as nothing is in flight
+        self._with_tokens = with_tokens = header.with_tokens
+        self._name: Callable[[str], str] = str if with_tokens else grammar_names()
+        self._manner = Manner(
+            lambda params: wishes_of(params, with_tokens, self._name),
+            (lambda tokens: tokens) if with_tokens else (lambda tokens: []),
+            (lambda candidates, stop_ids: candidates) if with_tokens else untold,
+            self._name,
+        )
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._is_lost = True  # until the first state
+        self._is_rolling = False  # a state was taken, and its file is not begun yet
+        self._num_rows = -1  # of the plan before; −1: none
+        self._plain: list[tuple[float, int, float, int]] = []  # turns that are not written down yet: a Ticked's columns
+        self._states: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._cache = KVCache(0, 1)  # until the first state
+        box.reset()
+        self._thread = threading.Thread(target=self._write, name="octavo-recorder", daemon=True)
+        self._thread.start()
+
+    # ── the stepping thread ──
+
+    def arrived(self, request: GenerateRequest, now: float) -> None:
+        if self._is_lost:
+            return
+        with_tokens, begun = self._with_tokens, request.begun
+        self._put(
+            Arrived(
+                int(now * 1e6),
+                request.id,
+                len(request.prompt_ids),
+                request.prompt_ids if with_tokens else [],
+                self._manner.wishes(request.params),
+                request.stop_ids,
+                [None if tokens is None else len(tokens) for tokens in begun],
+                begun if with_tokens else [],
+                request.pooling,
+                request.is_whole,
+                request.wants_progress,
+                request.priority,
+                int(request.arrived * 1e6),
+            )
+        )
+
+    def aborted(self, abort: Abort, now: float) -> None:
+        self._put(Aborted(int(now * 1e6), abort.request_id, abort.index, abort.reason))
+
+    def prepared(self, grammar: str) -> None:
+        self._put(Prepared(int(self._clock() * 1e6), self._name(grammar)))
+
+    def forgotten(self) -> None:
+        self._put(Forgotten(int(self._clock() * 1e6)))
+
+    def turned(self, scheduler: Scheduler, plan: StepPlan, done: list[Done], in_flight: Sized, now: float) -> None:
+        """At the end of every turn, whether or not the plan was empty. Turns of which there is nothing to tell, as most are, are
+        written down some at a time, and nothing of them is held: memory that is used again at once is cheap, other is not."""
+        checksum = digest(plan, self._num_rows)
+        self._num_rows = len(plan.rows)
+        if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
+            result, _, ended, num_tokens, seconds = done[0]
+            if not (ended or result.last or result.failures or result.candidates):
+                self._plain.append((now, checksum, seconds, num_tokens))
+                if len(self._plain) == PLAIN_TURNS:
+                    self._write_plain()
+                if self.is_due and not in_flight:
+                    self.take(scheduler)
+                return
+        outcomes = [self._outcome(scheduler, each) for each in done]
+        self._write_plain()
+        self._put(Turned(int(now * 1e6), checksum, outcomes, self._keys()))
+        # Where there is nothing to do, nobody waits for the state to be taken.
+        is_time = scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
+        if not in_flight and (self.is_due or is_time):
+            self.take(scheduler)
+
+    def _write_plain(self) -> None:
+        if not self._plain:
+            return
+        times, digests, seconds, num_tokens = zip(*self._plain, strict=True)
+        self._plain = []
+        micros, step_micros = [int(now * 1e6) for now in times], [int(each * 1e6) for each in seconds]
+        if not self._is_lost:
+            self._write_down(
+                framed(self._encode(Ticked(micros, list(digests), step_micros, list(num_tokens), self._keys())))
+            )
+
+    def _keys(self) -> bytes:
+        keys = self._cache.keys_made
+        if not keys:
+            return b""
+        self._cache.keys_made = []
+        return b"".join(keys)
+
+    def _outcome(self, scheduler: Scheduler, done: Done) -> Outcome:
+        result, deltas, ended, num_tokens, seconds = done
+        ends: list[tuple[str, int, FinishReason]] = []
+        if ended:
+            ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
+        candidates = result.candidates
+        if candidates and not self._with_tokens:
+            stop_ids = {stop for each in (*scheduler.requests(), *ended) if each.special for stop in each.stop_ids}
+            candidates = [untold(each, stop_ids) for each in candidates]
+        tokens = result.tokens if self._with_tokens else []
+        return Outcome(
+            int(seconds * 1e6),
+            num_tokens,
+            tokens,
+            ends,
+            result.last,
+            list(result.failures),
+            candidates,
+        )
+
+    def take(self, scheduler: Scheduler) -> None:
+        """The scheduler's state: nothing is in flight."""
+        self.is_due, self._is_rolling = False, True
+        self._write_plain()
+        self._cache = scheduler.cache
+        if not self._with_tokens:
+            self._cache.keys_made = []
+        now = self._clock()
+        header = msgspec.structs.replace(self._header, wall=time.time(), clock=now)
+        state = self._encode(State(header, take(scheduler, self._manner)))
+        self._is_lost = False
+        self._num_rows = -1
+        self._states.put((self._box.head, state))
+        self._put(Marked(int(now * 1e6)))
+        self._wake.set()
+
+    def _put(self, record: Record) -> None:
+        self._write_plain()
+        if not self._is_lost:
+            self._write_down(framed(self._encode(record)))
+
+    def _write_down(self, data: bytes) -> None:
+        room = self._box.put(data, _RESERVE)
+        if room < 0:
+            self._box.put(framed(self._encode(Lost(int(self._clock() * 1e6)))), 0)
+            self._is_lost = True
+            self._segments.complain("more comes than can be written")
+        elif room < SIZE // 2:
+            self._wake.set()
+
+    # ── the writing thread ──
+
+    def _write(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(FLUSH_SECONDS)
+            self._wake.clear()
+            self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
+        segments, box = self._segments, self._box
+        head = box.head  # before the states are looked at: what one was taken for must not come into the file before it
+        with contextlib.suppress(queue.Empty):
+            while True:
+                position, state = self._states.get_nowait()
+                self._flush_to(position)
+                segments.begin(state, position)
+                self._is_rolling = False
+        self._flush_to(head)
+        # The stepping thread may have lost track, or the disk: once there is room again, it shall begin anew.
+        if segments.wants_state or (self._is_lost and not self.is_due and segments.can_retry):
+            self.is_due = True
+
+    def _flush_to(self, end: int) -> None:
+        start = self._box.tail
+        if end > start:
+            self._segments.append(stream_chunk(self._box.between(start, end), start))
+            self._box.tail = end
+
+    def close(self) -> None:
+        """Everything that was told is written. Called by the stepping thread, or when there is none."""
+        self._write_plain()
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(5)
+        self._segments.close()
+
+
+def _end_of(delta: TokenDelta) -> FinishReason:
+    """By which token it ended: a stop id may also be the one with which a grammar keeps to a limit."""
+    assert delta.finish is not None
+    return "stop" if delta.finish.reason == "length" and not delta.token_ids else delta.finish.reason
+
+
+class Segments:
+    """Files that follow one another, together within a limit. A disk that is full, or gone, is said once and tried again."""
+
+    def __init__(self, folder: Path, name: str, limit: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._folder, self._name, self._limit, self._now = folder, name, limit, now
+        self._file = -1  # descriptor; −1: none
+        self._files: list[tuple[Path, int]] = []  # older ones with their sizes, the oldest first
+        self._path = Path()
+        self._size = 0
+        self._count = 0
+        self._failed_at: float | None = None
+        self._pause = RETRY_SECONDS  # before the next try
+        self._has_complained = False
+
+    @property
+    def is_half_full(self) -> bool:
+        return self._size > self._limit // SEGMENTS // 2
+
+    @property
+    def can_retry(self) -> bool:
+        return self._failed_at is None or self._now() - self._failed_at > self._pause
+
+    @property
+    def wants_state(self) -> bool:
+        """Whether the next file is to be begun."""
+        if self._failed_at is not None:
+            if self.can_retry:
+                self._failed_at = self._now()  # once in a while
+                return True
+            return False
+        return self._size > self._limit // SEGMENTS
+
+    def begin(self, state: bytes, position: int) -> None:
+        """The next file, with the state that was taken at this place of the stream."""
+        chunk = state_chunk(state, position)
+        if len(chunk) > self._limit // 2:
+            return self._fail_for_size(len(chunk), position)
+        if self._failed_at is None:
+            self._has_complained = False  # a file was filled without trouble
+        self.close()
+        self._count += 1
+        self._path = self._folder / f"{self._name}-{self._count:06d}{SEGMENT}"
+        try:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            return self._fail(f"{self._path} cannot be written: {error.strerror}")
+        if self._write(chunk):
+            self._failed_at, self._pause = None, RETRY_SECONDS
+
+    def append(self, chunk: bytes) -> None:
+        if self._file >= 0:
+            self._write(chunk)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            if self._size:
+                self._files.append((self._path, self._size))
+            else:  # the disk is full
+                self._path.unlink(missing_ok=True)
+        self._file, self._size = -1, 0
+
+    def complain(self, why: str) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            log.warning("the flight recorder pauses: %s; serving goes on without it", why)
+
+    def _write(self, chunk: bytes) -> bool:
+        """Whole, or not at all: what was begun is taken back."""
+        try:
+            written = 0
+            while written < len(chunk):
+                written += os.write(self._file, memoryview(chunk)[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            self._fail(f"{self._path} cannot be written: {error.strerror}")
+            return False
+        self._size += len(chunk)
+        while self._files and self._size + sum(size for _, size in self._files) > self._limit:
+            with contextlib.suppress(OSError):
+                self._files[0][0].unlink()
+            del self._files[0]
+        return True
+
+    def _fail_for_size(self, num_bytes: int, position: int) -> None:
+        """The engine has too much to do at the moment to be told of. It will be less, but nobody knows when: what was in vain is
+        tried half as often from then on."""
+        why = f"the engine's state takes {num_bytes} bytes, more than half of --record-bytes"
+        pause = min(2 * self._pause, MOST_RETRY_SECONDS)
+        self.append(gap_chunk(why, position))
+        self._fail(why, pause)
+
+    def _fail(self, why: str, pause: float = RETRY_SECONDS) -> None:
+        self.complain(why)
+        self._pause = pause
+        self._failed_at = self._now()
+        self.close()

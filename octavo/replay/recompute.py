@@ -1,0 +1,189 @@
+"""A recording's steps computed again by the model, plan by plan: are the tokens the same?
+Knows nothing of files or of how its findings are shown.
+
+What pages held when the recording began is nowhere. It is computed first: all that runs then, and, when a request finds a
+prefix in the cache that was there before, that prefix, from the request's own tokens."""
+
+import dataclasses
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import msgspec
+
+from octavo.config import CacheConfig, Config, ModelConfig, ParallelConfig, SchedulerConfig, replace
+from octavo.engine.build import load_executor
+from octavo.errors import ConfigError
+from octavo.messages import EngineReport, Entering, StepPlan, StepResult
+from octavo.recording.format import Header, Recording
+from octavo.replay.replay import Committed, Planned, Replay
+from octavo.schedule.request import Request
+from octavo.weights.sources.source import ModelSource, resolve
+
+
+class TokenDifference(NamedTuple):
+    step: int
+    request: str
+    choice: int
+    recorded: int
+    computed: int
+
+
+@dataclasses.dataclass
+class Findings:
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_same: int = 0
+    first: TokenDifference | None = None
+
+
+def config_of(header: Header) -> Config:
+    """The settings of the recorded engine, with what had been measured in place of every auto."""
+    report = header.report
+    config = Config(
+        ModelConfig(**header.options["model"]),
+        CacheConfig(**header.options["cache"]),
+        SchedulerConfig(**header.options["scheduler"]),
+        ParallelConfig(**header.options["parallel"]),
+    )
+    found = {
+        "max_num_seqs": report.max_num_seqs,
+        "max_num_batched_tokens": report.max_num_batched_tokens,
+        "max_model_len": report.max_model_len,
+    }
+    if report.num_pages:
+        found["kv_cache_memory_bytes"] = report.num_pages * report.page_bytes
+    return replace(config, **found)
+
+
+def source_of(header: Header, model: str) -> ModelSource:
+    """`model`: another place to take it from; empty: where it was."""
+    if model:
+        return resolve(model)
+    if Path(header.model_path).exists():
+        kind = cast(Literal["folder", "gguf"], header.model_kind)
+        return ModelSource(path=Path(header.model_path), name=header.model, kind=kind)
+    raise ConfigError(f"the recorded model is not at {header.model_path} any more: say where it is with --model")
+
+
+class Recomputation:
+    """Computes every step at once: what is on its way on a device at a plan's time is the device's own business."""
+
+    def __init__(self, recording: Recording, model: str = "") -> None:
+        header = recording.header
+        if not header.with_tokens:
+            raise ConfigError(
+                "the recording tells no token ids, so nothing can be computed from it: record with --record-tokens"
+            )
+        state = recording.state.scheduler
+        if any(header.report.windows) and (state.cache.tables or state.cache.keys):
+            raise ConfigError(
+                "the recording begins amid a run, and what layers with a window had let go by then cannot be computed again: "
+                "give one that begins with its engine (a larger --record-bytes)"
+            )
+        if state.cache.host_tables:
+            raise ConfigError("the recording begins with requests on swapped pages, which cannot be computed again")
+        self.replay = Replay(recording)
+        self.findings = Findings()
+        self._header = header
+        self._results: deque[StepResult] = deque()
+        self._recording_ready = [*state.shelf.ready, *state.shelf.ordered]
+        self._known: set[int] = set()  # pages whose content was computed here
+        self._executor = load_executor(config_of(header), source_of(header, model))
+
+    def run(self) -> Findings:
+        try:
+            self._check(self._executor.start())
+            for grammar in self._recording_ready:
+                self._prepare(grammar, [])
+            self._warm_up()
+            for happening in self.replay.follow():
+                self._tend_shelf()
+                match happening:
+                    case Planned() if not happening.plan.is_empty and happening.is_same:
+                        self._compute(happening)
+                    case Committed():
+                        self._compare(happening, self._results.popleft())
+        finally:
+            self._executor.close()
+        return self.findings
+
+    def _tend_shelf(self) -> None:
+        """What was to be made ready is, before anybody can ask for it."""
+        shelf = self.replay.scheduler.shelf
+        orders, shelf.orders = shelf.orders, []
+        for order in orders:
+            self._prepare(order.grammar, order.forgets)
+
+    def _prepare(self, grammar: str, forgets: list[str]) -> None:
+        is_done = threading.Event()
+        self._executor.prepare(grammar, forgets, is_done.set)
+        is_done.wait()
+
+    def _check(self, report: EngineReport) -> None:
+        then = self._header.report
+        for name in ("num_pages", "page_size", "vocab_size", "max_num_seqs", "windows"):
+            if getattr(report, name) < getattr(then, name):
+                raise ConfigError(
+                    f"{name} is {getattr(report, name)} here and was {getattr(then, name)}: the steps cannot be carried out"
+                )
+
+    def _compute(self, happening: Planned) -> None:
+        """The plan, after what it takes for granted."""
+        plan, page_size = happening.plan, self.replay.cache.page_size
+        self._known.update(move.target for move in plan.moves if move.kind != "out")
+        starts = dict(zip(plan.rows, plan.starts, strict=True))
+        for enter in plan.enters:
+            # A choice that forks is not in the plan's rows: its pages are those of the choice that it forks from.
+            num_cached = starts.get(enter.row, 0) // page_size
+            if any(page not in self._known for page in enter.pages[0][:num_cached]):
+                self._fill(plan.leaves, enter, num_cached * page_size)
+                plan = msgspec.structs.replace(plan, leaves=[*plan.leaves, enter.row])
+        self._results.append(self._carry_out(plan))
+        for request in happening.requests:
+            self._note_pages(request)
+
+    def _warm_up(self) -> None:
+        for request in self.replay.scheduler.running:
+            tables = self.replay.cache.tables.get(request.sequence)
+            if tables is None:  # it waits to fork from the choice that computes its prompt
+                continue
+            enter = self.replay.scheduler._entering(request, [table.whole() for table in tables])
+            self._fill([], enter, request.computed)
+            self._note_pages(request)
+
+    def _fill(self, leaves: list[int], enter: Entering, num_tokens: int) -> None:
+        """The first tokens of what enters, in steps of a length that a step may have."""
+        most = self._header.report.max_num_batched_tokens
+        enters = [enter]
+        for start in range(0, num_tokens, most):
+            count = min(most, num_tokens - start)
+            self._carry_out(StepPlan(0, leaves, enters, [], [enter.row], [start], [count], [False], [], [], []))
+            leaves, enters = [], []
+        self._known.update(enter.pages[0][: num_tokens // self._header.report.page_size])
+
+    def _carry_out(self, plan: StepPlan) -> StepResult:
+        self._executor.submit(plan)
+        return self._executor.collect()
+
+    def _note_pages(self, request: Request) -> None:
+        for table in self.replay.cache.tables.get(request.sequence, ()):
+            self._known.update(table.pages)
+
+    def _compare(self, happening: Committed, result: StepResult) -> None:
+        findings, outcome = self.findings, happening.outcome
+        findings.num_steps += 1
+        sampling = [
+            request
+            for request, samples in zip(happening.requests, happening.plan.samples, strict=True)
+            if samples and request.pooling is None
+        ]
+        for request, recorded, computed in zip(sampling, outcome.tokens, result.tokens, strict=True):
+            if request.params.use_beam_search:
+                continue  # nobody reads it
+            findings.num_tokens += 1
+            findings.num_same += recorded == computed
+            if recorded != computed and findings.first is None:
+                step = happening.plan.step
+                findings.first = TokenDifference(step, request.id, request.index, recorded, computed)

@@ -1,0 +1,302 @@
+"""Replay: makes a recording's plans again, with the scheduler and the cache that serve, and says where they are no longer the same.
+Knows nothing of models or of how its findings are shown.
+
+Where the recording tells no tokens, made-up ones stand in: a request's prompt is one number over and over, a choice's output
+another. What they cannot tell is told: the keys of pages in the order in which they were asked for, and which tokens ended what."""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from octavo import __version__
+from octavo.cache import KVCache
+from octavo.errors import ConfigError
+from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult, TokenDelta
+from octavo.recording.format import (
+    KEY_BYTES,
+    Aborted,
+    Arrived,
+    Forgotten,
+    Header,
+    Marked,
+    Outcome,
+    Prepared,
+    Recording,
+    Turned,
+    digest,
+    params_of,
+)
+from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.outcome import Issued
+from octavo.schedule.repetition import Loops
+from octavo.schedule.request import Request
+from octavo.schedule.rows import Returned
+from octavo.schedule.snapshot import RequestState, ToldLoops, restore
+
+_NO_SCORES = Logprobs(0, [], [])
+
+
+class Planned(NamedTuple):
+    """A plan was made again."""
+
+    micros: int
+    plan: StepPlan
+    is_same: bool
+    requests: list[Request]  # of its rows
+    admitted: list[Request]
+    returned: list[Returned]
+
+
+class Committed(NamedTuple):
+    """A step's outcome was taken in."""
+
+    micros: int
+    plan: StepPlan
+    requests: list[Request]
+    outcome: Outcome
+    deltas: list[TokenDelta]
+    candidates: dict[tuple[str, int, int], Candidates]  # of beams: request, place in its group, tokens so far
+
+
+Happening = Arrived | Aborted | Forgotten | Prepared | Marked | Planned | Committed
+
+
+def prompt_token(first_sequence: int) -> int:
+    """What stands for every token of a prompt whose first choice is this sequence: nobody's stop id."""
+    return -2 * first_sequence - 2
+
+
+def output_token(sequence: int) -> int:
+    return -2 * sequence - 3
+
+
+class ToldCache(KVCache):
+    """A cache that is told the keys which it cannot make for want of tokens."""
+
+    def __init__(self, header: Header) -> None:
+        report = header.report
+        super().__init__(
+            report.num_pages,
+            report.page_size,
+            report.num_host_pages,
+            bool(header.options["cache"]["enable_prefix_caching"]),
+            report.num_warm_pages,
+            report.windows,
+            report.max_num_batched_tokens,
+            header.root,
+        )
+        self._is_told = not header.with_tokens
+        self.told: deque[bytes] = deque()
+        self.known: dict[tuple[int, int], bytes] = {}  # (last token of a page, its place) → its key
+        self.num_untold = 0  # keys that were asked for and not told: the plans differ
+
+    def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
+        if not self._is_told:
+            return super()._key(parent, tokens, i)
+        name = (tokens[(i + 1) * self.page_size - 1], i)
+        if self.told:
+            self.known[name] = self.told.popleft()
+            return self.known[name]
+        self.num_untold += 1
+        return self.known.get(name, b"%d %d" % name)
+
+
+def _cannot(what: str, header: Header, error: Exception) -> ConfigError:
+    reason = f"another version wrote it: {header.version}, and this is {__version__}"
+    if header.version == __version__:
+        reason = "it is damaged, or this is a fault of Octavo's"
+    return ConfigError(f"{what} ({type(error).__name__}: {error}): {reason}")
+
+
+class Replay:
+    """Follows a recording once, to its end or to the first plan that is not the same."""
+
+    def __init__(self, recording: Recording) -> None:
+        """Raises ConfigError where the state cannot be taken up."""
+        try:
+            self._begin(recording)
+        except (AssertionError, LookupError, TypeError, ValueError) as error:
+            raise _cannot("the recording's state cannot be taken up", recording.header, error) from error
+
+    def _begin(self, recording: Recording) -> None:
+        self.header = header = recording.header
+        self.cache = ToldCache(header)
+        report = header.report
+        self.scheduler = Scheduler(
+            self.cache,
+            report.max_num_seqs,
+            report.max_num_batched_tokens,
+            swap_min_tokens=report.page_size,
+            policy=POLICIES[report.scheduling_policy],
+        )
+        self._records = recording.records
+        self.sources: dict[str, GenerateRequest] = {}  # of requests that have come; whoever wants one takes it
+        self._first: dict[str, int] = {}  # request → its first choice's sequence
+        for told in recording.state.scheduler.requests:
+            sequence, name, index = told.kept[:3]
+            self._first[name] = min(self._first.get(name, sequence), sequence - index)
+        restore(self.scheduler, recording.state.scheduler, params_of, self._tokens_of)
+        for request in self.scheduler.requests():
+            self._settle(request)
+        self._learn_keys()
+        self._num_rows = -1  # of the plan before; −1: none
+        self._flight: deque[tuple[StepPlan, Issued]] = deque()
+        self.num_steps = 0  # plans with something in them
+        self.num_same = 0
+        self.most_in_flight = 0
+
+    def follow(self) -> Iterator[Happening]:
+        """Raises ConfigError where what is told contradicts what the scheduler knows."""
+        try:
+            yield from self._follow()
+        except (AssertionError, LookupError, StopIteration, RuntimeError, TypeError, ValueError) as error:
+            where = f"after step {self.scheduler.num_steps} the recording cannot be followed"
+            raise _cannot(where, self.header, error) from error
+
+    def _follow(self) -> Iterator[Happening]:
+        for record in self._records:
+            match record:
+                case Arrived():
+                    source = self.sources[record.id] = self._request_of(record)
+                    self.scheduler.add(source)
+                    for request in self.scheduler.choices(record.id):
+                        self._settle(request)
+                    yield record
+                    self.sources.pop(record.id, None)
+                case Aborted():
+                    yield record
+                    self.scheduler.abort(record.id, record.index)
+                case Forgotten():
+                    self.cache.reset_prefixes()
+                    yield record
+                case Prepared():
+                    yield record
+                    self.scheduler.prepared(record.grammar)
+                case Marked():
+                    self._num_rows, self.cache._head = -1, (-1, 0, [])
+                    yield record
+                case Turned():
+                    yield from self._turn(record)
+                    if self.num_same < self.num_steps:
+                        return
+
+    def next_plan(self) -> tuple[StepPlan, list[Request]] | None:
+        """What would have been planned next: an engine that was killed was about to do it, or did. None: nothing, or what the
+        recording tells is not enough."""
+        plan = self.scheduler.plan()
+        if plan.is_empty or self.cache.num_untold:
+            return None
+        return plan, self.scheduler._in_flight[-1].requests
+
+    def _turn(self, record: Turned) -> Iterator[Happening]:
+        keys = record.keys
+        self.cache.told.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
+        plan = self.scheduler.plan()
+        is_same = digest(plan, self._num_rows) == record.digest
+        self._num_rows = len(plan.rows)
+        requests: list[Request] = []
+        if not plan.is_empty or not is_same:
+            self.num_steps += 1
+            self.num_same += is_same
+        if not plan.is_empty:
+            issued = self.scheduler._in_flight[-1]
+            requests = issued.requests
+            self._flight.append((plan, issued))
+        yield Planned(record.micros, plan, is_same, requests, self.scheduler.admitted, self.scheduler.returned)
+        if not is_same:
+            return
+        for outcome in record.outcomes:
+            done, issued = self._flight.popleft()
+            if sum(done.counts) != outcome.num_tokens:
+                raise ValueError(f"step {done.step} has {sum(done.counts)} tokens, and had {outcome.num_tokens}")
+            requests = issued.requests[:]
+            result = self._result(done, issued, outcome)
+            candidates = _by_beam(done, issued, outcome) if outcome.candidates else {}
+            deltas = self.scheduler.commit(done, result)
+            yield Committed(record.micros, done, requests, outcome, deltas, candidates)
+        self.scheduler.shelf.orders = []  # whoever carries them out did so
+        self.most_in_flight = max(self.most_in_flight, len(self._flight))
+
+    # ── what stands in for what is not told ──
+
+    def _request_of(self, record: Arrived) -> GenerateRequest:
+        first = self._first[record.id] = self.scheduler._next_sequence
+        prompt_ids, begun = record.prompt_ids, record.begun
+        if not self.header.with_tokens:
+            prompt_ids = [prompt_token(first)] * record.prompt_len
+            begun = [
+                None if length is None else [output_token(first + index)] * length
+                for index, length in enumerate(record.begun_len)
+            ]
+        return GenerateRequest(
+            record.id,
+            prompt_ids,
+            params_of(record.params),
+            record.stop_ids,
+            pooling=record.pooling,
+            is_whole=record.is_whole,
+            wants_progress=record.wants_progress,
+            begun=begun,
+            priority=record.priority,
+        )
+
+    def _tokens_of(self, told: RequestState) -> list[int]:
+        if self.header.with_tokens:
+            return list(told.tokens)
+        sequence, name, prompt_len = told.kept[0], told.kept[1], told.kept[7]
+        output = [output_token(sequence)] * (told.num_tokens - prompt_len)
+        return [prompt_token(self._first[name])] * prompt_len + output
+
+    def _settle(self, request: Request) -> None:
+        if isinstance(request.special, Loops) and not self.header.with_tokens:
+            assert request.params.repetition_detection is not None
+            request.special = ToldLoops(request.params.repetition_detection)
+
+    def _learn_keys(self) -> None:
+        """Of what is alive at the beginning: its pages are there, and some have keys."""
+        page_size, keys = self.cache.page_size, self.cache.pool.keys
+        for request in self.scheduler.requests():
+            for table in self.cache.tables.get(request.sequence, [])[:1]:
+                for i, page in enumerate(table.pages, table.first):
+                    key, end = keys[page], (i + 1) * page_size
+                    if key is not None and end <= len(request.tokens):
+                        self.cache.known[request.tokens[end - 1], i] = key
+
+    def _result(self, plan: StepPlan, issued: Issued, outcome: Outcome) -> StepResult:
+        tokens, vectors, logprobs, prompt_logprobs = outcome.tokens, [], [], []
+        ends = {(name, index): reason for name, index, reason in outcome.ended}
+        made_up = []
+        for request, start, count, samples in zip(issued.requests, plan.starts, plan.counts, plan.samples, strict=True):
+            last = request.prompt_len - 1
+            if request.params.prompt_logprobs is not None and start < last:
+                prompt_logprobs.append([_NO_SCORES] * (min(start + count, last) - start))
+            if samples and request.pooling is not None:
+                vectors.append(b"")
+            elif samples:
+                made_up.append(self._token(request, ends.get((request.id, request.index))))
+                if request.params.logprobs is not None and not request.params.use_beam_search:
+                    logprobs.append(_NO_SCORES)
+        if not self.header.with_tokens:
+            tokens = made_up
+        failures = dict.fromkeys(outcome.failures, "")
+        return StepResult(
+            plan.step, tokens, vectors, logprobs, prompt_logprobs, failures, 0.0, outcome.last, outcome.candidates
+        )
+
+    def _token(self, request: Request, end: str | None) -> int:
+        if end == "stop" and request.stop_ids:
+            return request.stop_ids[0]
+        return ToldLoops.LOOP if end == "repetition" else output_token(request.sequence)
+
+
+def _by_beam(plan: StepPlan, issued: Issued, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
+    """Whose continuations an outcome holds; of those that count."""
+    found, candidates = {}, iter(outcome.candidates)
+    for request, epoch, samples in zip(issued.requests, issued.epochs, plan.samples, strict=True):
+        if samples and isinstance(request.special, BeamGroup):
+            its, group = next(candidates), request.special
+            if epoch == request.epoch and not request.is_finished:
+                place = request.sequence - group.leader.sequence
+                found[request.id, place, group.search._length()] = its
+    return found

@@ -1,0 +1,187 @@
+"""A run that never was: recorded requests through a scheduler with other settings, on an estimated clock.
+Knows nothing of files, nor of what the settings were in truth."""
+
+from collections import deque
+
+from octavo.cache import KVCache
+from octavo.cache.span import pages_of, pages_of_beams
+from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult
+from octavo.replay.stats import Tally
+from octavo.replay.what_if import Learned, Pace, Settings
+from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.repetition import Loops
+from octavo.schedule.request import Request
+from octavo.schedule.snapshot import ToldLoops
+
+_NO_SCORES = Logprobs(0, [], [])
+_AGAIN = "later"  # a choice that had not ended when the recording did
+
+
+class _Cache(KVCache):
+    """Keys by name where tokens stand for others; what has no name is like nothing else."""
+
+    known: dict[tuple[int, int], bytes]
+    is_told: bool
+
+    def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
+        if not self.is_told:
+            return super()._key(parent, tokens, i)
+        name = (tokens[(i + 1) * self.page_size - 1], i)
+        return self.known.get(name) or b"%d %d" % name
+
+
+class Imagined:
+    def __init__(self, learned: Learned, settings: Settings, pace: Pace) -> None:
+        self._learned, self._pace = learned, pace
+        header = learned.replay.header
+        report = header.report
+        self._told = {told.source.id: told for told in learned.requests}
+        self._cache = _Cache(
+            settings.num_pages, report.page_size, settings.num_host_pages, settings.enable_prefix_caching,
+            report.num_warm_pages, report.windows, settings.max_num_batched_tokens,
+        )  # fmt: skip
+        self._cache.known, self._cache.is_told = learned.keys, not header.with_tokens
+        self._scheduler = Scheduler(
+            self._cache, settings.max_num_seqs, settings.max_num_batched_tokens, report.page_size,
+            POLICIES[settings.scheduling_policy],
+        )  # fmt: skip
+        self._now = learned.start
+        self._arrivals = deque(sorted(learned.requests, key=lambda told: told.seconds))
+        leaving = [(told.left, told.source.id) for told in learned.requests if told.left is not None]
+        self._leaving = deque(sorted(leaving))
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        scheduler, tally = self._scheduler, self.tally
+        flight: deque[StepPlan] = deque()
+        while self._arrivals or not scheduler.is_idle:
+            if scheduler.is_idle:
+                self._now = max(self._now, self._arrivals[0].seconds)
+            self._let_in()
+            plan = scheduler.plan()
+            tally.planned(scheduler, plan)
+            if not plan.is_empty:
+                flight.append(plan)
+            elif not flight and not scheduler.returned and not self._wait():
+                break  # nothing will ever change
+            while len(flight) > self._learned.depth or (flight and plan.is_empty):
+                self._commit(flight.popleft())
+        tally.end(scheduler)
+        tally.queried_tokens, tally.hit_tokens = self._cache.queried_tokens, self._cache.hit_tokens
+        return tally
+
+    def _let_in(self) -> None:
+        while self._arrivals and self._arrivals[0].seconds <= self._now:
+            told = self._arrivals.popleft()
+            if not self._fits(told.source):
+                self.tally.num_refused += 1
+                continue
+            self.tally.arrived(told.source.id, told.seconds)
+            if any(told.source.begun):
+                self.tally.left(told.source.id)
+            self._scheduler.add(told.source)
+            for request in self._scheduler.choices(told.source.id):
+                if isinstance(request.special, Loops) and self._cache.is_told:
+                    assert request.params.repetition_detection is not None
+                    request.special = ToldLoops(request.params.repetition_detection)
+        self._prepare()
+        while self._leaving and self._leaving[0][0] <= self._now:
+            name = self._leaving.popleft()[1]
+            choices = self._scheduler.choices(name)
+            if not self._told[name].was_waiting or all(choice.is_untouched for choice in choices):
+                self._scheduler.abort(name)
+                self.tally.left(name)
+
+    def _prepare(self) -> None:
+        """Grammars are ready at once: what making them so takes is no matter of the settings."""
+        shelf = self._scheduler.shelf
+        while shelf.orders:
+            orders, shelf.orders = shelf.orders, []
+            for order in orders:
+                self._scheduler.prepared(order.grammar)
+
+    def _fits(self, source: GenerateRequest) -> bool:
+        """What the door would have let through with these settings."""
+        scheduler, cache, params = self._scheduler, self._cache, source.params
+        budget, prompt_len = scheduler.max_step_tokens, len(source.prompt_ids)
+        if params.num_sequences > scheduler.max_rows or params.n > scheduler.max_rows:
+            return False
+        if source.is_whole and prompt_len > budget:
+            return False
+        if not cache.pool.num_pages:
+            return True
+        assert params.max_tokens is not None
+        shape = (cache.page_size, cache.windows, budget)
+        most = prompt_len + params.max_tokens
+        if params.use_beam_search:
+            return pages_of_beams(prompt_len, most, params.num_sequences, *shape) <= cache.pool.num_pages
+        return pages_of(most, *shape) <= cache.pool.num_pages
+
+    def _wait(self) -> bool:
+        """For whoever comes or leaves next. False: nobody will."""
+        moments = [self._arrivals[0].seconds] if self._arrivals else []
+        moments += [self._leaving[0][0]] if self._leaving else []
+        later = [moment for moment in moments if moment > self._now]
+        if later:
+            self._now = min(later)
+        return bool(later)
+
+    def _commit(self, plan: StepPlan) -> None:
+        issued = self._scheduler._in_flight[0]
+        result, leaving = self._result(plan, issued.requests)
+        seconds = self._pace.seconds(len(plan.rows), sum(plan.counts))
+        self._now += seconds
+        self.tally.seconds += seconds
+        deltas = self._scheduler.commit(plan, result)
+        self.tally.gave(deltas, self._now)
+        for name, index in leaving:
+            self._scheduler.abort(name, index)
+        self._prepare()
+
+    def _result(self, plan: StepPlan, requests: list[Request]) -> tuple[StepResult, list[tuple[str, int]]]:
+        """What the step would have given, and the choices that end with it for another reason than their tokens."""
+        result = StepResult(plan.step, [], [], [], [], {}, 0.0, [], [])
+        leaving: list[tuple[str, int]] = []
+        for request, start, count, samples in zip(requests, plan.starts, plan.counts, plan.samples, strict=True):
+            params, last = request.params, request.prompt_len - 1
+            if params.prompt_logprobs is not None and start < last:
+                result.prompt_logprobs.append([_NO_SCORES] * (min(start + count, last) - start))
+            if not samples:
+                continue
+            if request.pooling is not None:
+                result.vectors.append(b"")
+            elif isinstance(request.special, BeamGroup):
+                self._add_beam(request, request.special, result)
+            else:
+                self._add_token(request, result, leaving)
+                if params.logprobs is not None:
+                    result.logprobs.append(_NO_SCORES)
+        return result, leaving
+
+    def _add_token(self, request: Request, result: StepResult, leaving: list[tuple[str, int]]) -> None:
+        told = self._told[request.id]
+        outputs = told.outputs.get(request.index, [])
+        at = len(request.tokens) - request.prompt_len
+        end = told.ends.get(request.index, _AGAIN)
+        is_last = at + 1 >= len(outputs)
+        result.tokens.append(outputs[at] if at < len(outputs) else -1)
+        if not is_last or request.is_finished:
+            return
+        if end == "length":
+            result.last.append(len(result.tokens) - 1)  # a grammar may have ended it early
+        elif end == "error":
+            result.failures[len(result.tokens) - 1] = ""
+        elif end == _AGAIN:
+            leaving.append((request.id, request.index))
+
+    def _add_beam(self, request: Request, group: BeamGroup, result: StepResult) -> None:
+        place = request.sequence - group.leader.sequence
+        found = self._told[request.id].beams.get((place, group.search._length()))
+        result.tokens.append(-1)
+        if found is None and request.is_finished:
+            found = Candidates([], [])
+        if found is None:  # not recorded to its end
+            self._scheduler.abort(request.id)
+            found = Candidates([], [])
+        result.candidates.append(found)

@@ -1,0 +1,217 @@
+"""What would have changed with other settings: the recorded requests once more, through the scheduler that serves, on a clock that
+is fitted to the recorded steps. Knows nothing of files or of how its findings are shown.
+
+Plans are exact for the settings; times are an estimate, and arrivals come at their recorded times on that estimated clock. A
+request gives the tokens that it gave; one that had not ended when the recording did ends where that was."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from octavo.errors import ConfigError
+from octavo.messages import Candidates, FinishReason, GenerateRequest
+from octavo.recording.format import Aborted, Arrived, Recording
+from octavo.replay.replay import Committed, Planned, Replay
+from octavo.replay.stats import Tally
+from octavo.schedule import POLICIES
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a plan depends on beside its requests."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_pages: int
+    num_host_pages: int
+    enable_prefix_caching: bool
+    scheduling_policy: str
+
+    @classmethod
+    def of(cls, recording: Recording) -> "Settings":
+        report = recording.header.report
+        return cls(
+            report.max_num_seqs,
+            report.max_num_batched_tokens,
+            report.num_pages,
+            report.num_host_pages,
+            bool(recording.header.options["cache"]["enable_prefix_caching"]),
+            report.scheduling_policy,
+        )
+
+    def changed(self, texts: list[str]) -> "Settings":
+        """By NAME=VALUE, names as flags have them. Raises ConfigError."""
+        values = {}
+        for text in texts:
+            name, equals, value = text.partition("=")
+            name = name.strip().lstrip("-").replace("-", "_")
+            if name not in self.__struct_fields__ or not equals:
+                names = ", ".join(self.__struct_fields__)
+                raise ConfigError(f"--what-if {text}: give NAME=VALUE, where NAME is one of {names}")
+            values[name] = _value_of(name, value.strip(), text)
+        return msgspec.structs.replace(self, **values)
+
+
+_WORDS = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
+
+
+def _value_of(name: str, value: str, text: str) -> int | str | bool:
+    if name == "enable_prefix_caching":
+        if value.lower() not in _WORDS:
+            raise ConfigError(f"--what-if {text}: {name} is on or off")
+        return _WORDS[value.lower()]
+    if name == "scheduling_policy":
+        if value not in POLICIES:
+            raise ConfigError(f"--what-if {text}: {name} is one of {', '.join(POLICIES)}")
+        return value
+    least = 0 if name == "num_host_pages" else 1
+    if not value.isdecimal() or not least <= int(value) < 2**31:
+        raise ConfigError(f"--what-if {text}: {name} is a whole number of at least {least}")
+    return int(value)
+
+
+# ── what the recording tells of each request ────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass
+class Told:
+    """A request as it was: when it came, what it gave, how it ended."""
+
+    source: GenerateRequest
+    seconds: float
+    outputs: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by choice, all of them
+    ends: dict[int, FinishReason] = dataclasses.field(default_factory=dict)
+    beams: dict[tuple[int, int], Candidates] = dataclasses.field(default_factory=dict)  # by (place, length)
+    left: float | None = None  # when its client had gone, or it had waited for long enough
+    was_waiting: bool = False  # … the latter: only if it has no row by then
+
+
+class Learned(NamedTuple):
+    requests: list[Told]  # in the order of their arrival
+    keys: dict[tuple[int, int], bytes]
+    tally: Tally  # of the recorded run
+    samples: list[tuple[int, int, float]]  # of each step: rows, tokens, seconds
+    depth: int
+    start: float
+    replay: Replay
+
+
+def learn(recording: Recording, watch: Callable[[object], None] = lambda happening: None) -> Learned:
+    """Replay once, and remember. Stops at the first plan that is not the same."""
+    replay, tally = Replay(recording), Tally()
+    start = recording.header.clock
+    told = {name: _alive(replay, name, start) for name in replay.scheduler.request_ids()}
+    for name, one in told.items():
+        tally.arrived(name, start)
+        if any(one.source.begun):
+            tally.left(name)  # its first token is long out
+    preemptions = replay.scheduler.num_preemptions
+    queried, hit = replay.cache.queried_tokens, replay.cache.hit_tokens
+    samples: list[tuple[int, int, float]] = []
+    for happening in replay.follow():
+        match happening:
+            case Arrived():
+                told[happening.id] = Told(replay.sources.pop(happening.id), happening.micros / 1e6)
+                tally.arrived(happening.id, happening.micros / 1e6)
+            case Aborted():
+                _note_abort(told[happening.id], happening)
+                if happening.index < 0:
+                    tally.left(happening.id)
+            case Planned():
+                tally.planned(replay.scheduler, happening.plan)
+            case Committed():
+                _note_outcome(told, happening)
+                seconds = happening.outcome.micros / 1e6
+                tally.gave(happening.deltas, happening.micros / 1e6)
+                tally.seconds += seconds
+                samples.append((len(happening.plan.rows), sum(happening.plan.counts), seconds))
+        watch(happening)
+    tally.end(replay.scheduler, preemptions)
+    tally.queried_tokens = replay.cache.queried_tokens - queried
+    tally.hit_tokens = replay.cache.hit_tokens - hit
+    return Learned(
+        list(told.values()), replay.cache.known, tally, samples, min(replay.most_in_flight, 1), start, replay
+    )
+
+
+def _alive(replay: Replay, name: str, start: float) -> Told:
+    """A request that was there when the recording began."""
+    choices = replay.scheduler.choices(name)
+    one = choices[0]
+    begun: list[list[int] | None] = [None] * one.params.n
+    for choice in choices:
+        begun[choice.index] = choice.tokens[choice.prompt_len :]
+    if one.params.use_beam_search or not any(begun):
+        begun = []
+    source = GenerateRequest(
+        name, one.tokens[: one.prompt_len], one.params, one.stop_ids, pooling=one.pooling, is_whole=one.is_whole,
+        begun=begun, priority=one.rank if replay.header.report.scheduling_policy == "priority" else 0,
+    )  # fmt: skip
+    told = Told(source, start)
+    told.outputs = {choice.index: choice.tokens[choice.prompt_len :] for choice in choices}
+    return told
+
+
+def _note_abort(told: Told, record: Aborted) -> None:
+    """What a stop string ended, or one choice alone, ends with as many tokens as it had; a client leaves at its time."""
+    if record.index < 0 and record.reason != "stop":
+        told.left, told.was_waiting = record.micros / 1e6, record.reason == "error"
+
+
+def _note_outcome(told: dict[str, Told], happening: Committed) -> None:
+    for delta in happening.deltas:
+        one = told[delta.request_id]
+        if not one.source.params.use_beam_search:
+            one.outputs.setdefault(delta.index, []).extend(delta.token_ids)
+        if delta.finish is not None:
+            one.ends[delta.index] = delta.finish.reason
+    for (name, place, length), candidates in happening.candidates.items():
+        told[name].beams[place, length] = candidates
+
+
+# ── the clock ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Pace(NamedTuple):
+    """Seconds of a step: so many, and for each row, and for each token beyond one a row."""
+
+    step: float
+    row: float
+    token: float
+
+    def seconds(self, num_rows: int, num_tokens: int) -> float:
+        return self.step + self.row * num_rows + self.token * (num_tokens - num_rows)
+
+
+def fit(samples: list[tuple[int, int, float]]) -> Pace:
+    """Least squares; what would come out negative is taken as nothing."""
+    points = [((1.0, float(rows), float(tokens - rows)), seconds) for rows, tokens, seconds in samples]
+    used = [0, 1, 2]
+    while used:
+        found = _solve(
+            [[sum(x[i] * x[j] for x, _ in points) for j in used] for i in used],
+            [sum(x[i] * y for x, y in points) for i in used],
+        )
+        if found is not None and min(found) >= 0:
+            parts = dict(zip(used, found, strict=True))
+            return Pace(*(parts.get(i, 0.0) for i in range(3)))
+        # Without what is not told apart from the others, or comes out below nothing.
+        used.remove(used[-1] if found is None else used[found.index(min(found))])
+    return Pace(0.0, 0.0, 0.0)
+
+
+def _solve(matrix: list[list[float]], values: list[float]) -> list[float] | None:
+    """Gauss, with the largest pivot. None: there is no single solution."""
+    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda j: abs(rows[j][i]))
+        if abs(rows[pivot][i]) <= 1e-9 * max(1.0, abs(matrix[i][i])):
+            return None
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for j in range(size):
+            if j != i:
+                share = rows[j][i] / rows[i][i]
+                rows[j] = [a - share * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][size] / rows[i][i] for i in range(size)]

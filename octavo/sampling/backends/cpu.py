@@ -1,0 +1,53 @@
+"""Sampling on a CPU by native kernels: a step's rows in one call, with the tokens that torch's sampler would choose.
+Knows nothing of how the kernels work. Where a uniform falls within a millionth of a border, the tokens may differ."""
+
+import numpy as np
+import torch
+
+from octavo.kernels.cpu.native import Native
+from octavo.kernels.cpu.sampling import Records, choose, fill_uniforms, new_records
+from octavo.sampling import min_tokens
+from octavo.sampling.grammar.masks import Masks
+from octavo.sampling.state import Ints, SamplingState
+
+
+def sample(
+    native: Native,
+    logits: torch.Tensor,  # [S, V] float32, changed where rows are penalised or masked, or may not end yet
+    tokens: torch.Tensor,  # [rows, W] the token table
+    state: SamplingState,
+    rows: Ints,  # [S]
+    lens: Ints,  # [S]
+    out: torch.Tensor,  # [S] int64
+    masks: Masks | None = None,
+) -> None:
+    early = lens < state.min_len[rows]
+    if early.any():  # before penalties: what is banned stays so whatever they do to it
+        min_tokens.apply(logits, state, early.nonzero()[0], rows)
+    records = new_records(len(rows))
+    records["is_greedy"] = greedy = state.greedy[rows]
+    if not greedy.all():
+        records["temperature"] = state.temperature[rows]
+        records["top_k"] = state.top_k[rows]
+        records["top_p"] = state.top_p[rows]
+        records["min_p"] = state.min_p[rows]
+        fill_uniforms(records, state.seed[rows], np.ascontiguousarray(lens))
+    if masks is not None:
+        assert masks.bits.flags.c_contiguous and masks.bits.shape[1] == -(-logits.shape[1] // 32)
+        records["mask"][masks.at] = masks.bits.ctypes.data + np.arange(len(masks.at)) * masks.bits.strides[0]
+    penalised = state.penalised[rows]
+    if penalised.any():
+        at = penalised.nonzero()[0]
+        records[at] = _with_penalties(records[at], tokens, state, rows[at], lens[at])
+    choose(native.threads, logits, records, out)
+
+
+def _with_penalties(records: Records, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> Records:
+    assert tokens.dtype == torch.int32 and tokens.stride(1) == 1 and lens.max() <= tokens.shape[1]
+    records["tokens"] = tokens.data_ptr() + rows * (4 * tokens.stride(0))
+    records["prompt_len"] = state.prompt_len[rows]
+    records["len"] = lens
+    records["repetition"] = state.repetition[rows]
+    records["frequency"] = state.frequency[rows]
+    records["presence"] = state.presence[rows]
+    return records

@@ -1,0 +1,383 @@
+"""Grammars: which tokens each row's grammar leaves for its next place, as bits, and the logits without the others.
+Knows nothing of requests, nor of how a grammar came about: text/grammar/build.py has checked it.
+
+What a row may say next follows from its grammar and from the tokens that it has given so far, and from nothing else: a row
+that left and came back, or that another engine took over, stands where it stood. Every rank knows the tokens and computes
+the bits for itself. Compiling and filling go on without the interpreter's lock, in other threads; a grammar is compiled by
+prepare(), before a row that needs it enters, so that no step waits for it."""
+
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from octavo.errors import ConfigError, OctavoError
+from octavo.messages import SamplingParams
+from octavo.sampling.grammar.bitmask import WORD, Ints, Words, any_set, clear_bits, set_bits
+from octavo.sampling.grammar.budgeted_end import Closing, Ends
+from octavo.sampling.grammar.shortest_completion import Shortest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    from octavo.text.tokenize.vocabulary import Vocabulary
+
+log = logging.getLogger("octavo.grammar")
+
+_MAX_USED = 32  # matchers of one grammar that are kept for the next rows
+_WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
+_GOOD_ENDS = ("NoExtension", "EndOfSentence")
+UNLIKELIEST = -1e30
+"""The logit of a token that the grammar leaves and somebody else has ruled out: taken only where nothing else is left."""
+
+
+class Sampled(Protocol):
+    """The tokens [S] of a step that may still be on its way."""
+
+    def tokens(self) -> Sequence[int]:
+        """Waits until they are here."""
+
+
+@dataclass(slots=True)
+class Masks:
+    """Of the rows of a step that have a grammar."""
+
+    at: Ints  # [G] which of the step's samples
+    bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may come
+    failures: dict[int, str]  # sample → why its grammar cannot go on; its bits leave every token
+    seconds: float = 0.0  # that it took to find the bits, the wait for the tokens before them aside
+    # Samples after which their rows are at their end, a little before max_tokens.
+    last: list[int] = field(default_factory=list)
+
+
+class _Compiled(NamedTuple):
+    matcher: "LLMatcher"
+    shortest: Shortest | None  # answer, where even that is long
+
+
+@dataclass(slots=True)
+class _Row:
+    compiled: Future[_Compiled] | _Compiled
+    tokens: list[int]  # of the output
+    num_taken: int  # of them: those that the matcher has taken in
+    grammar: str
+    ends: frozenset[int]  # tokens that end the row
+    stop_ids: Ints  # the same
+    prompt_len: int
+    min_len: int  # tokens of prompt and output before which it may not end
+    max_len: int  # … at which it is cut
+    ignores_eos: bool  # it ends only where its grammar leaves nothing else
+    ends_by_eos: bool  # and by no other token
+    num_past: int  # of the tokens: those that were sampled before this row, or its matcher, was there
+    closing: Closing = field(default_factory=Closing)
+    may_be_used: bool = True  # its matcher may have served others before
+    ready: "LLMatcher | None" = None  # once it is compiled
+    is_over: bool = False  # what ends it has been sampled: nothing that follows counts
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Latest:
+    """The step before: its tokens are taken in when somebody needs them."""
+
+    rows: list[int]
+    step: Sampled
+
+
+def no_vocabulary() -> "Vocabulary":
+    raise ConfigError("there is no vocabulary here: no grammar can be kept to")
+
+
+class Grammars:
+    """One for a rank. enter() and leave() follow the rows; each step that samples asks for its masks() once its logits are on
+    their way, and started() is told of every step."""
+
+    def __init__(self, vocab_size: int, vocabulary: "Callable[[], Vocabulary]", num_threads: int) -> None:
+        self._vocab_size = vocab_size
+        self._open = vocabulary
+        self._num_threads = num_threads
+        self.rows: dict[int, _Row] = {}  # those that have a grammar
+        self._sampling: list[int] | None = None  # rows of the step that is being started
+        self._latest: _Latest | None = None
+        self._begun: Future[Masks | None] | None = None
+        self._pool = ThreadPoolExecutor(1, "octavo-grammar")
+        # Those that were prepared, or why that failed. Kept until somebody says that they may go.
+        self._compiled: dict[str, _Compiled | ValueError] = {}
+        self._used: dict[str, list[LLMatcher]] = {}
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        """Compile it beside the steps, and forget others. `done` is called in another thread, whatever came of it."""
+        self._pool.submit(self._prepare, grammar, forgets).add_done_callback(lambda future: done())
+
+    def enter(
+        self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
+    ) -> None:
+        """The row's new occupant, which has given `output_ids` so far."""
+        self.leave(row)
+        inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
+        self.rows[row] = _Row(
+            self._fresh(params.grammar),
+            list(output_ids),
+            0,
+            params.grammar,
+            frozenset(inside.tolist()),
+            inside,
+            prompt_len,
+            prompt_len + params.min_tokens,
+            prompt_len + (params.max_tokens or 0),
+            params.ignore_eos,
+            not params.stop_token_ids,
+            len(output_ids),
+        )
+
+    def leave(self, row: int) -> None:
+        own = self.rows.pop(row, None)
+        if own is not None and own.ready is not None and not own.failure:
+            self._pool.submit(self._keep, own.grammar, own.ready)
+        if self._latest is not None:
+            # What the step before sampled for it, with a grammar or without one, is not for its next occupant.
+            self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
+
+    def started(self, step: Sampled) -> None:
+        if self._sampling is not None:
+            self._latest, self._sampling = _Latest(self._sampling, step), None
+        elif self._latest is not None:  # it had no use for masks; where tokens are kept is used again before long
+            self._take_in()
+
+    def begin(self, rows: Ints, lens: Ints) -> None:
+        """Compute what masks() will be asked for, beside whatever the caller does meanwhile."""
+        if self.rows and len(rows):
+            self._begun = self._beside.submit(self._masks, rows, lens)
+
+    def masks(self, rows: Ints, lens: Ints) -> Masks | None:
+        """For the rows [S] that sample next, which hold `lens` tokens. None: none of them has a grammar. Waits for the step
+        before."""
+        if not self.rows:
+            return None
+        begun, self._begun = self._begun, None
+        return self._masks(rows, lens) if begun is None else begun.result()
+
+    def _masks(self, rows: Ints, lens: Ints) -> Masks | None:
+        self._take_in()
+        self._sampling = rows.tolist()
+        own = [(at, self.rows[row]) for at, row in enumerate(rows.tolist()) if row in self.rows]
+        if not own:
+            return None
+        started = time.perf_counter()
+        bits = np.full((len(own), -(-self._vocab_size // WORD)), -1, dtype=np.int32)
+        ready = self._advance([row for _, row in own])
+        self._fill(ready, bits)
+        last = []
+        for matcher, number in ready:
+            sample, row = own[number]
+            if self._settle(row, matcher, bits[number], int(lens[sample])):
+                last.append(sample)
+        for number, (sample, row) in enumerate(own):
+            if row.failure and row.may_be_used and self._start_afresh(row, bits[number], int(lens[sample])):
+                last.append(sample)
+        failures = {at: row.failure for at, row in own if row.failure}
+        at = np.array([at for at, _ in own], dtype=np.int64)
+        return Masks(at, bits, failures, time.perf_counter() - started, last)
+
+    def _take_in(self) -> None:
+        latest, self._latest = self._latest, None
+        if latest is None or self.rows.keys().isdisjoint(latest.rows):
+            return
+        for row, token in zip(latest.rows, latest.step.tokens(), strict=True):
+            own = self.rows.get(row)
+            if own is not None and not own.is_over:
+                own.is_over = token in own.ends
+                own.tokens.append(token)
+
+    def _advance(self, rows: list[_Row]) -> "list[tuple[LLMatcher, int]]":
+        """The rows' matchers, with all of their tokens taken in, and each one's number; without those whose bits no longer matter."""
+        ready: list[tuple[LLMatcher, int]] = []
+        for number, row in enumerate(rows):
+            if row.is_over or row.failure:
+                continue
+            matcher = row.ready or self._compiled_for(row)
+            if matcher is None:
+                continue
+            is_whole = self._recalls(row, matcher)
+            new = row.tokens[row.num_taken :]
+            if not is_whole or (new and not matcher.consume_tokens(new)):
+                row.failure = _said(matcher)
+                continue
+            row.num_taken = len(row.tokens)
+            ready.append((matcher, number))
+        return ready
+
+    def _recalls(self, row: _Row, matcher: "LLMatcher") -> bool:
+        """Whether the matcher takes in what the row has said before it came here; how it was to end is found again."""
+        past, row.num_past = row.tokens[: row.num_past], 0
+        if not past:
+            return True
+        row.num_taken = len(past)
+        return self._ends.recall(row.closing, matcher, past, row.max_len - row.prompt_len)
+
+    def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
+        """A matcher that served others may have learned all that it can hold. One that is new shows whether that is why. True: as
+        _settle() has it."""
+        row.failure, row.may_be_used, row.num_taken, row.num_past = "", False, 0, len(row.tokens)
+        row.compiled, row.ready = self._fresh(row.grammar, False), None
+        for matcher, _ in self._advance([row]):
+            self._fill([(matcher, 0)], bits[None])
+            return self._settle(row, matcher, bits, row_len)
+        return False
+
+    def _compiled_for(self, row: _Row) -> "LLMatcher | None":
+        try:
+            row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
+            row.closing = Closing.of(shortest)
+        except Exception as error:
+            row.failure = f"the grammar could not be compiled: {error}"
+        return row.ready
+
+    def _fill(self, matchers: "list[tuple[LLMatcher, int]]", bits: Words) -> None:
+        if len(matchers) == 1 or self._num_threads == 1:
+            for matcher, number in matchers:
+                matcher.unsafe_compute_mask_ptr(bits[number].ctypes.data, bits.shape[1] * bits.itemsize)
+        elif matchers:
+            self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
+
+    def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> bool:
+        """What the grammar does not know of. True: what is sampled now is the row's last token, a little before max_tokens."""
+        self._settle_ends(row, matcher, bits, row_len)
+        return not row.failure and self._ends.restrict(row.closing, matcher, bits, row.max_len - row_len)
+
+    def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
+        """When the row may end, and by what."""
+        if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
+            row.failure = _said(matcher)
+            bits[:] = -1
+            return
+        banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
+        if banned is None and row.ends_by_eos:
+            return  # as most do: the grammar has set the bits already
+        if not row.ends_by_eos and any_set(bits, self._eos_ids):
+            # Whoever names a control token means it as an end: it may come where the grammar may end.
+            set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
+        if banned is None or not any_set(bits, banned):
+            return
+        before = bits.copy()
+        clear_bits(bits, banned)
+        if not bits.any():  # the grammar has come to its end, and so has the answer
+            bits[:] = before
+
+    # ── what takes a while, and is done once ──
+
+    def warm_later(self, seconds: float) -> None:
+        """Read the vocabulary once the start is over, so that neither the start nor the first grammar waits for it. Whoever is
+        gone by then has read none."""
+        later = threading.Timer(seconds, _warm, [weakref.ref(self)])
+        later.daemon = True
+        later.start()
+
+    def warm(self) -> None:
+        self._pool.submit(self._read)
+
+    def _read(self) -> None:
+        try:
+            self._tokenizer, self._ends  # noqa: B018
+        except ImportError:
+            log.info("llguidance is not installed: requests with a grammar are refused")
+        except OctavoError as error:
+            log.info("no grammars: %s", error)
+
+    @functools.cached_property
+    def _beside(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "octavo-masks")
+
+    @functools.cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor(self._num_threads)
+
+    @functools.cached_property
+    def _vocabulary(self) -> "Vocabulary":
+        return self._open()
+
+    @functools.cached_property
+    def _eos_ids(self) -> Ints:
+        return np.array([i for i in self._vocabulary.eos_ids if i < self._vocab_size], dtype=np.int64)
+
+    @functools.cached_property
+    def _special_ids(self) -> Ints:
+        return np.array(sorted(self._vocabulary.special_ids), dtype=np.int64)
+
+    @functools.cached_property
+    def _tokenizer(self) -> "LLTokenizer":
+        return self._vocabulary.tokenizer(self._vocab_size)
+
+    @functools.cached_property
+    def _ends(self) -> Ends:
+        return Ends(self._vocabulary, self._vocab_size)
+
+    def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
+        """A matcher that has been somewhere knows its way: what it learned of its words serves the next row."""
+        if grammar not in self._compiled:
+            return
+        used = self._used.setdefault(grammar, [])
+        if len(used) < _MAX_USED and matcher.reset():
+            used.append(matcher)
+
+    def _fresh(self, grammar: str, may_be_used: bool = True) -> Future[_Compiled] | _Compiled:
+        """At once, where it was prepared. Else compiled for this row alone, and the step that needs it waits."""
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            return self._pool.submit(self._compile, grammar)
+        if isinstance(compiled, ValueError):
+            failed: Future[_Compiled] = Future()
+            failed.set_exception(compiled)
+            return failed
+        used = self._used.get(grammar) if may_be_used else None
+        return _Compiled(used.pop() if used else compiled.matcher.deep_copy(), compiled.shortest)
+
+    def _prepare(self, grammar: str, forgets: list[str]) -> None:
+        for other in forgets:
+            self._compiled.pop(other, None)
+            self._used.pop(other, None)
+        try:
+            self._compiled[grammar] = self._compile(grammar)
+        except ValueError as error:
+            self._compiled[grammar] = error
+
+    def _compile(self, grammar: str) -> _Compiled:
+        """Runs in the pool's one thread."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        ends = self._ends  # made here, once, and not in the middle of a step
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if compiled.is_error():
+            raise ValueError(_said(compiled))
+        return _Compiled(compiled, ends.shortest(compiled))
+
+
+def _warm(grammars: "weakref.ref[Grammars]") -> None:
+    found = grammars()
+    if found is not None:
+        found.warm()
+
+
+def _said(matcher: "LLMatcher") -> str:
+    words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
+    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
+
+
+def apply(logits: torch.Tensor, masks: Masks) -> None:
+    """By torch, in place: what a row's grammar does not leave becomes impossible, and what it leaves never is. logits [S, V]"""
+    words = torch.from_numpy(masks.bits).to(logits.device)
+    places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
+    for number, at in enumerate(masks.at.tolist()):
+        allowed = (words[number, :, None] >> places & 1).bool().view(-1)[: logits.shape[1]]
+        row = logits[at].nan_to_num_(nan=UNLIKELIEST, posinf=torch.finfo(logits.dtype).max, neginf=UNLIKELIEST)
+        row.clamp_(min=UNLIKELIEST).masked_fill_(~allowed, -torch.inf)

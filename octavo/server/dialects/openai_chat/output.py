@@ -1,0 +1,126 @@
+"""What /v1/chat/completions answers with: OpenAI's completion and its chunks, and an answer's events as deltas.
+Knows nothing of requests, tokens or HTTP."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from octavo.server.generate.answer_events import WholeAnswer
+from octavo.server.generate.generation import PromptProgress, Usage
+from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob
+from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
+
+
+class Function(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    id: str
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["assistant"]
+    content: str | None  # None: it is all tool calls, or all reasoning
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+    # Two names of one thing: vLLM's and DeepSeek's older one, and vLLM's of today.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    message: Message
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[Choice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class FunctionDelta(msgspec.Struct, frozen=True, gc=False):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct, frozen=True, gc=False):
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, frozen=True, gc=False):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, gc=False):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+    logprobs: ChatLogprobs | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, gc=False):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last where usage was asked for
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+def message(answer: WholeAnswer) -> Message:
+    calls = [ToolCall(call.id, Function(call.name, call.arguments)) for call in answer.calls]
+    is_elsewhere = bool(calls or answer.reasoning)
+    return Message(
+        "assistant",
+        None if is_elsewhere and not answer.content else answer.content,
+        tool_calls=calls or UNSET,
+        reasoning_content=answer.reasoning or UNSET,
+        reasoning=answer.reasoning or UNSET,
+    )
+
+
+def deltas(events: Sequence[Event]) -> list[Delta]:
+    """A call's first delta has its id and name, those that follow its arguments: put together, as `message` has them."""
+    made: list[Delta] = []
+    for event in events:
+        match event:
+            case Content(text):
+                made.append(Delta(content=text))
+            case Reasoning(text):
+                made.append(Delta(reasoning_content=text, reasoning=text))
+            case CallBegin(index, call_id, name):
+                made.append(Delta(tool_calls=[CallDelta(index, call_id, "function", FunctionDelta(name, ""))]))
+            case CallArguments(index, text):
+                made.append(Delta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))]))
+            case CallEnd():
+                pass
+    return made

@@ -1,0 +1,165 @@
+"""Responses that are kept for a while: bounded in bytes and in number, the one that was used longest ago leaves first.
+Knows nothing of what a response says: it keeps encoded text, whose size is the memory it takes."""
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from octavo.server.dialects.openai_responses.types import Item
+from octavo.server.state.peers import Siblings
+
+_OVERHEAD = 1024  # bytes that an entry takes beside its text
+MAX_ID_LEN = 100
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    id: str
+    owner: bytes  # who may see it: whoever comes with the same key
+    body: bytes  # the response, as it was sent
+    items: bytes  # all that the model has seen and said up to its end, as JSON
+    num_output: int  # of those items, the last so many are the response's own output
+
+    def read_items(self) -> list[Item]:
+        return msgspec.json.decode(self.items, type=list[Item])
+
+    def read_input(self) -> list[Item]:
+        items = self.read_items()
+        return items[: len(items) - self.num_output]
+
+
+class ResponseStore:
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._own_items: dict[str, list[str]] = {}  # by response: the ids of items that came with it
+        self._homes: dict[str, str] = {}  # item id → response id
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_on(self) -> bool:
+        return self._max_responses > 0 and self._max_bytes > 0
+
+    def put(self, response: StoredResponse, own_items: Sequence[str], *, is_spare: bool = False) -> bool:
+        """False: there is no room. `own_items`: ids of items that no earlier response has. `is_spare`: it takes no other's place,
+        and is the next to leave unless somebody uses it."""
+        size = _size(response)
+        if not self.is_on or size > self._max_bytes:
+            return False
+        if is_spare and (self.num_bytes + size > self._max_bytes or len(self._entries) >= self._max_responses):
+            return False
+        assert response.id not in self._entries, "ids are random"
+        self._entries[response.id] = response
+        self._entries.move_to_end(response.id, last=not is_spare)
+        self._own_items[response.id] = list(own_items)
+        self._homes.update(dict.fromkeys(own_items, response.id))
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes or len(self._entries) > self._max_responses:
+            self._drop(next(iter(self._entries)))
+        return True
+
+    def get(self, response_id: str, owner: bytes) -> StoredResponse | None:
+        response = self._entries.get(response_id)
+        if response is None or response.owner != owner:
+            return None
+        self._entries.move_to_end(response_id)
+        return response
+
+    def delete(self, response_id: str, owner: bytes) -> bool:
+        if self.get(response_id, owner) is None:
+            return False
+        self._drop(response_id)
+        return True
+
+    def _drop(self, response_id: str) -> None:
+        self.num_bytes -= _size(self._entries.pop(response_id))
+        for item_id in self._own_items.pop(response_id):
+            if self._homes.get(item_id) == response_id:
+                del self._homes[item_id]
+
+    def item(self, item_id: str, owner: bytes) -> Item | None:
+        response = self.get(self._homes.get(item_id, ""), owner)
+        items = response.read_items() if response is not None else []
+        return next((item for item in items if item.id == item_id), None)
+
+
+Verb = Literal["get", "delete", "item", "cancel"]
+
+
+class _Wanted(msgspec.Struct, frozen=True):
+    verb: Verb
+    id: str
+    owner: bytes
+
+
+class KeptResponses:
+    """Those of every API process: each keeps its own, and asks the others for what it does not have."""
+
+    KIND = "responses"  # of a question to another API process
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        siblings: Siblings,
+        cancel: Callable[[str, bytes], bytes | None] = lambda response_id, owner: None,
+        end: Callable[[str, bytes], bool] = lambda response_id, owner: False,
+    ) -> None:
+        """Of responses that this process still makes, or whose stream it has: `cancel` → what there is of it; `end`: whether
+        there was one."""
+        self.own = store
+        self._cancel, self._end = cancel, end
+        self._siblings = siblings
+        siblings.answer(self.KIND, self._answer)
+
+    async def get(self, response_id: str, owner: bytes) -> StoredResponse | None:
+        found = await self._find("get", response_id, owner)
+        return None if found is None else msgspec.msgpack.decode(found, type=StoredResponse)
+
+    async def delete(self, response_id: str, owner: bytes) -> bool:
+        return await self._find("delete", response_id, owner) is not None
+
+    async def cancel(self, response_id: str, owner: bytes) -> bytes | None:
+        """What there is of a response that was being made. None: none was."""
+        return await self._find("cancel", response_id, owner)
+
+    async def item(self, item_id: str, owner: bytes) -> Item | None:
+        found = await self._find("item", item_id, owner)
+        return None if found is None else msgspec.msgpack.decode(found, type=Item)
+
+    async def _find(self, verb: Verb, wanted_id: str, owner: bytes) -> bytes | None:
+        wanted = _Wanted(verb, wanted_id, owner)
+        found = self._find_here(wanted)
+        if found is not None or len(wanted_id) > MAX_ID_LEN:
+            return found
+        return await self._siblings.ask_whole(self.KIND, msgspec.json.encode(wanted))
+
+    def _find_here(self, wanted: _Wanted) -> bytes | None:
+        match wanted.verb:
+            case "get":
+                found: StoredResponse | Item | None = self.own.get(wanted.id, wanted.owner)
+            case "item":
+                found = self.own.item(wanted.id, wanted.owner)
+            case "cancel":
+                return self._cancel(wanted.id, wanted.owner)
+            case "delete":
+                was_kept, was_streamed = self.own.delete(wanted.id, wanted.owner), self._end(wanted.id, wanted.owner)
+                return b"" if was_kept or was_streamed else None
+        return None if found is None else msgspec.msgpack.encode(found)
+
+    def _answer(self, question: bytes) -> AsyncGenerator[bytes, None] | None:
+        found = self._find_here(msgspec.json.decode(question, type=_Wanted))
+        return None if found is None else _whole(found)
+
+
+async def _whole(answer: bytes) -> AsyncGenerator[bytes, None]:
+    if answer:
+        yield answer
+
+
+def _size(response: StoredResponse) -> int:
+    return len(response.body) + len(response.items) + _OVERHEAD

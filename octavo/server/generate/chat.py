@@ -1,0 +1,165 @@
+"""A conversation to be answered, whatever dialect it came in: its prompt, and how its answers are to be read.
+Knows nothing of any dialect's fields; engines and streams are for others."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.server.generate.answer_events import AnswerShape
+from octavo.server.generate.requests import LONG_TEXT
+from octavo.server.generate.structured import grammar_of_schema, read_grammar
+from octavo.server.schema.fields import RequestFields, SamplingFields
+from octavo.server.state.service import Service
+from octavo.text import Text
+from octavo.text.chat.tools import Tool, ToolChoice, call_schema, calls_schema, schemas_by_name, template_form
+from octavo.text.parsers import ToolFormat, tool_format
+
+RESERVED = (
+    "self",
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "documents",
+    "max_tokens",
+    "tokenize",
+)
+"""Names that no variable for the template may have: they are other fields, or none of a request's business."""
+
+Ending = Literal["answer", "turn", "open"]
+"""Where a prompt ends: where the model's answer begins, after the last message, or within it, to be gone on with."""
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    messages: list[dict[str, Any]]  # as chat_messages.py makes them
+    tools: list[Tool] = field(default_factory=list)
+    choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
+    text: Text | None = None  # None: the server's; otherwise maybe one with a template of the request's own
+    ending: Ending = "answer"
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of: none where it may not call any."""
+        return [] if self.choice.mode == "none" else self.tools
+
+    def required_format(self, text: Text) -> ToolFormat:
+        """How calls are written that must come: as the model writes them, where a grammar can have it so."""
+        own = (self.text or text).formats.tools
+        return own if own is not None and own.frame is not None else tool_format("plain_json")
+
+    def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
+        """`is_constrained`: a grammar says what the answer is from its first token on, so it holds no reasoning."""
+        formats = (self.text or text).formats
+        calls = formats.tools if self.offered else None
+        if self.choice.is_enforced:
+            calls, is_constrained = self.required_format(text), True
+        thinking = formats.thinking
+        if thinking is not None and self.ending == "open":  # what goes on is beyond the place for unsaid reasoning
+            thinking = replace(thinking, opens_unsaid=False)
+        return AnswerShape(
+            tool_format=calls,
+            tools=schemas_by_name(self.offered),
+            think_format=None if is_constrained else thinking,
+            is_parallel=self.choice.parallel,
+            is_calls_alone=self.choice.is_enforced,
+            include_reasoning=include_reasoning,
+        )
+
+
+def check_choice(choice: ToolChoice, service: Service) -> None:
+    if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
+        raise Unsupported(
+            "tool_choice 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool",
+            param="tool_choice",
+        )
+
+
+def check_variables(variables: Mapping[str, Any], param: str) -> None:
+    for name in variables:
+        if name in RESERVED or not name.isidentifier():
+            raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
+
+
+def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:
+    """`opens` and `continues`: vLLM's add_generation_prompt and continue_final_message."""
+    if not continues:
+        return "turn" if opens is False else "answer"
+    if opens:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other: set one of them",
+            param="continue_final_message",
+        )
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message by the assistant, with text and no calls",
+            param="continue_final_message",
+        )
+    return "open"
+
+
+async def text_for(service: Service, chat_template: object) -> Text:
+    """The server's words, with the request's own template where it brings one."""
+    if chat_template is None:
+        return service.text
+    if not isinstance(chat_template, str):
+        raise InvalidRequest("chat_template must be a string", param="chat_template")
+    return await asyncio.to_thread(service.text.with_template, chat_template)
+
+
+def effort_variables(
+    service: Service, fields: RequestFields, effort: str | None, text: Text | None = None
+) -> dict[str, Any]:
+    """`reasoning_effort` as variables that the template reads: itself, or a switch for all of the reasoning."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
+    values = {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
+    text = text or service.text
+    known = {name: value for name, value in values.items() if text.template_reads(name)}
+    if not known and (effort != "none" or text.formats.thinking is not None):
+        fields.pass_over("reasoning_effort", service.config.server)
+    return known
+
+
+async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, response_format: object = None) -> str:
+    """What an answer must look like; empty: it may be anything. `response_format` is for answers in words: where calls are
+    required there are none."""
+    wished = await read_grammar(service, fields, response_format)
+    if not chat.choice.is_enforced:
+        return wished
+    if wished and response_format is None:
+        raise InvalidRequest(
+            "tool_choice and structured_outputs both say what the answer must be: give one of them", param="tool_choice"
+        )
+    frame = chat.required_format(service.text).frame
+    schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)
+    return await grammar_of_schema(service, schema, "tools", frame, chat.choice.parallel)
+
+
+async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
+    """The prompt's tokens. A long one, or one by a foreign template, is made in a thread: others' streams go on meanwhile."""
+    text = chat.text or service.text
+    tools = template_form(chat.offered)
+
+    def work() -> list[int]:
+        return text.encode_chat(
+            chat.messages,
+            tools=tools or None,
+            max_tokens=max_tokens,
+            add_generation_prompt=chat.ending == "answer",
+            continue_final_message=chat.ending == "open",
+            **chat.variables,
+        )
+
+    size = sum(len(str(part)) for part in (*chat.messages, *tools))
+    is_slow = size > LONG_TEXT or text is not service.text
+    return await asyncio.to_thread(work) if is_slow else work()

@@ -1,0 +1,232 @@
+"""The door: request ids, API keys, a body's size and time, journeys' ends and the last resort against unforeseen errors.
+Knows nothing of routes beyond which are open to all, and which are pages for people.
+
+Plain ASGI, because Starlette's function middleware puts two queues between a stream and its socket."""
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import os
+import time
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.errors import RequestTimeout, TooLarge, Unauthorized
+from octavo.observe.journeys.journey import current
+from octavo.server.http.errors import ClientGone, error_response
+from octavo.server.state.journeys import JourneySender
+from octavo.server.state.loopback import INSIDE, OWNER
+from octavo.server.state.service import Service
+
+log = logging.getLogger("octavo.server")
+
+OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, by our name and by the one that probes know
+PAGES = frozenset({"/", "/play"})
+PAGES_FOLDER = "/pages/"
+MAX_REQUEST_ID_LEN = 200
+BODY_STEP = 1024  # bytes of a body that must come in the time that a client gets, unless it is whole
+
+
+class Door:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        server = service.config.server
+        self._app = app
+        self._service = service
+        self._keys = [key.encode() for key in server.api_keys]
+        self._prefix = server.root_path.rstrip("/")
+        self._max_body_bytes = int(server.max_body_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._prefix:
+            # The router then takes paths with the prefix, from proxies that keep it, and without, from those that cut it.
+            scope["root_path"] = self._prefix
+        passage = _Passage(self, self._service, scope, receive, send)
+        token = current.set(passage.journey)
+        self._service.enter()
+        try:
+            await passage.walk(self._app)
+        finally:
+            self._service.leave()
+            current.reset(token)
+            passage.end()
+
+    def check_key(self, scope: Scope, headers: Headers) -> None:
+        if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
+            return
+        given = _secrets(scope, headers)
+        # Every key is compared, in constant time, so that timing tells nothing of any of them.
+        right = [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
+        if not right:
+            raise _unauthorized(scope, is_wrong=any(given))
+        scope[OWNER] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
+
+    def check_length(self, scope: Scope, num_bytes: int) -> None:
+        if num_bytes <= self._max_body_bytes or INSIDE in scope:
+            return
+        limit = self._service.body_limits.get(route_of(scope), self._max_body_bytes)
+        if num_bytes > limit:
+            raise TooLarge(f"the request body is over the limit of {limit} bytes")
+
+
+class _Passage:
+    """One request on its way through the door."""
+
+    def __init__(self, door: Door, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        self._door = door
+        self._journeys = service.journeys
+        self._scope = scope
+        self._receive = receive
+        self._headers = Headers(scope=scope)
+        self._num_body_bytes = 0
+        self._is_whole = False  # the body
+        self._waited, self._num_late_bytes = 0.0, 0  # for its next BODY_STEP bytes, and how many of them have come
+        self._patience = service.patience.request
+        self._status = 0
+        self.request_id = _request_id(self._headers.get("x-request-id", ""))
+        self.journey = service.journeys.begin(self.request_id, scope["method"], scope["path"], started)
+        if "traceparent" in self._headers:
+            names = ("traceparent", "tracestate")
+            self.journey.trace_context = {name: self._headers[name] for name in names if name in self._headers}
+        wants_journey = self._headers.get("x-octavo-journey", "") not in ("", "0")
+        self._send = JourneySender(service.journeys, self.journey, send) if wants_journey else send
+        scope["octavo.request_id"] = self.request_id
+        scope["octavo.send_body"] = (
+            send  # past the layers above, for streams whose head is out: none of them minds a body
+        )
+
+    async def walk(self, app: ASGIApp) -> None:
+        try:
+            self._door.check_key(self._scope, self._headers)
+            length = self._headers.get("content-length", "")
+            if length.isascii() and length.isdigit():
+                self._door.check_length(self._scope, int(length))
+            await app(self._scope, self.receive, self.send)
+        except (ClientGone, ClientDisconnect):
+            self._status = 499
+        except Exception as error:
+            # RequestErrors come from this file; the rest is a bug, and the log is where it belongs.
+            if not isinstance(error, Unauthorized | RequestTimeout | TooLarge):
+                log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self._scope["path"])
+            if self._status:
+                raise  # the head is out: only closing the connection can tell the client
+            method, path = self._scope["method"], route_of(self._scope)
+            await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
+
+    async def receive(self) -> Message:
+        message = await self._receive() if self._is_whole else await self._receive_in_time()
+        if message["type"] == "http.request":
+            num_bytes = len(message.get("body", b""))
+            self._num_body_bytes += num_bytes
+            self._door.check_length(self._scope, self._num_body_bytes)
+            self._num_late_bytes += num_bytes
+            if self._num_late_bytes >= BODY_STEP:
+                self._waited, self._num_late_bytes = 0.0, 0
+            if not message.get("more_body", False):
+                self._is_whole = True
+                self.journey.reach("receive")
+        return message
+
+    async def _receive_in_time(self) -> Message:
+        """Time that we take for what has come does not count."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._patience - self._waited):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"the request's body has not come: fewer than {BODY_STEP} bytes of it within {self._patience:g} s"
+            ) from None
+        finally:
+            self._waited += time.monotonic() - began
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = self.journey.status = message["status"]
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
+        await self._send(message)
+        if message["type"] == "http.response.body":
+            if not self.journey.first_byte:
+                self.journey.first_byte = time.monotonic()
+            if not message.get("more_body", False):
+                self.journey.ended = time.monotonic()
+
+    def end(self) -> None:
+        journey = self.journey
+        if self._status == 499 or not journey.ended:
+            journey.status = self._status or 500
+            journey.ended = time.monotonic()
+        route = self._scope.get("route")
+        journey.handler = getattr(route, "path", "") or "none"
+        self._journeys.end(journey)
+
+
+def _request_id(given: str) -> str:
+    """The client's own, where it is fit for a header and a log line; else a new one."""
+    if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
+        return given
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    return "req-" + os.urandom(12).hex()
+
+
+def _secrets(scope: Scope, headers: Headers) -> list[bytes]:
+    """The keys that a request brings: OpenAI's clients send one as a bearer token, Anthropic's in x-api-key, browsers as a
+    password. Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured."""
+    found = []
+    for name, value in headers.raw:
+        scheme, _, rest = value.partition(b" ")
+        if name == b"x-api-key":
+            found.append(value.strip())
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            found.append(rest.strip())
+        elif name == b"authorization" and scheme.lower() == b"basic" and not _is_from_elsewhere(scope, headers):
+            found.append(_password(rest.strip()))
+    return found
+
+
+def _password(credentials: bytes) -> bytes:
+    """Of a browser's "name:password" in base64. The name is nobody's; empty: there is no password in it."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def _is_from_elsewhere(scope: Scope, headers: Headers) -> bool:
+    """Whether another site's page asks for a change here: to such a request, too, a browser adds the password that it knows.
+    (What only reads may come from a link, and no other site sees the answer.)"""
+    if scope["method"] in ("GET", "HEAD"):
+        return False
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")  # browsers leave the other header out where there is no TLS
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
+    """To whoever wants a page it says that a password would do: browsers ask people for one then."""
+    route = route_of(scope)
+    is_page = scope["method"] == "GET" and (route in PAGES or route.startswith(PAGES_FOLDER))
+    how = "give it as the password, under any name" if is_page else "send the header 'Authorization: Bearer KEY'"
+    error = Unauthorized("the API key is wrong" if is_wrong else f"this server needs an API key: {how}")
+    if is_page:
+        error.challenge = 'Basic realm="octavo"'
+    return error
+
+
+def route_of(scope: Scope) -> str:
+    """The path as the router sees it: without the prefix under which a proxy serves us."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "")
+    return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path

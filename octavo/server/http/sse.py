@@ -1,0 +1,246 @@
+"""Events to bytes on the wire; an error event after the first byte; a client that leaves ends the work.
+Knows nothing of what the events say."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.errors import EngineError, EngineUnavailable, OctavoError
+from octavo.messages import ReadPlace
+from octavo.observe.journeys.journey import current
+from octavo.server.http.errors import ClientGone, error_event, note
+from octavo.server.state.ignored_fields import name_back
+from octavo.server.state.loopback import OWNER
+from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
+
+log = logging.getLogger("octavo.server")
+
+DONE = b"data: [DONE]\n\n"
+QUEUE_SECONDS = 0.5  # between two comments that tell the place in the queue
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it, proxies see that the stream lives
+T = TypeVar("T")
+
+_encode = msgspec.json.Encoder().encode
+_MARK = os.urandom(16).hex()  # a text that no other field holds
+
+
+def event(body: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def typed_event(body: msgspec.Struct) -> bytes:
+    """Of a struct with a tag: the event's name is the type that its data says."""
+    tag = body.__struct_config__.tag
+    assert isinstance(tag, str)
+    return b"event: " + tag.encode() + b"\ndata: " + _encode(body) + b"\n\n"
+
+
+class Frames:
+    """Events of one response that differ in a choice's index and text alone: what surrounds the text is encoded once."""
+
+    def __init__(self, build: Callable[[int, str], msgspec.Struct]) -> None:
+        self._build = build
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def event(self, index: int, text: str) -> bytes:
+        frame = self._frames.get(index)
+        if frame is None:
+            before, after = event(self._build(index, _MARK)).split(_encode(_MARK))
+            frame = self._frames[index] = (before, after)
+        return frame[0] + _encode(text) + frame[1]
+
+
+async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """`work`'s result. If the client leaves first, `work` is cancelled and ClientGone raised."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    service.track(task)
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        if task.cancelled():
+            raise _cut_off()
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def stream_answer(
+    service: Service,
+    request: Request,
+    stream_id: str,
+    events: AsyncGenerator[bytes, None],
+    *,
+    ignored: Sequence[str] = (),
+    resumable: bool = False,
+    queued: Sequence[str] = (),
+    tell: Callable[[Exception, str], bytes] = error_event,
+) -> "EventStream":
+    """`events` as a response; resumable: they are numbered, and go on where the connection does not. `queued`: requests whose
+    place in the queue is told meanwhile."""
+    if not resumable:
+        return EventStream(service, events, ignored, tell=tell, queued=queued)
+    log = service.logs.open(stream_id, owner_of(request))
+    if tell is not error_event:  # whoever reads on, in whichever process, knows no dialect
+        events = _to_its_end(events, tell, request.scope["octavo.request_id"])
+    log.filling = asyncio.create_task(log.fill(events, ignored))
+    service.enter()  # a server that drains waits for it, as for any answer
+    log.filling.add_done_callback(lambda _: service.leave())
+    service.track(log.filling)
+    if (journey := current.get()) is not None:
+        journey.making = "going on"
+        log.filling.add_done_callback(
+            lambda filling: service.journeys.made(journey, log.failure, is_given_up=filling.cancelled())
+        )
+    return EventStream(service, log.read(0), tell=tell, headers={"x-stream-id": stream_id}, queued=queued)
+
+
+async def _to_its_end(
+    events: AsyncGenerator[bytes, None], tell: Callable[[Exception, str], bytes], request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """What ends a stream that has begun becomes the last of its events."""
+    has_begun = False
+    async with aclosing(events):
+        try:
+            async for chunk in events:
+                has_begun = True
+                yield chunk
+        except Exception as error:
+            if not has_begun:
+                raise
+            if not isinstance(error, OctavoError):
+                log.exception("request %s failed in its stream", request_id)
+            note(error)
+            yield tell(error, request_id)
+
+
+def owner_of(request: Request) -> bytes:
+    """Who may resume what the request began: whoever comes with the same key. Empty: nobody needs one here."""
+    owner: bytes = request.scope.get(OWNER, b"")
+    return owner
+
+
+class EventStream(Response):
+    """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
+
+    Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it.
+    `tell`: how the dialect says, in a stream that has begun, what ended it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        service: Service,
+        events: AsyncGenerator[bytes, None],
+        ignored_fields: Sequence[str] = (),
+        *,
+        tell: Callable[[Exception, str], bytes] = error_event,
+        keep_alive: bytes = KEEP_ALIVE,
+        headers: Mapping[str, str] | None = None,
+        queued: Sequence[str] = (),
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        # A proxy that buffers would turn the stream into one late answer.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
+        self._service = service
+        self._events = events
+        self._ignored_fields = ignored_fields
+        self._tell = tell
+        self._keep_alive_bytes = keep_alive
+        self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
+        self._queued = queued  # none of them has been heard of
+        self._head = asyncio.Lock()  # held while the head goes out: nothing may overtake it
+        self._is_head_out = False
+        self._last_sent = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_gone(
+            self._service, receive, self._deliver(send, scope["octavo.send_body"], scope["octavo.request_id"])
+        )
+
+    async def _deliver(self, send: Send, send_body: Send, request_id: str) -> None:
+        has_comments = self._keep_alive_seconds or self._queued
+        keep_alive = asyncio.create_task(self._keep_alive(send)) if has_comments else None
+        last = b""
+        async with aclosing(self._events) as events:
+            try:
+                first = name_back(await anext(events, b""), self._ignored_fields)
+                self._queued = ()
+                await self._send_head(send)
+                self._last_sent = time.monotonic()
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                async for chunk in events:
+                    self._last_sent = time.monotonic()
+                    await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
+            except asyncio.CancelledError:
+                if not self._service.stopping or not self._is_head_out:
+                    raise
+                last = self._last_words(_cut_off(), request_id)
+            except Exception as error:
+                if not self._is_head_out:
+                    raise
+                if not isinstance(error, OctavoError):
+                    log.exception("request %s failed in its stream", request_id)
+                last = self._last_words(error, request_id)
+            finally:
+                if keep_alive is not None:
+                    keep_alive.cancel()
+                    await asyncio.wait({keep_alive})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _last_words(self, error: Exception, request_id: str) -> bytes:
+        note(error)
+        return self._tell(error, request_id)
+
+    async def _send_head(self, send: Send) -> None:
+        async with self._head:
+            if not self._is_head_out:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._is_head_out = True
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Comments, whenever nothing else was sent for so long: the place in the queue, or that the stream lives."""
+        self._last_sent = time.monotonic()
+        while seconds := QUEUE_SECONDS if self._queued else self._keep_alive_seconds:
+            quiet = time.monotonic() - self._last_sent
+            if quiet < seconds:
+                await asyncio.sleep(seconds - quiet)
+                continue
+            comment = await place_comment(self._service, self._queued) if self._queued else self._keep_alive_bytes
+            if comment:
+                await self._send_head(send)
+                await send({"type": "http.response.body", "body": comment, "more_body": True})
+            self._last_sent = time.monotonic()
+
+
+async def place_comment(service: Service, queued: Sequence[str]) -> bytes:
+    """The first of these requests that is in the queue: its place there, and in how many seconds it may have a row."""
+    for request_id in queued:
+        with contextlib.suppress(EngineError):  # being started again, say: there is nothing to tell
+            if place := await service.engine.control(ReadPlace(call=0, request_id=request_id)):
+                position, seconds = place.split()
+                return f": queue position={position} estimate_s={seconds}\n\n".encode()
+    return b""
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cut_off() -> EngineUnavailable:
+    return EngineUnavailable("the server shut down before this response was complete", DRAIN_RETRY_AFTER)

@@ -1,0 +1,191 @@
+"""`octavo run-batch`: a file of requests in, a file of answers out, by an engine process of its own and without a socket.
+Knows nothing of any endpoint: requests are answered by the application that would serve them."""
+
+import asyncio
+import fcntl
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import msgspec
+from tqdm import tqdm
+
+from octavo.config import Config
+from octavo.errors import ConfigError, EngineDead, OctavoError
+from octavo.server.batch.answer_lines import answer_lines
+from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
+from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back
+from octavo.server.endpoints.batches import batch_routes, seeded_routes
+from octavo.server.prepare import prepare
+from octavo.server.state.loopback import ask
+from octavo.supervisor.standalone_engine import OwnEngine
+
+EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
+EXIT_REFUSED = 2  # by the engine, which has said what to change
+LINES_PER_ROW = 2
+"""Lines under way for each row of the engine: while one set is computed, the next is parsed and waits."""
+
+
+class Stopped(Exception):
+    """SIGTERM: what is written stays."""
+
+
+def run_batch(config: Config, input_path: str, output_path: str, max_concurrency: int | None) -> int:
+    """Returns the exit code: 0 all answered, 3 some lines have an error for an answer, 1 stopped before the end."""
+    with _open_input(input_path) as lines, _open_output(output_path, input_path) as output:
+        tally, seen = Tally(), Seen()
+        read_back(output, output_path, seen, tally)
+        job = _Job(config, lines, output, seen, tally, max_concurrency)
+        try:
+            code = asyncio.run(job.run())
+        except (Stopped, KeyboardInterrupt, EngineDead) as error:
+            job.summary("stopped before the end; the same command goes on from here")
+            if not isinstance(error, Stopped):
+                raise
+            return EXIT_STOPPED
+        except OSError as error:
+            job.summary("stopped before the end; the same command goes on from here")
+            raise OctavoError(f"the output {output_path} cannot be written ({error.strerror})") from None
+        finally:
+            seen.close()
+        if code is not None:
+            return code
+        job.summary("done")
+        return EXIT_SOME_FAILED if tally.failed else EXIT_OK
+
+
+def _open_input(path: str) -> BinaryIO:
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+        if not file.seekable():
+            raise OSError(0, "it is not a file")
+        return file
+    except OSError as error:
+        raise ConfigError(f"the input {path} cannot be read ({error.strerror}): give a file of JSON lines") from None
+
+
+def _open_output(path: str, input_path: str) -> BinaryIO:
+    """For reading what is there and appending. Two runs would write every answer twice: the second is refused."""
+    try:
+        if os.path.exists(path) and os.path.samefile(path, input_path):
+            raise ConfigError(f"the output {path} is the input: name another file")
+        file = open_records(path)
+    except OSError as error:
+        raise ConfigError(f"the output {path} cannot be written ({error.strerror}): name another file") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(f"the output {path} is being written by another run: wait for it, or stop it") from None
+    return file
+
+
+class _Job:
+    def __init__(
+        self, config: Config, lines: BinaryIO, output: BinaryIO, seen: Seen, tally: Tally, max_concurrency: int | None
+    ) -> None:
+        self._config = config
+        self._lines, self._output = lines, output
+        self._seen, self._tally = seen, tally
+        self._num_before = tally.completed + tally.failed
+        self._tokens_before = tally.output_tokens
+        self._max_concurrency = max_concurrency
+        self._started = 0.0
+        self._bar: tqdm[None] | None = None
+
+    async def run(self) -> int | None:
+        """None: every line has its record. Otherwise the exit code of an engine that did not start."""
+        loop = asyncio.get_running_loop()
+        work = asyncio.create_task(self._run())
+        is_told_to_stop = False
+
+        def stop() -> None:
+            nonlocal is_told_to_stop
+            is_told_to_stop = True
+            work.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, stop)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if is_told_to_stop:
+                raise Stopped from None
+            raise
+
+    async def _run(self) -> int | None:
+        num_lines = await asyncio.to_thread(_count_lines, self._lines)
+        if all(line is None for line in self._unanswered()):
+            return None  # no need to load a model in order to ask it nothing
+        self._lines.seek(0)
+        async with OwnEngine(self._config) as engine:
+            try:
+                app = await engine.alongside(
+                    prepare(engine.client, engine.model_path, engine.name, self._config, engine.default_sampling)
+                )
+            except EngineDead:
+                if await engine.ended() != EXIT_REFUSED:
+                    raise
+                return EXIT_REFUSED
+            assert engine.client.report is not None
+            slots = asyncio.Semaphore(self._max_concurrency or LINES_PER_ROW * engine.client.report.max_num_seqs)
+            self._started = time.monotonic()
+            self._bar = tqdm(
+                total=num_lines, initial=self._num_before, desc="requests", unit="", dynamic_ncols=True,
+                mininterval=0.1 if sys.stderr.isatty() else 30.0,
+            )  # fmt: skip
+            with self._bar:
+                await engine.alongside(
+                    answer_lines(self._unanswered(), functools.partial(ask, app), slots, self._write)
+                )
+        os.fsync(self._output.fileno())
+        return None
+
+    def _unanswered(self) -> Iterator[Line | BadLine | None]:
+        """Duplicates among those, too: the first line with a custom_id is its request."""
+        server = self._config.server
+        rules = Rules(
+            batch_routes(), int(server.max_body_bytes), server.strict_fields, seeded_routes(), self._config.model.seed
+        )
+        here = Seen()
+        try:
+            for line in read_lines(self._lines, rules):
+                if isinstance(line, Line) and not here.add(line.custom_id):
+                    message = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
+                    line = BadLine(line.number, "duplicate_custom_id", message, "custom_id")
+                if isinstance(line, BadLine):  # where two lines have the same custom_id, it is the first good one's
+                    line = msgspec.structs.replace(line, custom_id=None)
+                key = line.number if line.custom_id is None else line.custom_id
+                yield None if key in self._seen else line
+        finally:
+            here.close()
+
+    async def _write(self, record: Record) -> None:
+        self._output.write(encode_record(record))
+        self._tally.count(record)
+        if self._bar is not None:
+            self._bar.update()
+
+    def summary(self, outcome: str) -> None:
+        tally, seconds = self._tally, time.monotonic() - self._started if self._started else 0.0
+        num_now = tally.completed + tally.failed - self._num_before
+        before = f", {self._num_before} of them by earlier runs" if self._num_before else ""
+        rate = (tally.output_tokens - self._tokens_before) / seconds if seconds else 0.0
+        print(
+            f"octavo: {outcome}: {tally.completed} answered, {tally.failed} failed{before}; "
+            f"{num_now} in {seconds:.1f} s, {rate:.0f} output tokens/s",
+            file=sys.stderr,
+        )
+
+
+def _count_lines(file: BinaryIO) -> int:
+    """Newlines, and a last line without one."""
+    num_lines, last = 0, b"\n"
+    while piece := file.read(1 << 20):
+        num_lines += piece.count(b"\n")
+        last = piece
+    file.seek(0)
+    return num_lines + (not last.endswith(b"\n"))

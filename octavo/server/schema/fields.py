@@ -1,0 +1,351 @@
+"""The request fields that completions and chat share, and how a body is read: see Dialect.
+Knows nothing of prompts, messages or the engine."""
+
+import asyncio
+import difflib
+import functools
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from octavo.config import ServerConfig
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.observe.journeys.journey import current
+from octavo.server.schema.limits import LimitFields, QueueOptions, StreamFields
+from octavo.server.schema.search import RepetitionDetection, SearchFields, moot
+from octavo.server.schema.shapes import ResponseFormat, Stops, StructuredOutputs
+from octavo.server.schema.unknown import MAX_FOUND, Found, Inside, Stranger, grow, look
+from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
+
+log = logging.getLogger("octavo.server")
+
+MAX_STOPS = 64
+MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
+MAX_STOP_TOKEN_IDS = 1024
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
+    16,
+    64,
+    512,
+)  # entries, characters: OpenAI's limits where it is kept
+MAX_REFUSED = 8  # fields that an error tells one by one
+MAX_LOGGED = 1000  # names that are remembered as told
+LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
+
+
+class StreamOptions(QueueOptions):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
+    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
+    resumable: bool | None = None  # ours: the stream can be read on at another connection
+
+
+class RequestFields(BaseModel):
+    """A request's body. null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
+
+    model: str | None = None
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _num_more: int = PrivateAttr(default=0)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the body that have no effect and that the answer names back: an answer does not grow with the rubbish in
+        its request, so after so many only how many more there are."""
+        names = self._ignored[:MAX_FOUND]
+        num_more = len(self._ignored) - len(names) + self._num_more
+        return (*names, f"and {num_more} more") if num_more else names
+
+    def pass_over(self, name: str, server: ServerConfig) -> None:
+        """A field of the schema turns out to have no effect on this model, or beside the request's others."""
+        if server.strict_fields:
+            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[_row(name)]}", param=name)
+        log.info("field without effect: %s", name)
+        self._ignored = (*self._ignored, name)
+
+
+class SamplingFields(RequestFields):
+    """How tokens are chosen, by vLLM's names: for every dialect. Ranges are checked by SamplingParams, which has the limits
+    and the words."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Stops = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    repetition_detection: RepetitionDetection | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # What the answer must look like: vLLM's field, and the names that it had before.
+    structured_outputs: StructuredOutputs = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _stop_strings(cls, value: object) -> list[str]:
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise PydanticCustomError("stop", "Input should be a string or a list of strings")
+        if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LEN for stop in stops):
+            raise PydanticCustomError("stop", f"At most {MAX_STOPS} strings of {MAX_STOP_LEN} characters each")
+        return stops
+
+    @field_validator("stop_token_ids", mode="after")
+    @classmethod
+    def _few_stop_token_ids(cls, value: list[int] | None) -> list[int] | None:
+        if value is not None and len(value) > MAX_STOP_TOKEN_IDS:
+            raise PydanticCustomError("stop_token_ids", f"At most {MAX_STOP_TOKEN_IDS} ids")
+        return value
+
+    @field_validator("logit_bias", mode="after")
+    @classmethod
+    def _bias_by_id(cls, value: dict[str, float] | None) -> dict[int, float] | None:
+        if value is None:
+            return None
+        for key in value:
+            if not (key.isascii() and key.isdecimal() and len(key) < 19):
+                raise PydanticCustomError("logit_bias", "Names should be token ids, not {key}", {"key": _short(key)})
+        return {int(key): bias for key, bias in value.items()}
+
+
+class GenerationFields(SamplingFields, SearchFields, StreamFields):
+    """What completions and chat share."""
+
+    priority: int | None = None  # lower goes first, where the server schedules by priority
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat = None
+    stream_options: StreamOptions | None = None
+    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
+    # Labels for the caller's own books: taken, and without effect here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_in_every_chunk(self) -> bool:
+        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_progress(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_progress)
+
+    @property
+    def wants_resumable(self) -> bool:
+        return bool(self.stream_options and self.stream_options.resumable)
+
+    def tokens_per_event(self, server: ServerConfig) -> int:
+        """1 for a whole answer: nobody watches it grow."""
+        return (self.stream_interval or server.stream_interval) if self.stream else 1
+
+
+Body = TypeVar("Body", bound=RequestFields)
+
+
+def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
+    """From another dialect's values, checked as if they had come in a body. What the schema does not have is refused: nobody
+    would name it back."""
+    try:
+        fields = schema.model_validate(values)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
+    for name in fields.model_extra or ():
+        raise Unsupported(f"{name} is not supported here", param=name)
+    return fields
+
+
+@dataclass(frozen=True, eq=False)
+class Dialect(Generic[Body]):
+    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown:
+    those within others too, which go by their paths."""
+
+    name: str
+    path: str
+    schema: type[Body]
+    not_offered: Mapping[str, Harmless]
+
+    @functools.cached_property
+    def tree(self) -> Inside:
+        return grow(self.schema.model_json_schema(mode="validation"), self.not_offered)
+
+
+async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
+    """The body's fields. Those without effect are logged, once for each name, and in the answer it is for the endpoint to
+    name them back (`fields.ignored`)."""
+    body = await request.body()
+    is_large = len(body) > LARGE_BODY
+    fields = (
+        await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
+    )
+    if fields.ignored:
+        level = logging.INFO if _is_old_news(dialect.path, fields._ignored) else logging.WARNING
+        names = ", ".join(_short(name, 120) for name in fields.ignored)
+        log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
+    return fields
+
+
+def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Body:
+    """Every field is honoured, refused by name, or among the result's `ignored`; in strict mode the last are refused too."""
+    try:
+        fields = dialect.schema.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
+    found = look(dialect.tree, fields)
+    idle = [*moot(fields)]
+    _refuse(found, idle, server)
+    fields._ignored = (*(field.path for field in (*found.unknown, *found.idle)), *(name for name, _ in idle))
+    fields._num_more = found.num_more
+    for name, (knob, flag) in BY_FLAG.items():
+        if getattr(fields, name, None) is not None and not getattr(server, knob):
+            raise Unsupported(f"{name} is taken only by a server that was started with {flag}", param=name)
+    _check_limits(fields, server)
+    if (journey := current.get()) is not None:
+        journey.reach("parse")
+    return fields
+
+
+def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> None:
+    """Raises Unsupported where a field cannot be passed over: with all such fields, or as many as a message holds."""
+    told = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
+    num_all = len(found.refused)
+    if server.strict_fields:
+        told += [(field.path, _unknown(field)) for field in found.unknown[:MAX_REFUSED]]
+        told += [(field.path, _not_offered(field)) for field in found.idle[:MAX_REFUSED]]
+        told += [(name, f"{name} has no effect here, {why}: leave it out") for name, why in idle]
+        num_all += len(found.unknown) + len(found.idle) + len(idle) + found.num_more
+    if told:
+        told = told[:MAX_REFUSED]
+        more = f"; and {num_all - len(told)} more fields" if num_all > len(told) else ""
+        raise Unsupported("; ".join(words for _, words in told) + more, param=told[0][0])
+
+
+def _unknown(field: Stranger) -> str:
+    outer, dot, name = field.path.rpartition(".")
+    close = difflib.get_close_matches(name, [*(field.siblings or ())], n=1)
+    return f"unknown field {_short(field.path, 120)}" + (
+        f" (did you mean {outer + dot + close[0]!r}?)" if close else ""
+    )
+
+
+def _not_offered(field: Stranger) -> str:
+    instead = f"use {INSTEAD[field.row]}" if field.row in INSTEAD else f"leave {field.path} out"
+    return f"{field.path} = {_short(field.value)} is not supported here: {instead}"
+
+
+def _row(path: str) -> str:
+    """A field's name in the tables: without the numbers of entries."""
+    return re.sub(r"\[\d+\]", "[]", path)
+
+
+def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
+    messages = getattr(fields, "messages", None)
+    if isinstance(messages, list) and len(messages) > server.max_messages:
+        raise InvalidRequest(
+            f"messages has {len(messages)} entries; this server takes at most {server.max_messages} (--max-messages)",
+            param="messages",
+        )
+    if isinstance(fields, LimitFields):
+        fields.check_limits()
+    if isinstance(fields, StreamFields):
+        fields.check_stream()
+    if not isinstance(fields, GenerationFields):
+        return
+    fields.check_search(server)
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        count = getattr(fields, name, None)
+        if type(count) is int and not 0 <= count <= server.max_logprobs:
+            limit = f"between 0 and {server.max_logprobs} (--max-logprobs)"
+            raise InvalidRequest(f"{name} must be {limit}, got {count}", param=name)
+    if fields.stream_interval is not None and fields.stream_interval < 1:
+        raise InvalidRequest(
+            f"stream_interval must be at least 1, got {fields.stream_interval}", param="stream_interval"
+        )
+    if None not in (fields.max_tokens, fields.max_completion_tokens) and (
+        fields.max_tokens != fields.max_completion_tokens
+    ):
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens are two names of one limit: give one of them",
+            param="max_completion_tokens",
+        )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs come with a whole answer only: leave stream or prompt_logprobs out",
+            param="prompt_logprobs",
+        )
+
+
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Of objects that are kept, and tell it back."""
+    if (
+        len(metadata) > MAX_METADATA
+        or any(len(key) > MAX_METADATA_KEY for key in metadata)
+        or any(len(value) > MAX_METADATA_VALUE for value in metadata.values())
+    ):
+        raise InvalidRequest(
+            f"metadata holds at most {MAX_METADATA} entries, keys of {MAX_METADATA_KEY} and values of "
+            f"{MAX_METADATA_VALUE} characters",
+            param="metadata",
+        )
+
+
+_logged: set[tuple[str, str]] = set()
+
+
+def _is_old_news(path: str, names: tuple[str, ...]) -> bool:
+    """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
+    new = {(path, _row(name)) for name in names} - _logged
+    if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
+        return True
+    _logged.update(new)
+    return False
+
+
+def _invalid(error: ErrorDetails) -> InvalidRequest:
+    if error["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
+    if not error["loc"]:
+        return InvalidRequest("the body must be a JSON object")
+    param = str(error["loc"][0])
+    for part in error["loc"][1:]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}"
+    param = param[:200]
+    if error["type"] == "missing":
+        return InvalidRequest(f"{param} is missing", param=param)
+    words = error["msg"][:1].lower() + error["msg"][1:]
+    return InvalidRequest(f"{param}: {words}, got {_short(error['input'])}", param=param)
+
+
+def _short(value: object, most: int = 60) -> str:
+    """A value as JSON, cut to what fits in a message."""
+    text = msgspec.json.encode(value, enc_hook=str).decode()
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,0 +1,306 @@
+"""Shape: what a route gives back, for the OpenAPI document. An endpoint's module names its routes' in SHAPES.
+Knows nothing of the document. Beside it, the schemas of fields whose values are checked by hand: what they may hold."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from octavo.config import ServerConfig
+from octavo.messages.params import StructuredOutputsParams
+from octavo.server.schema.limits import MAX_MILLISECONDS, LimitFields
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    answer: Any = None  # a msgspec type; None: no JSON
+    media: tuple[str, ...] = ()  # of answers that are no JSON
+    form: dict[str, Any] | None = None  # what a multipart body holds, as a JSON schema
+    error: dict[str, Any] | None = None  # where a dialect has error bodies of its own
+    leads_to: tuple[str, ...] = ()  # routes whose path takes the id of this answer
+
+
+EVENTS = ("text/event-stream",)
+
+
+Schema = dict[str, Any]
+
+# Objects that are read by hand. What their `properties` do not name is unknown, and told as such (field_tree.py); an object
+# without properties may hold anything: a JSON schema, a call's arguments.
+
+
+def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": [*required]}
+
+
+def _one_of(*kinds: str) -> Schema:
+    return {"enum": [*kinds]}
+
+
+def _list_of(items: Schema, least: int = 0) -> Schema:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def _any_of(*forms: Schema) -> Schema:
+    return {"anyOf": [*forms]}
+
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": ["boolean", "null"]}
+_MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+_NULL: Schema = {"type": "null"}
+_ANYTHING: Schema = {"type": "object"}
+_IDS = _list_of({"type": "integer", "minimum": 0}, 1)
+_TEXTS = _list_of(_TEXT, 1)
+_CACHE_CONTROL = _any_of(_object(("type",), type=_one_of("ephemeral"), ttl=_one_of("5m", "1h")), _NULL)
+
+Prompts = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _TEXTS, _IDS, _list_of(_IDS, 1)))]
+"""A string, a list of strings, a list of token ids, a list of lists of token ids."""
+Stops = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_TEXT), _NULL))]
+
+# ── OpenAI's: chat ──────────────────────────────────────────────────────────────────────────────────
+
+_NAME: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"}
+_TEXT_PART = _object(("type", "text"), type=_one_of("text"), text=_TEXT, cache_control=_CACHE_CONTROL)
+_REFUSAL_PART = _object(("type", "refusal"), type=_one_of("refusal"), refusal=_TEXT)
+_CALL = _object(
+    ("id", "type", "function"),
+    id=_TEXT,
+    type=_one_of("function"),
+    function=_object(("name", "arguments"), name=_NAME, arguments={"const": "{}"}),
+)
+_MESSAGE = _object(
+    ("role", "content"),
+    role=_one_of("system", "developer", "user", "assistant", "tool"),
+    content=_any_of(_TEXT, _list_of(_any_of(_TEXT_PART, _REFUSAL_PART)), _NULL),
+    name=_MAYBE_TEXT,
+    refusal=_MAYBE_TEXT,
+    reasoning=_MAYBE_TEXT,
+    reasoning_content=_MAYBE_TEXT,
+    tool_call_id=_MAYBE_TEXT,
+    tool_calls=_any_of(_list_of(_CALL), _NULL),
+    cache_control=_CACHE_CONTROL,
+)
+_FUNCTION = {"name": _NAME, "description": _MAYBE_TEXT, "parameters": _ANYTHING, "strict": _FLAG}
+_SCHEMA = {"name": _TEXT, "description": _MAYBE_TEXT, "schema": _ANYTHING, "strict": _FLAG}
+
+Messages = Annotated[list[dict[str, Any]], WithJsonSchema(_list_of(_MESSAGE, 1))]
+Tools = Annotated[
+    list[Any] | None,
+    WithJsonSchema(
+        _any_of(
+            _list_of(
+                _object(
+                    ("type", "function"),
+                    type=_one_of("function"),
+                    function=_object(("name",), **_FUNCTION, cache_control=_CACHE_CONTROL),
+                    cache_control=_CACHE_CONTROL,
+                )
+            ),
+            _NULL,
+        )
+    ),
+]
+ToolChoice = Annotated[
+    Any,
+    WithJsonSchema(
+        _any_of(
+            {"enum": ["none", "auto", "required", None]},
+            _object(("type", "function"), type=_one_of("function"), function=_object(("name",), name=_NAME)),
+        )
+    ),
+]
+ResponseFormat = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(
+        _any_of(
+            _object(("type",), type=_one_of("text")),
+            # Others than OpenAI take a schema here.
+            _object(("type",), type=_one_of("json_object"), schema=_ANYTHING),
+            _object(
+                ("type", "json_schema"),
+                type=_one_of("json_schema"),
+                json_schema=_object(("name", "schema"), **_SCHEMA),
+            ),
+            # A language of its own, as schemas are: whoever reads it refuses the words that it does not have.
+            _object(
+                ("type",),
+                type=_one_of("structural_tag"),
+                structures={"type": "array"},
+                triggers={"type": "array"},
+                format=_ANYTHING,
+            ),
+            _NULL,
+        )
+    ),
+]
+"""What an answer must look like. Of several kinds, of which one is read by its type."""
+StructuredOutputs = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(_any_of(_object((), **{name: {} for name in StructuredOutputsParams.__annotations__}), _NULL)),
+]
+
+# ── OpenAI's: responses ─────────────────────────────────────────────────────────────────────────────
+
+_INPUT_TEXT = _object(("type", "text"), type=_one_of("input_text"), text=_TEXT)
+_OUTPUT_TEXT = _object(("type", "text"), type=_one_of("output_text"), text=_TEXT)
+_ITEM = _any_of(
+    _object(
+        ("role", "content"),  # its type may be left out
+        type=_one_of("message"),
+        id=_TEXT,
+        role=_one_of("user", "assistant", "system", "developer"),
+        content=_any_of(_TEXT, _list_of(_any_of(_INPUT_TEXT, _OUTPUT_TEXT, _REFUSAL_PART))),
+    ),
+    _object(
+        ("type", "call_id", "name", "arguments"),
+        type=_one_of("function_call"),
+        id=_TEXT,
+        call_id=_TEXT,
+        name=_NAME,
+        arguments={"const": "{}"},
+    ),
+    _object(
+        ("type", "call_id", "output"),
+        type=_one_of("function_call_output"),
+        id=_TEXT,
+        call_id=_TEXT,
+        name=_MAYBE_TEXT,
+        output=_any_of(_TEXT, _list_of(_INPUT_TEXT)),
+    ),
+    _object(
+        ("type",),
+        type=_one_of("reasoning"),
+        id=_TEXT,
+        content=_any_of(_list_of(_object(("type", "text"), type=_one_of("reasoning_text"), text=_TEXT)), _NULL),
+        summary=_list_of(_object(("type", "text"), type=_one_of("summary_text"), text=_TEXT)),
+        encrypted_content=_NULL,
+    ),
+    _object(("type", "id"), type=_one_of("item_reference"), id=_TEXT),
+)
+Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]
+"""A string, or a list of items: response_items.py reads it."""
+ResponseTools = Annotated[
+    list[dict[str, Any]] | None,
+    WithJsonSchema(_any_of(_list_of(_object(("type", "name"), type=_one_of("function"), **_FUNCTION)), _NULL)),
+]
+ResponseToolChoice = Annotated[
+    Any,
+    WithJsonSchema(
+        _any_of(
+            {"enum": ["none", "auto", "required", None]},
+            _object(("type", "name"), type=_one_of("function"), name=_NAME),
+            _object(
+                ("type", "mode", "tools"),
+                type=_one_of("allowed_tools"),
+                mode=_one_of("auto", "required"),
+                tools=_list_of(_object(("type", "name"), type=_one_of("function"), name=_NAME), 1),
+            ),
+        )
+    ),
+]
+TextFormat = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(
+        _any_of(
+            _object(("type",), type=_one_of("text", "json_object")),
+            _object(("type", "name", "schema"), type=_one_of("json_schema"), **_SCHEMA),
+            _NULL,
+        )
+    ),
+]
+
+# ── Anthropic's ─────────────────────────────────────────────────────────────────────────────────────
+
+_TEXT_BLOCK = _TEXT_PART
+_BLOCK = _any_of(
+    _TEXT_BLOCK,
+    _object(("type", "thinking"), type=_one_of("thinking"), thinking=_TEXT, signature=_MAYBE_TEXT),
+    _object(
+        ("type", "id", "name", "input"),
+        type=_one_of("tool_use"),
+        id=_TEXT,
+        name=_NAME,
+        input=_ANYTHING,
+        cache_control=_CACHE_CONTROL,
+    ),
+    _object(
+        ("type", "tool_use_id"),
+        type=_one_of("tool_result"),
+        tool_use_id=_TEXT,
+        content=_any_of(_TEXT, _list_of(_TEXT_BLOCK)),
+        is_error=_FLAG,
+        cache_control=_CACHE_CONTROL,
+    ),
+)
+Turns = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema(
+        _list_of(
+            _object(
+                ("role", "content"),
+                role=_one_of("user", "assistant"),
+                content=_any_of(_TEXT, _list_of(_BLOCK, 1)),
+            ),
+            1,
+        )
+    ),
+]
+System = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_TEXT_BLOCK, 1), _NULL))]
+TurnTools = Annotated[
+    list[dict[str, Any]] | None,
+    WithJsonSchema(
+        _any_of(
+            _list_of(
+                _object(
+                    ("name", "input_schema"),
+                    type=_one_of("custom"),
+                    name=_NAME,
+                    description=_MAYBE_TEXT,
+                    input_schema=_ANYTHING,
+                    input_examples=_list_of(_ANYTHING),
+                    strict=_FLAG,
+                    cache_control=_CACHE_CONTROL,
+                )
+            ),
+            _NULL,
+        )
+    ),
+]
+TurnToolChoice = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(
+        _any_of(
+            _object(("type",), type=_one_of("auto", "any", "none"), disable_parallel_tool_use=_FLAG),
+            _object(("type", "name"), type=_one_of("tool"), name=_NAME, disable_parallel_tool_use=_FLAG),
+            _NULL,
+        )
+    ),
+]
+OutputFormat = Annotated[
+    dict[str, Any] | None,
+    WithJsonSchema(_any_of(_object(("type", "schema"), type=_one_of("json_schema"), schema=_ANYTHING), _NULL)),
+]
+CacheControl = Annotated[dict[str, Any] | None, WithJsonSchema(_CACHE_CONTROL)]
+TurnMetadata = Annotated[dict[str, Any] | None, WithJsonSchema(_any_of(_object((), user_id=_MAYBE_TEXT), _NULL))]
+
+
+def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
+    """What SamplingParams and the server's limits allow, field by field, where it is a number."""
+    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
+    return {
+        "temperature": {"minimum": 0, "maximum": 100},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+        "top_k": {"minimum": -1},
+        "n": {"minimum": 1, "maximum": server.max_n},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+        "min_tokens": {"minimum": 0},
+        "stream_interval": {"minimum": 1},
+        **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
+        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
+    }

@@ -1,0 +1,203 @@
+"""Every field that a dialect's bodies may have, those within others too, as one tree; and what a body has beside them.
+Knows nothing of any field: the tree is grown from the JSON schema that the OpenAPI document shows, and from the tables."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from octavo.server.schema.unsupported import LABELS, NOT_OFFERED_WITHIN, WITHOUT_EFFECT, Harmless
+
+MAX_FOUND = 64  # fields of a kind that are told one by one; others are counted
+MAX_NAME_LEN = 100
+
+
+@dataclass(slots=True)
+class Member:
+    """One field of an object. `harmless` None: it is in the schema, or a label; otherwise it is not offered, but for these values."""
+
+    harmless: Harmless | None = None
+    label: str = ""  # why it is taken without a word
+    inside: "Inside | None" = None  # None: whatever is in it is for others to read, or nothing can be
+
+
+Members = dict[str, Member]
+
+
+@dataclass(slots=True)
+class Inside:
+    """The objects at one place of a body: of one kind, or of several that a tag tells apart."""
+
+    is_list: bool
+    tag: str = ""
+    kinds: dict[object, Members] = field(default_factory=dict)  # by the tag's value; without a tag under ""
+    untagged: Members | None = None  # of an object without the tag; None: whoever reads it will refuse it
+
+    def members_of(self, value: Mapping[str, Any]) -> Members | None:
+        """None: no kind that is known, which is for others to say."""
+        if not self.tag:
+            return self.kinds[""]
+        tag = value.get(self.tag)
+        if tag is None:
+            return self.untagged
+        return self.kinds.get(tag) if isinstance(tag, str) else None
+
+    def every_kind(self) -> list[Members]:
+        kinds = {id(members): members for members in self.kinds.values()}
+        return list(kinds.values())
+
+
+@dataclass(slots=True)
+class Stranger:
+    """A field that the tree does not have, or that is not offered."""
+
+    path: str  # tools[0].function.colour
+    row: str  # tools[].function.colour
+    value: object
+    siblings: Members | None = None  # of an unknown field: what it might have been meant to be
+
+
+@dataclass(slots=True)
+class Found:
+    refused: list[Stranger] = field(default_factory=list)
+    unknown: list[Stranger] = field(default_factory=list)
+    idle: list[Stranger] = field(default_factory=list)  # not offered, and nothing is wrong without them
+    num_more: int = 0  # beyond those that are listed
+
+    def add(self, kind: list[Stranger], path: str, row: str, value: object, siblings: Members | None = None) -> None:
+        if len(kind) < MAX_FOUND:
+            kind.append(Stranger(path[:MAX_NAME_LEN], row, value, siblings))
+        else:
+            self.num_more += 1
+
+
+# ── growing ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def grow(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -> Inside:
+    """The tree of one dialect, of its whole body."""
+    tree = _inside(schema, schema.get("$defs", {}))
+    assert tree is not None and not tree.is_list
+    for row, harmless in {**NOT_OFFERED_WITHIN, **not_offered}.items():
+        for members, name in _places(tree, row):
+            members.setdefault(name, Member(harmless))
+    for row, why in LABELS.items():
+        for members, name in _places(tree, row):
+            if name in members or "." in row:
+                members.setdefault(name, Member()).label = why
+    return tree
+
+
+def _inside(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Inside | None:
+    """None: nothing is known of what is in it."""
+    forms = list(_forms(schema, definitions))
+    lists = [form["items"] for form in forms if form.get("type") == "array" and isinstance(form.get("items"), dict)]
+    if lists:
+        objects = [form for items in lists for form in _forms(items, definitions) if "properties" in form]
+    else:
+        objects = [form for form in forms if "properties" in form]
+    if not objects:
+        return None
+    grown = Inside(is_list=bool(lists))
+    if len(objects) == 1:
+        grown.kinds[""] = _members(objects[0], definitions)
+        return grown
+    grown.tag = "type"
+    for form in objects:
+        members = _members(form, definitions)
+        tags = form["properties"][grown.tag]["enum"]
+        grown.kinds |= dict.fromkeys(tags, members)
+        if grown.tag not in form.get("required", ()):
+            grown.untagged = members
+    return grown
+
+
+def _forms(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:
+        for form in schema["anyOf"]:
+            yield from _forms(form, definitions)
+    else:
+        yield schema
+
+
+def _members(form: Mapping[str, Any], definitions: Mapping[str, Any]) -> Members:
+    return {name: Member(inside=_inside(inner, definitions)) for name, inner in form["properties"].items()}
+
+
+def _places(tree: Inside, row: str) -> Iterator[tuple[Members, str]]:
+    """Where a row of a table belongs: every kind of the object that its field is in. None: this dialect has no such object."""
+    *outer, name = row.split(".")
+    places = tree.every_kind()
+    for step in outer:
+        within = [members[step.removesuffix("[]")].inside for members in places if step.removesuffix("[]") in members]
+        places = [
+            members
+            for inside in within
+            if inside is not None and inside.is_list == step.endswith("[]")
+            for members in inside.every_kind()
+        ]
+    for members in places:
+        yield members, name
+
+
+def rows(tree: Inside, above: str = "") -> Iterator[tuple[str, Member]]:
+    """Every field by its path, outer ones first."""
+    for members in tree.every_kind():
+        for name, member in members.items():
+            yield above + name, member
+            if member.inside is not None:
+                yield from rows(member.inside, f"{above}{name}{'[]' if member.inside.is_list else ''}.")
+
+
+# ── looking ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def look(tree: Inside, body: BaseModel) -> Found:
+    """What the body has that the tree has not, or has as not offered."""
+    found = Found()
+    _look_into(tree, body, "", "", found)
+    return found
+
+
+def _look_into(inside: Inside, value: object, path: str, row: str, found: Found) -> None:
+    given: Mapping[str, Any]
+    if isinstance(value, BaseModel):
+        given = {**value.__dict__, **(value.model_extra or {})}
+    elif isinstance(value, dict):
+        given = value
+    else:
+        return
+    members = inside.members_of(given)
+    if members is None:
+        return
+    at, above = (path + ".", row + ".") if path else ("", "")
+    if not given.keys() <= members.keys():
+        # Within an object null is the same as absent: libraries write out every member of what they had from an answer.
+        strangers = [name for name in given if name not in members and (given[name] is not None or not path)]
+        room = MAX_FOUND - len(found.unknown)
+        for name in strangers[:room]:
+            found.add(found.unknown, at + name, above + name, given[name], members)
+        found.num_more += len(strangers[room:])
+    for name in given if len(given) < len(members) else members:
+        member, inner = members.get(name), given.get(name)
+        if member is None or inner is None:
+            continue
+        if member.harmless is not None:
+            if not any(_is_same(inner, same) for same in member.harmless):
+                kind = found.idle if above + name in WITHOUT_EFFECT else found.refused
+                found.add(kind, at + name, above + name, inner)
+        elif member.inside is None:
+            continue
+        elif not member.inside.is_list:
+            _look_into(member.inside, inner, at + name, above + name, found)
+        elif isinstance(inner, list):
+            for number, entry in enumerate(inner):
+                _look_into(member.inside, entry, f"{at}{name}[{number}]", f"{above}{name}[]", found)
+
+
+def _is_same(value: object, same: object) -> bool:
+    """With their types: 0 and false are different answers in JSON."""
+    return type(value) is type(same) and value == same

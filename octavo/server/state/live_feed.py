@@ -1,0 +1,105 @@
+"""LiveFeed: asks the engine a few times a second how it stands, while somebody watches, and tells all who do.
+Knows nothing of the engine but its answer; of the page map it sends what changed."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from octavo.client.client import EngineClient
+from octavo.errors import OctavoError
+from octavo.messages import ReadLive
+from octavo.observe.history import EVERY_SECONDS, NUM_KEPT, past_of
+from octavo.observe.live_state import LiveEnd, LivePast, LiveState, changes
+
+INTERVAL_SECONDS = 0.25
+MAX_WATCHERS = 32
+"""In one API process: more would take the streams' time."""
+MAX_ENDED = 100
+MAX_BEHIND = 40
+"""Events that a slow watcher may be behind; then it is let go, and may come again."""
+
+_encode = msgspec.json.Encoder().encode
+_decoder = msgspec.json.Decoder(LiveState)
+
+
+class _Change(msgspec.Struct, frozen=True, gc=False):
+    changes: list[tuple[int, list[int]]]
+
+
+class LiveFeed:
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self._watchers: set[asyncio.Queue[bytes | None]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._last: LiveState | None = None
+        self._ended: deque[LiveEnd] = deque(maxlen=MAX_ENDED)  # ┐ what has been told, for those who come later
+        self._past: deque[LivePast] = deque(maxlen=NUM_KEPT)  # ┘
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._watchers) >= MAX_WATCHERS
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events: first the whole state, then what became of it. Ends when the server drains, or the engine is gone."""
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
+        if self._last is not None:
+            whole = msgspec.structs.replace(self._last, ended=[*self._ended], past=[*self._past])
+            queue.put_nowait(_event(whole, None))
+        self._watchers.add(queue)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            while (event := await queue.get()) is not None:
+                yield event
+        finally:
+            self._watchers.discard(queue)
+
+    def close(self) -> None:
+        for queue in self._watchers:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
+    async def _run(self) -> None:
+        since = -1
+        try:
+            while self._watchers:
+                state = _decoder.decode(await self._engine.control(ReadLive(call=0, since=since)))
+                since = max([0, since, *(end.number for end in state.ended)])
+                self._tell(state)
+                await asyncio.sleep(INTERVAL_SECONDS)
+        except OctavoError:
+            self.close()  # the engine is gone: they learn more by asking again
+        finally:
+            self._task = self._last = None
+            self._ended.clear()
+            self._past.clear()
+
+    def _tell(self, state: LiveState) -> None:
+        before, self._last = self._last, state
+        self._remember(state)
+        event = _event(state, before)
+        for queue in [*self._watchers]:
+            if queue.full():
+                self._watchers.discard(queue)
+                queue.get_nowait()
+                queue.put_nowait(None)
+            else:
+                queue.put_nowait(event)
+
+    def _remember(self, state: LiveState) -> None:
+        self._ended += state.ended
+        self._past += state.past
+        if not self._past or state.time - self._past[-1].time >= EVERY_SECONDS:
+            self._past.append(past_of(state))
+
+
+def _event(state: LiveState, before: LiveState | None) -> bytes:
+    """With the whole map of pages, or with what changed in it since the state `before`."""
+    if before is None or len(before.pages) != len(state.pages):
+        return b"data: " + _encode(state) + b"\n\n"
+    changed = _encode(_Change(changes(before.pages, state.pages)))
+    plain = _encode(msgspec.structs.replace(state, pages=b""))
+    return b"data: " + plain[:-1] + b"," + changed[1:] + b"\n\n"

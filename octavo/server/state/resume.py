@@ -1,0 +1,196 @@
+"""Streams that outlive their connection: their events are numbered and kept, so that a client that was cut off reads on.
+Knows nothing of HTTP, of what events say, or of where the other API processes are.
+
+A log is filled by its own task, whether anybody reads it or not; bounds hold for the time that nobody does and for the bytes
+that are kept. Whoever connects last is the reader: a client that comes again may be faster than the news that it had gone."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from octavo.errors import EngineUnavailable, InvalidRequest, NotFound, OctavoError, Overloaded
+from octavo.server.state.ignored_fields import name_back
+
+logger = logging.getLogger("octavo.server")
+
+MAX_STREAM_BYTES = 2**20  # of one stream: beyond them, what was sent is forgotten, and what was not holds up its making
+
+
+class StreamLog:
+    """The numbered events of one stream. Made and used on one event loop."""
+
+    def __init__(self, stream_id: str, owner: bytes, on_change: Callable[["StreamLog", int], None]) -> None:
+        """`on_change`: called with the log and by how many bytes it grew, whenever that or its reader changes."""
+        self.id, self.owner = stream_id, owner
+        self.is_ended = False
+        self.num_bytes = 0
+        self.timer: asyncio.TimerHandle | None = None  # runs while nobody reads
+        self.filling: asyncio.Task[None] | None = None
+        self._on_change = on_change
+        self._events: deque[bytes] = deque()
+        self._first = 0  # number of the oldest event that is kept
+        self._num_sent = 0  # events below this were handed to a reader
+        self.failure: Exception | None = None  # what ended its making
+        self._reader: object | None = None
+        self._news = asyncio.Event()  # for the reader: there is more, or the end, or another reader
+        self._room = asyncio.Event()  # for who fills
+
+    @property
+    def has_reader(self) -> bool:
+        return self._reader is not None
+
+    @property
+    def num_events(self) -> int:
+        return self._first + len(self._events)
+
+    async def fill(self, events: AsyncGenerator[bytes, None], ignored: Sequence[str]) -> None:
+        """Until `events` end. What they raise is raised to whoever reads as far."""
+        try:
+            async with aclosing(events):
+                async for chunk in events:
+                    self._append(name_back(chunk, ignored))
+                    ignored = ()
+                    while self._forget() > MAX_STREAM_BYTES:
+                        self._room.clear()
+                        await self._room.wait()
+        except asyncio.CancelledError:
+            self.failure = EngineUnavailable("this stream was ended before it was complete")
+            raise
+        except Exception as error:
+            if not isinstance(error, OctavoError):  # maybe nobody reads so far
+                logger.exception("stream %s failed", self.id)
+            self.failure = error
+        finally:
+            self.is_ended = True
+            self._news.set()
+
+    def check(self, start: int) -> None:
+        """Raises InvalidRequest unless it can be read from event `start` on."""
+        if start < self._first:
+            raise InvalidRequest(f"event {start}: those before {self._first} are not kept any more", param="from")
+        if start > self.num_events:
+            raise InvalidRequest(f"event {start}: the stream has come to event {self.num_events - 1}", param="from")
+
+    async def read(self, start: int) -> AsyncGenerator[bytes, None]:
+        """Events from `start` on, as they come. Leaving early leaves the rest to whoever reads next."""
+        self.check(start)  # again: whoever read until now may have gone on, and what was sent is not kept for ever
+        self._reader = me = object()
+        self._num_sent = at = start
+        self._news.set()  # whoever read before is to leave
+        self._on_change(self, 0)
+        try:
+            while self._reader is me:
+                if at < self.num_events:
+                    chunk = b"".join([self._events[late] for late in range(at - self.num_events, 0)])
+                    self._num_sent = at = self.num_events
+                    self._room.set()
+                    yield chunk
+                elif not self.is_ended:
+                    self._news.clear()
+                    await self._news.wait()
+                elif self.failure is not None:
+                    raise self.failure
+                else:
+                    break
+        finally:
+            if self._reader is me:
+                self._reader = None
+                self._on_change(self, 0)
+
+    def _append(self, chunk: bytes) -> None:
+        """A chunk is one or more events, each of which ends with an empty line."""
+        *events, rest = chunk.split(b"\n\n")
+        assert not rest, "events are whole"
+        numbered = [b"id: %d\n%b\n\n" % (self.num_events + at, event) for at, event in enumerate(events)]
+        self._events.extend(numbered)
+        self._grew(sum(map(len, numbered)))
+        self._news.set()
+
+    def _forget(self) -> int:
+        """Drop what was sent, oldest first, while too much is kept. → bytes that are."""
+        while self.num_bytes > MAX_STREAM_BYTES and self._first < self._num_sent:
+            self._first += 1
+            self._grew(-len(self._events.popleft()))
+        return self.num_bytes
+
+    def _grew(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._on_change(self, num_bytes)
+
+
+class StreamLogs:
+    """The logs of one API process."""
+
+    def __init__(self, seconds: float, max_bytes: int) -> None:
+        """A log whose reader is away is dropped after `seconds`, or before if those kept come to more than `max_bytes`."""
+        self._seconds, self._max_bytes = seconds, max_bytes
+        self._logs: dict[str, StreamLog] = {}
+        self._num_bytes = 0
+
+    def open(self, stream_id: str, owner: bytes) -> StreamLog:
+        if not self._seconds:
+            raise InvalidRequest("this server keeps no streams (--resume-seconds 0)", param="stream_options.resumable")
+        self._make_room()
+        if self._num_bytes > self._max_bytes:
+            raise Overloaded(
+                f"the streams that can be resumed hold {self._num_bytes} bytes, which is over the limit "
+                f"(--resume-bytes {self._max_bytes}): try later, or without stream_options.resumable",
+                retry_after=int(self._seconds) + 1,
+            )
+        log = self._logs[stream_id] = StreamLog(stream_id, owner, self._changed)
+        self._changed(log, 0)
+        return log
+
+    def find(self, stream_id: str, owner: bytes) -> StreamLog | None:
+        """None: there is none, or it is somebody else's."""
+        log = self._logs.get(stream_id)
+        return log if log is not None and log.owner == owner else None
+
+    def end(self, stream_id: str, owner: bytes) -> bool:
+        """Nobody can read it any more, and what still makes it ends. False: there is none."""
+        log = self.find(stream_id, owner)
+        if log is not None:
+            self._drop(log)
+        return log is not None
+
+    def missing(self) -> NotFound:
+        return NotFound(
+            "no stream with this id can be resumed: it is unknown, or its request did not set stream_options.resumable, or "
+            f"nobody read it for {self._seconds:g} s (--resume-seconds), or it was dropped to make room (--resume-bytes)"
+        )
+
+    def _changed(self, log: StreamLog, num_bytes: int) -> None:
+        if log.id not in self._logs:  # dropped: it ends by itself
+            return
+        self._num_bytes += num_bytes
+        if log.has_reader:
+            if log.timer is not None:
+                log.timer.cancel()
+                log.timer = None
+            return
+        if log.timer is None:
+            log.timer = asyncio.get_running_loop().call_later(self._seconds, self._drop, log)
+            # Away from now on: those that have been away for longest come first.
+            self._logs[log.id] = self._logs.pop(log.id)
+        if num_bytes > 0:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Drop logs that nobody reads, the longest away first, and whose answer is complete before any that still grows."""
+        if self._num_bytes <= self._max_bytes:
+            return
+        away = [log for log in self._logs.values() if not log.has_reader]
+        for log in sorted(away, key=lambda log: not log.is_ended):
+            if self._num_bytes > self._max_bytes:
+                self._drop(log)
+
+    def _drop(self, log: StreamLog) -> None:
+        if self._logs.pop(log.id, None) is None:
+            return
+        self._num_bytes -= log.num_bytes
+        if log.timer is not None:
+            log.timer.cancel()
+        if log.filling is not None:
+            log.filling.cancel()  # which ends its request in the engine

@@ -1,0 +1,162 @@
+"""Service: what every endpoint shares: the engine, the text room, the limits, and whether new work is taken.
+Knows nothing of HTTP, JSON or any endpoint."""
+
+import asyncio
+import functools
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from octavo.client.client import EngineClient
+from octavo.config import Config
+from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
+from octavo.messages import Control, EngineReport
+from octavo.observe.journeys.journey import Journey, OpenJourney
+from octavo.observe.logs import request_fields, request_line
+from octavo.observe.metrics.http_metrics import UNCOUNTED
+from octavo.server.state.journeys import Journeys
+from octavo.server.state.live_feed import LiveFeed
+from octavo.server.state.loopback import Answer
+from octavo.server.state.peers import Siblings
+from octavo.server.state.resume import StreamLogs
+from octavo.server.state.traces import Traces
+from octavo.supervisor.api_processes import Patience
+from octavo.text import Text
+
+log = logging.getLogger("octavo.server")
+
+ANSWER_SECONDS = 10.0  # what Prometheus waits for a scrape, by default
+DRAIN_RETRY_AFTER = 5
+"""Seconds after which a client that met a draining server should find its successor."""
+
+Ask = Callable[[str, bytes, bytes], Awaitable[Answer]]
+"""A request from within: route, body, whose it is (inside.py)."""
+
+
+class Service:
+    def __init__(self, engine: EngineClient, text: Text, config: Config, model_name: str) -> None:
+        self.engine = engine
+        self.text = text
+        self.config = config
+        self.model_name = model_name
+        self.created = int(time.time())
+        num_processes = config.server.num_api_processes(os.cpu_count() or 1)  # they share what an engine keeps
+        kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
+        self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
+        self.live = LiveFeed(engine)
+        endpoint = config.server.otlp_traces_endpoint
+        self.traces = Traces(endpoint, model_name, version()) if endpoint else None
+        if self.traces is not None:
+            self.journeys.on_told.append(self.traces.told)
+        if config.server.enable_log_requests:
+            self.journeys.on_told.append(self._log)
+        self.idle = asyncio.Event()  # set while no HTTP request is between its first byte and its last
+        self.idle.set()
+        self.num_requests = 0  # HTTP requests so far
+        self.draining = False  # no new work; what runs may finish
+        self.stopping = False  # what still runs is being cut off
+        self.patience = Patience()
+        self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
+        self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
+        self.siblings = Siblings()  # the other API processes
+        self.ask: Ask | None = None  # build_app knows how
+        self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
+        self._was_ready = False
+        self._num_in_flight = 0
+        self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def report(self) -> EngineReport:
+        """The engine's limits. Raises EngineUnavailable while it starts, EngineDead once it has ended."""
+        report = self.engine.report
+        if report is None:
+            raise EngineDead("the engine has ended") if self._was_ready else EngineUnavailable("the engine is starting")
+        self._was_ready = True
+        return report
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The same as long as equal requests with equal seeds give equal bytes. GET /version has its parts."""
+        return self.report.system_fingerprint
+
+    async def query(self, control: Control, seconds: float | None = None) -> str:
+        """The engine's answer. Raises EngineUnavailable while it starts, or where it does not answer for so long."""
+        seconds = ANSWER_SECONDS if seconds is None else seconds
+        _ = self.report  # while the engine starts there is nobody to ask
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.engine.control(control)
+        except TimeoutError:
+            raise EngineUnavailable(f"the engine has not answered for {seconds:.0f} s", 5) from None
+
+    def accept(self) -> None:
+        """Raises EngineUnavailable unless new work is taken."""
+        if self.draining:
+            raise EngineUnavailable("the server is shutting down and takes no new requests", DRAIN_RETRY_AFTER)
+        _ = self.report
+
+    def check_model(self, name: str | None) -> None:
+        """None and the empty string mean the one model that is served."""
+        if name and name != self.model_name:
+            raise ModelNotFound(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+
+    def enter(self) -> None:
+        self._num_in_flight += 1
+        self.num_requests += 1
+        self.idle.clear()
+
+    def leave(self) -> None:
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self.idle.set()
+
+    def heard(self) -> None:
+        self.last_heard = time.monotonic()
+
+    def track(self, task: asyncio.Task[Any]) -> None:
+        """Remember a task that computes a response, so that `stop` can end it."""
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _log(self, told: Journey, journey: OpenJourney) -> None:
+        if journey.handler in UNCOUNTED and told.status < 400:
+            return
+        line, fields = request_line(told, journey), request_fields(told, journey)
+        if journey.prompts:
+            longest = self.config.server.max_log_len
+            prompts = [self.text.decode(ids, skip_special_tokens=False)[:longest] for ids in journey.prompts]
+            line += f"; prompts {prompts!r}"
+            fields["prompts"] = prompts
+        log.info("%s", line, extra={"fields": fields})
+
+    async def run_background(self) -> None:
+        """Until cancelled. What fails is told, and does not take the requests with it."""
+        async with asyncio.TaskGroup() as group:
+            for work in self.background:
+                group.create_task(_told(work()))
+
+    def stop(self) -> None:
+        """End every running response now: each tells its client why."""
+        self.draining = self.stopping = True
+        for task in list(self._work):
+            task.cancel()
+
+
+async def _told(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("background work failed")
+
+
+@functools.cache
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("octavo")
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+source"

@@ -1,0 +1,149 @@
+"""Journeys as OpenTelemetry spans: one for the request, by the conventions for generative AI, and one for each of its stages.
+Knows nothing of requests but what their journeys tell. Needs the extra `otel`; nothing of it is loaded without an endpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from octavo.errors import ConfigError
+from octavo.observe.journeys.journey import Journey, OpenJourney
+from octavo.observe.journeys.stages import Stage
+from octavo.observe.logs import stage_seconds, wait_seconds
+
+FLUSH_SECONDS = 2.0
+COLLECTORS_PATH = "v1/traces"
+"""Where a collector takes spans over HTTP."""
+OPERATIONS = {"chat": "chat", "messages": "chat", "responses": "chat", "completions": "text_completion",
+              "embeddings": "embeddings"}  # fmt: skip
+
+
+class Traces:
+    """Spans are made when a request is over, with the times at which things happened, and sent by a thread of their own."""
+
+    def __init__(self, endpoint: str, model_name: str, version: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigError(
+                f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'octavo[otel]'"
+            ) from None
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, where they are set, count more.
+        resource = Resource.create({"service.version": version})
+        if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "octavo"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=traces_url(endpoint))))
+        self._tracer = self._provider.get_tracer("octavo", version)
+        self._propagator = TraceContextTextMapPropagator()
+        self._model_name = model_name
+
+    def told(self, told: Journey, journey: OpenJourney) -> None:
+        if not journey.requests:
+            return  # nothing was generated
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.status import Status, StatusCode
+
+        parent = self._propagator.extract(journey.trace_context)
+        zero = int(told.received_at * 1e9)
+        attributes = request_attributes(told, journey, self._model_name)
+        span = self._tracer.start_span(
+            f"{attributes['gen_ai.operation.name']} {self._model_name}",
+            parent,
+            SpanKind.SERVER,
+            attributes,
+            start_time=zero,
+        )
+        inside = set_span_in_context(span, parent)
+        for stage in told.stages:
+            part = self._tracer.start_span(
+                stage.name, inside, attributes=stage_attributes(stage), start_time=zero + int(stage.start * 1e9)
+            )
+            part.end(zero + int(stage.end * 1e9))
+        if told.state != "finished":
+            span.set_status(Status(StatusCode.ERROR, told.error or told.state))
+        span.end(zero + int(told.seconds * 1e9))
+
+    def close(self) -> None:
+        """Sends what is waiting; takes a moment at most."""
+        self._provider.force_flush(int(FLUSH_SECONDS * 1000))
+
+
+def traces_url(endpoint: str) -> str:
+    """A collector's address means its usual path; a path of one's own is left as it is."""
+    parts = urlsplit(endpoint)
+    return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=COLLECTORS_PATH))
+
+
+def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> dict[str, Any]:
+    kind = journey.handler.rstrip("/").rsplit("/", 1)[-1]
+    name = OPERATIONS.get("chat" if "/chat/" in journey.handler else kind, "generate_content")
+    seconds = stage_seconds(told)
+    attributes: dict[str, Any] = {
+        "gen_ai.operation.name": name,
+        "gen_ai.provider.name": "octavo",
+        "gen_ai.request.model": model_name,
+        "gen_ai.response.model": model_name,
+        "gen_ai.response.id": told.response_ids[0],
+        "gen_ai.response.finish_reasons": [str(reason) for reason in told.finish_reasons],
+        "gen_ai.usage.input_tokens": told.prompt_tokens,
+        "gen_ai.usage.output_tokens": told.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": told.cached_tokens,
+        # vLLM's own, for those whose boards read them.
+        "gen_ai.request.id": told.id,
+        "gen_ai.latency.time_in_queue": seconds.get("queue", 0.0),
+        "gen_ai.latency.time_in_model_prefill": seconds.get("prefill", 0.0),
+        "gen_ai.latency.time_in_model_decode": seconds.get("decode", 0.0),
+        "gen_ai.latency.e2e": told.seconds,
+        "http.request.method": journey.method,
+        "http.route": journey.handler,
+        "http.response.status_code": told.status,
+        "octavo.preemptions": told.preemptions,
+        "octavo.api_process": told.api_process,
+    }
+    if told.first_byte_seconds is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = told.first_byte_seconds
+    for reason, spent in wait_seconds(told).items():
+        attributes[f"octavo.wait.{reason}"] = spent
+    if told.error or told.state != "finished":
+        attributes["error.type"] = told.error.split(" ")[0] or told.state
+    return attributes | _wishes(journey)
+
+
+def _wishes(journey: OpenJourney) -> dict[str, Any]:
+    """How to choose tokens, as the request said or the model's makers advise."""
+    params = journey.params
+    if params is None:
+        return {}
+    wishes: Mapping[str, Any] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": params.seed,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop_sequences": list(params.stop) or None,
+        "choice.count": params.n if params.n > 1 else None,
+    }
+    return {f"gen_ai.request.{name}": value for name, value in wishes.items() if value is not None}
+
+
+def stage_attributes(stage: Stage) -> dict[str, Any]:
+    """The stage's numbers; of lists how many they are."""
+    numbers = {
+        "output_tokens": stage.output_tokens,
+        "cached_tokens": stage.cached_tokens,
+        "computed_tokens": stage.computed_tokens,
+        "chunks": sum(1 + chunk.merged for chunk in stage.chunks),
+        "swapped_tokens": stage.swapped_tokens,
+        "dropped_tokens": stage.dropped_tokens,
+        "steps": stage.steps,
+        "mixed_steps": stage.mixed_steps,
+        "mean_rows": stage.mean_rows,
+        **{f"wait.{wait.reason}": wait.seconds for wait in stage.waits},
+    }
+    return {f"octavo.{name}": value for name, value in numbers.items() if value}

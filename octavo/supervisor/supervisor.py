@@ -1,0 +1,373 @@
+"""The supervisor: `octavo serve`. Starts the API processes and an engine, another when that ends, and stops them in order.
+Knows nothing of torch, HTTP or tokens."""
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from octavo.config import AUTO, Config, ServerConfig
+from octavo.ipc.heartbeat import Pulse, shared_memory
+from octavo.ipc.launch import EngineOrder
+from octavo.ipc.memory_trim import let_go_of_code
+from octavo.ipc.stderr import hold_standard_streams, say, settle_standard_error
+from octavo.ipc.subprocesses import describe_exit, spawn
+from octavo.messages import EngineGone, EngineLost, EngineReport
+from octavo.recording.crash_files import Flights
+from octavo.supervisor.acceptor import Reception, raise_descriptor_limit
+from octavo.supervisor.api_processes import Fleet, Member, ServerOrder
+from octavo.supervisor.listen import cannot_listen, check_certificates, listen, url_of
+from octavo.supervisor.memory_report import budget_lines
+from octavo.supervisor.runtime_dir import SocketFolder, files_folder, remove_abandoned
+from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch
+from octavo.weights.sources.source import ModelSource, resolve
+
+BACKLOG = 2048
+ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front names another: the same process without a model
+
+
+class _Signals:
+    """SIGTERM and SIGINT as bytes to be read, so that they are met where there is nothing half done."""
+
+    def __enter__(self) -> socket.socket:
+        reader, self._writer = socket.socketpair()
+        for end in (reader, self._writer):
+            end.setblocking(False)
+        self._before = [signal.signal(number, _leave_to_wakeup) for number in (signal.SIGTERM, signal.SIGINT)]
+        signal.set_wakeup_fd(self._writer.fileno())
+        self._reader = reader
+        return reader
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), self._before, strict=True):
+            signal.signal(number, handler)
+        self._reader.close()
+        self._writer.close()
+
+
+def serve(config: Config) -> int:
+    """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost for good, 2 a start-up mistake,
+    3 stopped as told, and some requests were cut off, 130 stopped at once."""
+    started = time.monotonic()
+    hold_standard_streams()
+    raise_descriptor_limit()
+    check_certificates(config.server)
+    _check_parsers(config.server)
+    listener = listen(config.server.host, config.server.port)
+    source = resolve(
+        config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
+    )
+    remove_abandoned()
+    folder = SocketFolder()
+    reception = Reception(listener)
+    try:
+        with (
+            files_folder(config, folder.path) as config,
+            _Signals() as signals,
+            _Supervisor(config, source, listener, reception, folder.path) as supervisor,
+        ):
+            return supervisor.run(signals, started)
+    finally:
+        reception.close()
+        folder.close()
+        settle_standard_error()
+
+
+class _Supervisor:
+    """One thread, woken by what its processes say or by their end, by signals, and every half second to look at the engine."""
+
+    def __init__(
+        self, config: Config, source: ModelSource, listener: socket.socket, reception: Reception, folder: Path
+    ) -> None:
+        self._config, self._source, self._folder = config, source, folder
+        self._listener, self._reception = listener, reception
+        self._served_name = config.model.served_model_name or source.name
+        self._num_servers = config.server.num_api_processes(_num_cores())
+        self._engine: subprocess.Popen[bytes] | None = None
+        self._num_engines = 0
+        self._engine_started = 0.0
+        self._is_engine_ready = False
+        self._engine_ready_at = 0.0
+        self._was_engine_ready = False  # this one, or one before it
+        self._has_served = False
+        self._restarts = Restarts(config.server.max_engine_restarts)
+        self._restart_at: float | None = None
+        self._verdict = ""  # why the engine was killed by us
+        self._drain_until: float | None = None  # None: not draining
+        self._close_until: float | None = None  # None: the engine has not been told to end
+        self._exit_code: int | None = None  # what it will be; None: serving
+        self._is_over = False
+        self._pulse_fd = shared_memory()
+        self._pulse = Pulse(self._pulse_fd)
+        self._watch = Watch(self._pulse, config.server.step_timeout)
+        self._flights = Flights(config.recorder)
+        self._selector = selectors.DefaultSelector()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        template = ServerOrder(
+            config,
+            -1,
+            -1,
+            "",
+            "",
+            str(source.path),
+            self._served_name,
+            dict(source.default_sampling),
+            pulse_fd=self._pulse_fd,
+            num_servers=self._num_servers,
+        )
+        self._fleet = Fleet(self._num_servers, template, reception, folder, self._context, self._pulse)
+
+    def __enter__(self) -> "_Supervisor":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Whatever happened, nothing stays behind."""
+        for process in self._all():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._context.destroy(linger=0)
+        self._selector.close()
+        self._pulse.close()
+        os.close(self._pulse_fd)
+        self._flights.close(self._num_engines)
+
+    def run(self, signals: socket.socket, started: float) -> int:
+        self._started = started
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
+        self._start_engine()
+        for member in self._fleet.members:
+            self._start_server(member)
+        let_go_of_code()  # while the engine loads
+        while not self._is_over:
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                key.data()
+            self._look()
+        assert self._exit_code is not None
+        if self._exit_code in (0, 3):
+            self._say("stopped" if self._exit_code == 0 else "stopped; some requests were cut off")
+        return self._exit_code
+
+    # ── starting ──
+
+    def _start_engine(self) -> None:
+        self._num_engines += 1
+        self._restart_at = None
+        self._is_engine_ready = False
+        self._engine_started = time.monotonic()
+        order = EngineOrder(
+            self._config,
+            str(self._source.path),
+            self._source.kind,
+            self._source.name,
+            self._served_name,
+            self._engine_address(),
+            self._num_servers,
+            self._pulse_fd,
+            self._num_engines,
+            str(self._flights.live or ""),
+            *self._flights.box_fds,
+        )
+        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd, *self._flights.box_fds))
+        self._listen_to(self._engine, self._engine_spoke)
+
+    def _start_server(self, member: Member) -> None:
+        server = self._fleet.start(member, self._engine_address(), self._num_engines)
+        self._listen_to(server, partial(self._server_spoke, member))
+
+    def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
+        assert process.stdout is not None
+        self._selector.register(process.stdout, selectors.EVENT_READ, answer)
+
+    # ── what happens ──
+
+    def _engine_spoke(self) -> None:
+        """One line, when it is ready; or the end."""
+        assert self._engine is not None and self._engine.stdout is not None
+        line = self._engine.stdout.readline()
+        if not line:
+            self._selector.unregister(self._engine.stdout)
+            return self._engine_ended(self._engine.wait())
+        self._is_engine_ready, self._engine_ready_at = True, time.monotonic()
+        if self._was_engine_ready:
+            self._say(f"the engine is back after {time.monotonic() - self._engine_started:.1f} s")
+            return
+        self._was_engine_ready = True
+        # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
+        try:
+            self._reception.open(BACKLOG)
+        except OSError as error:
+            raise cannot_listen(self._config.server.host, self._config.server.port, error) from None
+        self._say(f"model {self._served_name} from {self._source.path}")
+        for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
+            self._say(text)
+        self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
+        self._say(self._flights.words)
+        self._say_if_ready()
+
+    def _server_spoke(self, member: Member) -> None:
+        assert member.process is not None and member.process.stdout is not None
+        if member.process.stdout.readline():
+            self._fleet.welcome(member)
+            if self._has_served:
+                say(f"API process {member.origin} is back after {time.monotonic() - member.started:.1f} s")
+            return self._say_if_ready()
+        self._selector.unregister(member.process.stdout)
+        code = member.process.wait()
+        if self._exit_code is None:
+            self._server_ended(member, code)
+        elif self._exit_code == 0 and code:
+            self._exit_code = 3
+        if self._exit_code is not None and self._fleet.has_ended:
+            self._close_engine()
+
+    def _server_ended(self, member: Member, code: int) -> None:
+        """Its clients' connections are closed with it. The others serve on."""
+        if code == 2 and not self._has_served:  # a start-up mistake: it has said so
+            self._exit_code, self._is_over = 2, True
+            return
+        message = member.verdict or f"API process {member.origin} ended unexpectedly ({describe_exit(code)})"
+        delay = member.restarts.delay(time.monotonic(), member.is_ready) if self._has_served else None
+        if delay is None:
+            why = f"; no other is started: {member.restarts.why_not}" if self._has_served else ""
+            self._complain(message + why)
+            return self._drain(1)
+        self._complain(f"{message}: its connections are closed, and another is started")
+        cause = "start" if not member.is_ready else "hung" if member.verdict else "killed" if code < 0 else "failed"
+        self._pulse.count_restart("api", cause)
+        if self._engine is not None and self._engine.poll() is None:
+            self._fleet.tell_engine_of(member, self._engine_address(), self._num_engines)
+        member.is_ready = False
+        member.restart_at = time.monotonic() + delay
+
+    def _engine_ended(self, code: int) -> None:
+        if self._close_until is not None:
+            self._is_over = True
+            return
+        if not self._was_engine_ready and code == 2:  # a start-up mistake: it has said so
+            self._exit_code, self._is_over = 2, True
+            return
+        message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
+        cause = (
+            "start" if not self._is_engine_ready else "hung" if self._verdict else "killed" if code < 0 else "failed"
+        )
+        self._verdict = ""
+        self._complain(message)
+        self._flights.seal_aside(self._num_engines)
+        delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
+        if delay is None:
+            why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
+            self._fleet.tell(EngineGone(message + why))
+            return self._drain(1)
+        self._pulse.count_restart("engine", cause)
+        # A start that failed computed nothing: nobody is to blame for it.
+        self._fleet.tell(EngineLost(message, self._pulse.seated() if self._is_engine_ready else []))
+        self._is_engine_ready = False
+        self._restart_at = time.monotonic() + delay
+        self._say("starting another engine; requests wait for it")
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
+            self._start_engine()
+            self._fleet.tell_of_engine(self._engine_address(), self._num_engines)
+        if self._exit_code is None:
+            for member in self._fleet.due(now):
+                self._start_server(member)
+            self._fleet.look(self._engine_ready_at if self._is_engine_ready else None)
+        if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
+            self._engine.kill()
+        if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
+            self._verdict = f"the engine hangs and is killed: {problem}"
+            self._engine.kill()
+        if self._drain_until is not None and now >= self._drain_until:
+            self._drain_until = None
+            self._fleet.kill()
+        if self._close_until is not None and now >= self._close_until:
+            self._is_over = True  # and whoever is left is killed
+
+    def _loads_too_long(self, now: float) -> bool:
+        limit = self._config.server.start_timeout
+        if self._verdict or not limit or self._restart_at is not None or now - self._engine_started < limit:
+            return False
+        self._verdict = f"the engine has not come up within {limit:g} s and is killed (--start-timeout)"
+        return True
+
+    # ── stopping ──
+
+    def _told_to_stop(self, num_signals: int) -> None:
+        if self._exit_code is not None or num_signals > 1:
+            say("stopped at once; running requests were cut off")
+            self._exit_code, self._is_over = 130, True
+            return
+        if self._has_served:
+            timeout = self._config.server.shutdown_timeout
+            self._say(f"stopping: running requests get up to {timeout:g} s; once more (Ctrl-C, SIGTERM) stops at once")
+        self._drain(0)
+
+    def _drain(self, exit_code: int) -> None:
+        """API processes first: they refuse what is new and finish what runs; then the engine."""
+        if self._exit_code is None:
+            self._exit_code = exit_code
+            self._fleet.terminate()
+            self._drain_until = time.monotonic() + self._config.server.shutdown_timeout + 3
+        if self._fleet.has_ended:
+            self._close_engine()
+
+    def _close_engine(self) -> None:
+        if self._engine is None or self._engine.poll() is not None:
+            self._is_over = True
+        elif self._close_until is None:
+            self._close_until = time.monotonic() + 5
+            assert self._engine.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._engine.stdin.close()
+
+    # ── words ──
+
+    def _say_if_ready(self) -> None:
+        if not self._has_served and self._is_engine_ready and self._fleet.num_ready == self._num_servers:
+            self._has_served = True
+            self._say(
+                f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
+            )
+
+    def _say(self, line: str) -> None:
+        say(line)
+
+    def _complain(self, message: str) -> None:
+        say(f"error: {message}")
+
+    def _engine_address(self) -> str:
+        return f"ipc://{self._folder}/engine-{self._num_engines}"
+
+    def _all(self) -> list[subprocess.Popen[bytes]]:
+        return ([self._engine] if self._engine is not None else []) + self._fleet.processes
+
+
+def _check_parsers(server: ServerConfig) -> None:
+    """Raises ConfigError for formats that are not known: before a model is loaded, not after."""
+    names = (server.tool_call_parser, server.reasoning_parser)
+    if names != (AUTO, AUTO):
+        from octavo.text.formats import check_parsers  # the templates' engine, which a start need not wait for
+
+        check_parsers(*names)
+
+
+def _num_cores() -> int:
+    """Those this process may use, where the system says so: a container's share, not the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _leave_to_wakeup(number: int, frame: object) -> None:
+    """The byte that the interpreter writes is all there is to do."""

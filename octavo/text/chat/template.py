@@ -1,0 +1,233 @@
+"""Chat messages → the prompt text a model was trained on, by its own Jinja template, in a sandbox.
+Knows nothing of tokens; a template comes from the model and is trusted no further than Jinja's sandbox trusts it."""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError, nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+
+from octavo.errors import ConfigError, InvalidRequest, Unsupported
+from octavo.text.chat.template_limits import LimitedEnvironment, TemplateLimit, limited
+from octavo.text.tokenize.special_token_escape import is_mark
+
+_MAX_SOURCE = 1024 * 1024  # characters; the longest in use have some ten thousand
+MAX_REQUEST_SOURCE = 32 * 1024  # of a template that comes with a request: compiling takes time for each character
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model is trained on. It changes no prompt: its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _NOT_ASCII.sub(_escape, text) if ensure_ascii and not text.isascii() else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0] if is_mark(found[0]) else json.dumps(found[0])[1:-1]
+
+
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.limit_filters()
+    return environment
+
+
+def _compile(environment: LimitedEnvironment, name: str, source: str) -> Template:
+    advice = "give another one with --chat-template FILE"
+    if len(source) > _MAX_SOURCE:
+        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is no template; {advice}")
+    try:
+        with limited():  # constants are computed here
+            return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); {advice}"
+        ) from error
+    except Exception as error:  # nested beyond what Jinja, or Python below it, can read
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"the chat template {name!r} cannot be compiled ({reason}); {advice}") from error
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object to templates that look into it, JSON to those that write it out or join it to a text."""
+
+    def __str__(self) -> str:
+        return _tojson(self)
+
+    def __add__(self, other: object) -> str:
+        return str(self) + str(other)
+
+    def __radd__(self, other: object) -> str:
+        return str(other) + str(self)
+
+
+class ChatTemplate:
+    """`sources`: template text by name; "default" is used, or "tool_use", where there is one, for a request with tools.
+
+    `variables`: what templates expect beside the messages: bos_token, eos_token, … An empty `sources` is a model
+    that was given no template: rendering then says so.
+    """
+
+    def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
+        self._environment = _environment()
+        self._sources = dict(sources)
+        self._names: dict[str, frozenset[str]] = {}  # that a source reads
+        self._variables = dict(variables)
+        self._templates = {name: _compile(self._environment, name, source) for name, source in sources.items()}
+
+    def replaced(self, source: str) -> "ChatTemplate":
+        """With a request's own template in place of these. Compiling takes a while: not for an event loop."""
+        if len(source) > MAX_REQUEST_SOURCE:
+            raise InvalidRequest(
+                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are taken",
+                param="chat_template",
+            )
+        try:
+            return ChatTemplate({"default": source}, self._variables)
+        except ConfigError as error:
+            cause = error.__cause__
+            at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
+            reason = str(cause).partition("\n")[0] or type(cause).__name__
+            raise InvalidRequest(f"chat_template is no valid Jinja{at}: {reason}", param="chat_template") from error
+
+    @property
+    def is_there(self) -> bool:
+        return "default" in self._templates
+
+    def source(self, with_tools: bool = False) -> str:
+        """The text of the template that renders a request with, or without, tools. Empty: there is none."""
+        return (self._sources.get("tool_use") if with_tools else None) or self._sources.get("default", "")
+
+    def reads(self, variable: str, with_tools: bool = False) -> bool:
+        """Whether a variable of this name can make a difference."""
+        return variable in self._names_in(self.source(with_tools))
+
+    def _names_in(self, source: str) -> frozenset[str]:
+        if source not in self._names:
+            names = self._environment.parse(source).find_all(nodes.Name)
+            self._names[source] = frozenset(name.name for name in names if name.ctx == "load")
+        return self._names[source]
+
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message may come first: some templates refuse one, some pass over it."""
+        mark = "Octavo asks whether this is shown."
+        messages = [{"role": "system", "content": mark}, {"role": "user", "content": "Hi"}]
+        try:
+            return mark in self.render(messages)
+        except InvalidRequest:
+            return False
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template, so it cannot take messages: have it complete a prompt instead, "
+                "or give it a template with --chat-template FILE",
+                param="messages",
+            )
+        values = {
+            **self._variables,
+            "documents": None,
+            **variables,
+            "messages": [_plain(message, at) for at, message in enumerate(messages)],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools or None,
+        }
+        try:
+            with limited():
+                return template.render(values)
+        except TemplateLimit as error:
+            raise InvalidRequest(f"{error.message}: it, or these messages, must change", param="messages") from error
+        except Exception as error:
+            # The template is foreign code and these messages are its only input: whatever it raises, it raises about them.
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+
+
+def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
+    """A message whose content is one string, as templates of text models expect it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param=f"messages[{at}]")
+    plain = {**message, "content": plain_content(message.get("content"), at)}
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call) for call in calls]
+    return plain
+
+
+def _call(call: Any) -> Any:
+    match call:
+        case {"function": {"arguments": dict(arguments)}}:
+            return {**call, "function": {**call["function"], "arguments": Arguments(arguments)}}
+        case _:
+            return call
+
+
+def plain_content(content: Any, at: int) -> str:
+    """Of messages[at]: one string, whatever it came as."""
+    match content:
+        case None:
+            return ""
+        case str():
+            return content
+        case [*parts]:
+            return "\n".join([_part(part, f"messages[{at}].content[{number}]") for number, part in enumerate(parts)])
+        case _:
+            where = f"messages[{at}].content"
+            raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+
+
+def _part(part: Any, where: str) -> str:
+    match part:
+        case str():
+            return part
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": "text"}:
+            raise InvalidRequest(f"{where}.text must be a string", param=f"{where}.text")
+        case {"type": str(kind)}:
+            raise Unsupported(
+                f"{where} has type {kind[:60]!r}; this model takes text parts only", param=f"{where}.type"
+            )
+        case _:
+            raise InvalidRequest(f"{where} must be an object with a 'type'", param=where)

@@ -1,0 +1,181 @@
+"""The tools of a request and the choice among them, checked; and the JSON schema of an answer that must call one.
+Knows nothing of formats, grammars or endpoints: a dialect's tools are put into OpenAI's shape before they come here.
+
+Where a call is required the answer is made of {"name", "arguments"}: each in the frame of the model's own format where that
+writes calls so, and otherwise a list of them, which the parser `plain_json` reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.text.grammar.schema_tree import rebuilt
+
+_MAX_NAME = 64  # characters, as OpenAI has it
+_ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
+                   "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
+"""What else may say, or hide, that an object has further properties."""
+
+
+class Tool(msgspec.Struct, frozen=True):
+    name: str
+    description: str
+    parameters: dict[str, Any]  # a JSON schema whose type is object
+    strict: bool
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    mode: Literal["none", "auto", "required", "named"]
+    name: str | None = None  # of the tool, where the mode is named
+    parallel: bool = True  # more than one call may come
+
+    @property
+    def is_enforced(self) -> bool:
+        return self.mode in ("required", "named")
+
+
+def parse_tools(value: object) -> list[Tool]:
+    """`tools` as OpenAI's chat API has it: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
+    if not isinstance(value, list):
+        raise InvalidRequest("tools must be a list", param="tools")
+    tools = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(value)]
+    names: set[str] = set()
+    for at, tool in enumerate(tools):
+        if tool.name in names:
+            where = f"tools[{at}].function.name"
+            raise InvalidRequest(f"{where} {tool.name!r} is there twice", param=where)
+        names.add(tool.name)
+    return tools
+
+
+def _tool(entry: object, where: str) -> Tool:
+    if not isinstance(entry, Mapping):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    if (kind := entry.get("type")) != "function":
+        shown = repr(kind)[:60]
+        raise Unsupported(f"{where}.type is {shown}; only 'function' is offered", param=f"{where}.type")
+    function, where = entry.get("function"), f"{where}.function"
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_plain(name):
+        raise InvalidRequest(
+            f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'", param=f"{where}.name"
+        )
+    description = function.get("description")
+    if description is not None and not isinstance(description, str):
+        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
+    strict = function.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidRequest(f"{where}.strict must be true or false", param=f"{where}.strict")
+    return Tool(name, description or "", _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
+
+
+def _is_plain(name: str) -> bool:
+    return name.isascii() and all(character.isalnum() or character in "_-." for character in name)
+
+
+def _parameters(schema: object, where: str) -> dict[str, Any]:
+    if schema is None:  # a tool without parameters
+        return {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest(f"{where} must be a JSON schema, an object", param=where)
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f"{where}.type must be 'object': arguments are named", param=f"{where}.type")
+    return {"type": "object", **schema}
+
+
+def parse_tool_choice(value: object, tools: Sequence[Tool], parallel: bool = True) -> ToolChoice:
+    """`tool_choice` as OpenAI's chat API has it. None: auto where there are tools."""
+    match value:
+        case None:
+            return ToolChoice("auto" if tools else "none", parallel=parallel)
+        case "none":
+            return ToolChoice("none", parallel=parallel)
+        case "auto":
+            return ToolChoice("auto" if tools else "none", parallel=parallel)
+        case "required":
+            if not tools:
+                raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
+            return ToolChoice("required", parallel=parallel)
+        case {"type": "function", "function": {"name": str(name)}}:
+            if not any(tool.name == name for tool in tools):
+                raise InvalidRequest(f"tool_choice names {name[:60]!r}, which is not in tools", param="tool_choice")
+            return ToolChoice("named", name, parallel=False)
+        case _:
+            raise InvalidRequest(
+                'tool_choice must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}',
+                param="tool_choice",
+            )
+
+
+def schemas_by_name(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """What parsers want to know of the tools."""
+    return {tool.name: tool.parameters for tool in tools}
+
+
+def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
+    """What an answer must validate against. None: the choice enforces nothing."""
+    if not choice.is_enforced:
+        return None
+    chosen = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
+    assert chosen, "parse_tool_choice lets no such choice pass"
+    places = [f"tool_{at}" for at in range(len(chosen))]
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool, place in zip(chosen, places, strict=True)
+    ]
+    schema: dict[str, Any] = {
+        "type": "array",
+        "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
+        "minItems": 1,
+        "$defs": {place: _closed(_moved(tool.parameters, place)) for tool, place in zip(chosen, places, strict=True)},
+    }
+    return schema if choice.parallel else {**schema, "maxItems": 1}
+
+
+def call_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
+    """What each call must validate against. None: the choice enforces nothing."""
+    schema = calls_schema(tools, choice)
+    return None if schema is None else {**schema["items"], "$defs": schema["$defs"]}
+
+
+def _closed(schema: dict[str, Any]) -> Any:
+    """Where a schema lists properties and leaves others open, others are not wanted: no function has a parameter for them, and a
+    model that is kept to the schema alone would go on making them up."""
+
+    def close(part: dict[str, Any]) -> dict[str, Any]:
+        is_open = "properties" in part and part.keys().isdisjoint(_ADD_PROPERTIES)
+        return {**part, "additionalProperties": False} if is_open else part
+
+    return rebuilt(schema, close)
+
+
+def _moved(schema: dict[str, Any], place: str) -> Any:
+    """A schema that has become a part of another one: what its references call the root is now `place`."""
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        match part.get("$ref"):
+            case str(target) if target == "#" or target.startswith("#/"):
+                return {**part, "$ref": f"#/$defs/{place}{target[1:]}"}
+        return part
+
+    return rebuilt(schema, move)
+
+
+def template_form(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """As chat templates expect them."""
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
+        }
+        for tool in tools
+    ]

@@ -1,0 +1,291 @@
+"""What an answer must look like → one grammar, checked: JSON, a schema, a regex, a choice, a grammar, tagged parts of a text.
+Knows nothing of tokens' ids, of requests or of how a grammar is kept to: sampling/grammar/masks.py does that.
+
+`llguidance` reads the grammar here, to refuse what it cannot compile, and in the worker, to keep to it. A construct is
+enforced or refused: what its compiler would pass over is refused before it (json_schema.py), or by name here."""
+
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from octavo.errors import InvalidRequest, RequestError, Unsupported
+from octavo.text.grammar.grammar_errors import in_words
+from octavo.text.grammar.json_schema import prepare
+from octavo.text.grammar.lark import settle
+from octavo.text.grammar.multiples import Budget
+from octavo.text.grammar.regex import plain_classes, slashed, without_anchors
+from octavo.text.grammar.schema_tree import rebuilt
+from octavo.text.grammar.structural_tag import tags_rules
+from octavo.text.tokenize.vocabulary import Vocabulary
+
+MAX_BYTES = 256 * 2**10  # of a wish, where nobody says otherwise
+MAX_CHOICES = 4096
+_MAX_NESTING = 100  # brackets within one another
+_KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+_STYLES = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+# Tokens are sampled one by one, and each is one of those that the grammar leaves: it need not cut forced text itself.
+_HEAD = '%llguidance {"no_forcing": true}\n'
+# A space, or a new line and what it is indented by: a model that likes white space could otherwise go on with it for ever.
+_WHITESPACE = r"( |\r?\n[ \t]{0,32})"
+
+
+def require_llguidance(param: str) -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise Unsupported(f"{param} needs the package llguidance on the server: pip install llguidance", param=param)
+
+
+def grammar_of(
+    wish: Mapping[str, Any],
+    vocabulary: Vocabulary,
+    *,
+    param: str = "structured_outputs",
+    where: str = "",
+    max_bytes: int = MAX_BYTES,
+) -> str:
+    """`wish`: vLLM's structured_outputs, with exactly one of its kinds. `param`: the request's field that it came in; `where`:
+    the part of it that says what is wished, if that is not called as the kind is."""
+    given = {key: value for key, value in wish.items() if value is not None and value is not False}
+    kinds = [key for key in given if key in _KINDS]
+    if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
+        place = f"{param}.{unknown[0][:60]}"
+        raise Unsupported(f"{place} is not offered", param=place)
+    if len(kinds) != 1:
+        named = " and ".join(kinds) if kinds else "none of them"
+        raise InvalidRequest(f"{param} takes exactly one of {', '.join(_KINDS)}; {named} is given", param=param)
+    require_llguidance(param)
+    kind = kinds[0]
+    value, where = given[kind], where or f"{param}.{kind}"
+    budget = Budget()
+    _check_size(value, where, max_bytes)
+    match kind:
+        case "json":
+            return schema_grammar(_parsed(value, where), vocabulary, param=where, style=given)
+        case "json_object":
+            if value is not True:
+                raise InvalidRequest(f"{where} must be true", param=where)
+            return schema_grammar({"type": "object"}, vocabulary, param=where, style=given)
+        case "structural_tag":
+            rules = tags_rules(
+                _parsed(value, where),
+                where,
+                lambda schema, at: _schema_rule(schema, at, given, budget),
+                regex_terminal,
+                lambda text: literal(text, vocabulary),
+            )
+        case "regex":
+            rules = f"start: {regex_terminal(value, where)}\n"
+        case "choice":
+            rules = _choice(value, where)
+        case _:
+            rules = _lark(value, where, lambda schema, at: _schema_rule(schema, at, {}, budget))
+    return _checked(rules, vocabulary, where, is_own_text=rules == value)
+
+
+def schema_grammar(
+    schema: object,
+    vocabulary: Vocabulary,
+    *,
+    param: str,
+    style: Mapping[str, Any] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> str:
+    """An answer that is JSON and validates against the schema, and nothing around it."""
+    require_llguidance(param)
+    _check_size(schema, param, max_bytes)
+    return _checked(f"start: {_schema_rule(schema, param, style or {})}\n", vocabulary, param)
+
+
+def framed_grammar(
+    schema: object,
+    frame: tuple[str, str],
+    vocabulary: Vocabulary,
+    *,
+    can_repeat: bool,
+    param: str,
+    max_bytes: int = MAX_BYTES,
+) -> str:
+    """An answer that is JSON of this schema within a frame; several such, one right after the other, where it can repeat: a
+    model that says anything between them, be it a line break, would have to go on with another."""
+    require_llguidance(param)
+    _check_size(schema, param, max_bytes)
+    before, after = (literal(text, vocabulary) for text in frame)
+    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, param, {})} {after}\n"
+    return _checked(rules, vocabulary, param)
+
+
+def _schema_rule(schema: object, param: str, style: Mapping[str, Any], budget: Budget | None = None) -> str:
+    """`budget`: of all schemas in the same grammar; None: there is no other."""
+    if schema is True:
+        schema = {}
+    prepared = prepare(schema, param, budget)
+    if not isinstance(prepared, dict):
+        raise InvalidRequest(f"{param} is false: no answer meets it", param=param)
+    if style.get("disable_additional_properties"):
+        prepared = rebuilt(prepared, _closed)
+    guidance: dict[str, Any] = {"whitespace_flexible": False} if style.get("disable_any_whitespace") else {}
+    pattern = style.get("whitespace_pattern")
+    if not guidance:
+        guidance = {"whitespace_pattern": _WHITESPACE if pattern is None else _regex(pattern, "whitespace_pattern")}
+    return f"%json {json.dumps({'x-guidance': guidance, **prepared}, ensure_ascii=False)}"
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """No property that is not listed, wherever nothing is said of them."""
+    is_list = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
+    return {**schema, "additionalProperties": schema.get("additionalProperties", False)} if is_list else schema
+
+
+def regex_terminal(value: object, param: str) -> str:
+    """As Lark writes it. The whole answer must match, so anchors at either end say nothing."""
+    pattern = without_anchors(_regex(value, param))
+    if not pattern:
+        raise InvalidRequest(f"{param} matches the empty answer alone", param=param)
+    return slashed(plain_classes(pattern))
+
+
+def _regex(value: object, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{param} must be a regular expression, a string that is not empty", param=param)
+    _check_nesting(value, param)
+    return value
+
+
+def _choice(value: object, param: str) -> str:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) for item in value):
+        raise InvalidRequest(f"{param} must be a list of strings that is not empty", param=param)
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"{param} has {len(value)} entries, at most {MAX_CHOICES} are taken", param=param)
+    return "start: " + " | ".join(quoted(item) for item in dict.fromkeys(value)) + "\n"
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def literal(text: str, vocabulary: Vocabulary) -> str:
+    """The same, with control tokens in it as themselves: no text stands for them."""
+    names = sorted(vocabulary.special_names, key=len, reverse=True)
+    if not any(name in text for name in names):
+        return quoted(text)
+    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+    return " ".join(
+        f"<[{vocabulary.special_names[part]}]>" if at % 2 else quoted(part) for at, part in enumerate(parts) if part
+    )
+
+
+def _lark(value: object, param: str, schema_rule: Callable[[object, str], str]) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise InvalidRequest(f"{param} must be a grammar in Lark's or GBNF's notation, a string", param=param)
+    _check_nesting(value, param)
+    from llguidance import gbnf_to_lark
+
+    text = value
+    if not gbnf_to_lark.is_lark_syntax(value):
+        try:
+            text = gbnf_to_lark.gbnf_to_lark(value)
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+        except Exception as error:  # its own kind for what it cannot read, and bare ones for what makes no sense
+            raise InvalidRequest(
+                f"{param} is neither Lark (no rule `start:`) nor GBNF: {_one_line(error)}", param=param
+            ) from error
+    return settle(text, param, schema_rule)
+
+
+def _checked(rules: str, vocabulary: Vocabulary, param: str, is_own_text: bool = False) -> str:
+    """`is_own_text`: the rules are the request's own, so that it can count their lines."""
+    grammar = _HEAD + rules
+    if problem := _problem(grammar, vocabulary):
+        words = in_words(problem, _HEAD.count("\n") if is_own_text else None)
+        raise InvalidRequest(f"{param} cannot be kept to: {words}", param=param)
+    return grammar
+
+
+@functools.lru_cache(maxsize=256)
+def _problem(grammar: str, vocabulary: Vocabulary) -> str:
+    """What its compiler says against it; empty: nothing. It is also tried: some have no beginning."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        matcher = LLMatcher(vocabulary.stand_in, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+            if matcher.is_stopped() and not matcher.is_accepting():
+                return "no answer begins as it asks"
+        if matcher.is_error():
+            return str(matcher.get_error())
+        return "; ".join(map(str, matcher.get_grammar_warnings()))
+    except RequestError:
+        raise
+    except Exception as error:  # whatever it cannot take, it is this request's
+        return str(error) or "it cannot be compiled"
+
+
+def _one_line(error: object) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()[:300] or "it cannot be compiled"
+
+
+def _parsed(value: object, param: str) -> object:
+    """vLLM takes schemas as objects and as texts."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param} is not valid JSON: {_one_line(error)}", param=param) from error
+
+
+def _check_size(value: object, param: str, max_bytes: int) -> None:
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        size = len(text.encode())
+    except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"{param} cannot be written as JSON: {_one_line(error)}", param=param) from error
+    if size > max_bytes:
+        raise InvalidRequest(
+            f"{param} has {size} bytes; at most {max_bytes} are taken (--max-schema-bytes)", param=param
+        )
+
+
+def _check_nesting(text: str, param: str) -> None:
+    """Compilers go down as deep as brackets do, and a stack has an end."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    if deepest > _MAX_NESTING:
+        raise InvalidRequest(
+            f"{param} is nested too deeply: at most {_MAX_NESTING} brackets within one another", param=param
+        )
+
+
+def wish_of_response_format(value: object, param: str = "response_format") -> dict[str, Any] | None:
+    """OpenAI's response_format as vLLM's structured_outputs. None: it asks for nothing."""
+    match value:
+        case {"type": "text", "schema": schema} if schema is not None:
+            raise InvalidRequest(f"{param}.schema needs {param}.type 'json_object'", param=f"{param}.schema")
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": schema} if schema is not None:
+            return {"json": schema}
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
+            return {"json": schema}
+        case {"type": "json_schema"}:
+            raise InvalidRequest(f"{param}.json_schema.schema is missing", param=f"{param}.json_schema")
+        case {"type": "structural_tag"}:
+            return {"structural_tag": value}
+        case {"type": kind}:
+            raise Unsupported(
+                f"{param}.type must be 'text', 'json_object', 'json_schema' or 'structural_tag', got {str(kind)[:60]!r}",
+                param=param,
+            )
+    raise InvalidRequest(f"{param} must be an object with a type", param=param)

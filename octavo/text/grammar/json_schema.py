@@ -1,0 +1,392 @@
+"""JSON schemas that an answer must validate against: each construct is one that the grammar enforces, or is refused by name.
+Knows nothing of grammars, tokens or requests: a schema comes in, and goes out as the grammar's compiler takes it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
+from urllib.parse import quote, unquote
+
+from octavo.errors import InvalidRequest, Unsupported
+from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
+from octavo.text.grammar.regex import plain_classes
+
+Schema = dict[str, Any]
+
+MAX_DEPTH = 64  # of nested schemas
+MAX_NODES = 20_000
+_MAX_SAFE = 2**53  # beyond it a JSON number is not one integer any more
+_MAX_COUNT = 100_000  # of characters, items or properties
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# Leap years, months' lengths and minutes of sixty seconds are told from others here: the compiler does not.
+_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_FOURTH = "(0[48]|[2468][048]|[13579][26])"
+_DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
+_DATE = f"({_YEAR}-{_DAY}|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
+_HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOURS}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
+_MOMENTS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
+# What says something of a schema and nothing of an answer.
+_NOTES = {"title", "description", "default", "examples", "example", "readOnly", "writeOnly", "deprecated", "$comment",
+          "$schema", "$id", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"}  # fmt: skip
+_PLACES = ("$defs", "definitions")  # schemas that are somewhere to be referred to
+_BY_NAME = ("properties", "patternProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLES = ("items", "additionalProperties")
+_TAG_DEPTH = 2  # how deep within alternatives what tells them apart is looked for
+_SAME_PLACE = ("allOf", "anyOf", "oneOf")
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_bound(value: object) -> bool:
+    return _is_number(value) and abs(value) <= _MAX_SAFE
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value) and value == int(value) and 0 <= value <= _MAX_COUNT
+
+
+def _is_type(value: object) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
+
+
+def _are_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_COUNT = (_is_count, f"a whole number from 0 to {_MAX_COUNT}")
+_BOUND = (_is_bound, "a number between -2**53 and 2**53")
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "type": (_is_type, f"one or several of {', '.join(_TYPES)}"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values that is not empty"),
+    "const": (lambda value: True, ""),
+    "required": (_are_strings, "a list of strings"),
+    "minimum": _BOUND,
+    "maximum": _BOUND,
+    "exclusiveMinimum": _BOUND,
+    "exclusiveMaximum": _BOUND,
+    "multipleOf": (
+        lambda value: _is_bound(value) and value > 0 and scaled(value) <= MAX_MULTIPLE,
+        f"a number above 0 of at most {MAX_MULTIPLE} (without its decimal point)",
+    ),
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "minProperties": _COUNT,
+    "maxProperties": _COUNT,
+    "pattern": (lambda value: isinstance(value, str), "a string"),
+    "format": (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}, which are those that are enforced"),
+    "$ref": (lambda value: isinstance(value, str), "a string"),
+    "$anchor": (lambda value: isinstance(value, str), "a string"),
+}
+"""Keywords that are no schemas themselves: whether a value will do, and what will."""
+
+
+def prepare(schema: object, param: str, budget: Budget | None = None) -> Schema | bool:
+    """The schema without its notes, and with what it says written so that the compiler takes it. `param`: the request's
+    field that it came in."""
+    return _Checker(schema, param, budget or Budget()).run()
+
+
+def _bound(node: Schema) -> None:
+    """An integer without an end has one where readers of JSON begin to disagree: models go on with a digit for ever."""
+    for inclusive, exclusive, end in (
+        ("minimum", "exclusiveMinimum", -_MAX_SAFE),
+        ("maximum", "exclusiveMaximum", _MAX_SAFE),
+    ):
+        if inclusive not in node and exclusive not in node:
+            node[inclusive] = end
+
+
+class _Checker:
+    def __init__(self, schema: object, param: str, budget: Budget) -> None:
+        self._root = schema
+        self._budget = budget
+        self._param = param
+        self._num_nodes = 0
+        self._at: dict[str, Schema | bool] = {}  # place → the schema that is there
+        self._written: dict[str, str] = {}  # place → its $ref as an URI has it
+
+    def run(self) -> Schema | bool:
+        prepared = self._schema(self._root, "#", 0)
+        for place in [*self._at]:
+            self._check_reference(place)
+        if not self._budget.is_kept:
+            raise self._invalid(
+                "#",
+                f"has multipleOf that may be joined by allOf or $ref: their common multiple can be {MAX_MULTIPLE} at most",
+            )
+        if self._written:  # only references lead back
+            self._check_loops()
+            self._check_ends()
+        for place, node in self._at.items():
+            if isinstance(node, dict) and "oneOf" in node:
+                self._settle_one_of(node, place)
+        for place, reference in self._written.items():
+            self._at[place]["$ref"] = reference  # type: ignore[index]
+        return prepared
+
+    # ── one schema after the other ──
+
+    def _schema(self, schema: object, place: str, depth: int) -> Schema | bool:
+        self._num_nodes += 1
+        if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
+            raise InvalidRequest(
+                f"{self._param} is too deep or too large: at most {MAX_DEPTH} schemas within one another, {MAX_NODES} in all",
+                param=self._param,
+            )
+        if isinstance(schema, bool):
+            self._at[place] = schema
+            return schema
+        if not isinstance(schema, Mapping):
+            raise self._invalid(place, "must be a schema: an object, true or false")
+        node: Schema = {}
+        self._at[place] = node
+        for key, value in _translated(schema).items():
+            if key in _NOTES or key.startswith("x-"):
+                continue
+            node[key] = self._keyword(key, value, place, depth)
+        self._budget.can_join |= "allOf" in node or ("$ref" in node and len(node) > 1)
+        self._count_properties(node, place)
+        if node.get("type") == "integer" and "enum" not in node and "const" not in node:
+            _bound(node)
+        return node
+
+    def _keyword(self, key: str, value: object, place: str, depth: int) -> object:
+        here = f"{place}/{_escaped(key)}"
+        if key in _BY_NAME or key in _PLACES:
+            if not isinstance(value, Mapping):
+                raise self._invalid(here, "must be an object of schemas")
+            parts = {name: self._schema(part, f"{here}/{_escaped(name)}", depth + 1) for name, part in value.items()}
+            return {plain_classes(name): part for name, part in parts.items()} if key == "patternProperties" else parts
+        if key in _LISTS:
+            if not isinstance(value, list) or not value:
+                raise self._invalid(here, "must be a list of schemas that is not empty")
+            return [self._schema(part, f"{here}/{at}", depth + 1) for at, part in enumerate(value)]
+        if key in _SINGLES:
+            return self._schema(value, here, depth + 1)
+        if key not in _VALUES:
+            raise Unsupported(
+                f"{self._param}: {key!r} (at {place}) is not enforced here, and nothing is left unenforced: leave it out",
+                param=self._param,
+            )
+        will_do, words = _VALUES[key]
+        if not will_do(value):
+            raise self._invalid(here, f"must be {words}")
+        if will_do is _is_count and isinstance(value, float):
+            return int(value)  # 2.0 is a whole number, too
+        if key == "pattern" and isinstance(value, str):
+            return plain_classes(value)
+        if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
+            raise self._invalid(here, f"is too much: all multipleOf together come to at most {MAX_MULTIPLE}")
+        return value
+
+    def _count_properties(self, node: Schema, place: str) -> None:
+        """Names that no property is listed under may come twice, and count once: that so many differ cannot be enforced."""
+        least, required = node.get("minProperties", 0), {*node.get("required", ())}
+        if least <= len(required):
+            node.pop("minProperties", None)
+        elif least > 1:
+            raise Unsupported(
+                f"{self._param}: 'minProperties' (at {place}) is enforced up to 1, or up to the number of required "
+                f"properties, got {least}",
+                param=self._param,
+            )
+
+    # ── references ──
+
+    def _check_reference(self, place: str) -> None:
+        node = self._at[place]
+        if not isinstance(node, dict) or "$ref" not in node:
+            return
+        wanted = node["$ref"]
+        target = self._target(wanted)
+        if target is None:
+            why = "names nothing in this schema" if wanted.startswith("#") else "leads out of this schema"
+            raise InvalidRequest(f"{self._param}: $ref {wanted[:80]!r} (at {place}) {why}", param=self._param)
+        node["$ref"] = target
+        self._written[place] = "#" + quote(target[1:], safe="/~!$&'()*+,;=:@")
+
+    def _target(self, reference: str) -> str | None:
+        if not reference.startswith("#"):
+            return None
+        name = unquote(reference[1:])
+        if name and not name.startswith("/"):
+            anchored = (
+                place for place, node in self._at.items() if isinstance(node, dict) and node.get("$anchor") == name
+            )
+            return next(anchored, None)
+        place = "#" + name
+        return place if place in self._at else None
+
+    def _same(self, place: str) -> Iterator[str]:
+        """Schemas that the same value must meet, or may."""
+        node = self._at[place]
+        if not isinstance(node, dict):
+            return
+        if "$ref" in node:
+            yield node["$ref"]
+        for key in _SAME_PLACE:
+            yield from (f"{place}/{key}/{at}" for at in range(len(node.get(key, ()))))
+
+    def _check_loops(self) -> None:
+        """A schema that leads back to itself before anything of the value is read says nothing."""
+        done: set[str] = set()
+        for start in self._at:
+            path: list[str] = []
+            stack: list[tuple[str, Iterator[str]]] = []
+            if start not in done:
+                stack.append((start, self._same(start)))
+                path.append(start)
+            while stack:
+                place, rest = stack[-1]
+                following = next(rest, None)
+                if following is None:
+                    done.add(place)
+                    stack.pop()
+                    path.pop()
+                elif following in path:
+                    raise InvalidRequest(f"{self._param}: {following} leads back to itself", param=self._param)
+                elif following not in done:
+                    stack.append((following, self._same(following)))
+                    path.append(following)
+
+    def _check_ends(self) -> None:
+        """Every schema must have a value that comes to an end; one whose required parts hold itself has none."""
+        ends: set[str] = set()
+        while True:
+            more = {place for place in self._at if place not in ends and self._can_end(place, ends)}
+            if not more:
+                break
+            ends |= more
+        if "#" not in ends:
+            raise InvalidRequest(f"{self._param}: no answer meets this schema and comes to an end", param=self._param)
+
+    def _can_end(self, place: str, ends: set[str]) -> bool:
+        node = self._at[place]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node and node["$ref"] not in ends:
+            return False
+        if any(f"{place}/allOf/{at}" not in ends for at in range(len(node.get("allOf", ())))):
+            return False
+        for key in ("anyOf", "oneOf"):
+            if key in node and not any(f"{place}/{key}/{at}" in ends for at in range(len(node[key]))):
+                return False
+        if "const" in node or "enum" in node:
+            return True
+        types = node.get("type", _TYPES)
+        names = [types] if isinstance(types, str) else types
+        return any(self._type_can_end(name, node, place, ends) for name in names)
+
+    def _type_can_end(self, name: str, node: Schema, place: str, ends: set[str]) -> bool:
+        if name == "object":
+            parts = [f"{place}/properties/{_escaped(required)}" for required in node.get("required", ())]
+            others = f"{place}/additionalProperties"
+            needed = [part if part in self._at else others for part in parts]
+            return all(part not in self._at or part in ends for part in needed)
+        if name == "array":
+            parts = [f"{place}/prefixItems/{at}" for at in range(len(node.get("prefixItems", ())))]
+            least = int(node.get("minItems", 0))
+            needed = [*parts[:least], *([f"{place}/items"] if least > len(parts) else [])]
+            return all(part not in self._at or part in ends for part in needed)
+        return True
+
+    # ── oneOf ──
+
+    def _settle_one_of(self, node: Schema, place: str) -> None:
+        """Where no value meets two of them, exactly one is the same as any one. What cannot be told apart here is left to
+        the compiler, which refuses what it cannot tell apart either."""
+        if "anyOf" in node:
+            return
+        parts = [self._shape(f"{place}/oneOf/{at}") for at in range(len(node["oneOf"]))]
+        if all(_differ(one, other) for at, one in enumerate(parts) for other in parts[:at]):
+            node["anyOf"] = node.pop("oneOf")
+
+    def _shape(self, place: str, depth: int = 0) -> Schema:
+        """The schema at a place and at those it requires, with references followed as far as that is plain."""
+        node = self._at[place]
+        while isinstance(node, dict) and "$ref" in node and len(node) == 1:
+            place = node["$ref"]
+            node = self._at[place]
+        if not isinstance(node, dict):
+            return {}
+        required = [
+            name for name in node.get("required", ()) if name in node.get("properties", ()) and depth < _TAG_DEPTH
+        ]
+        inner = {name: self._shape(f"{place}/properties/{_escaped(name)}", depth + 1) for name in required}
+        return {**node, "properties": inner}
+
+    def _invalid(self, place: str, words: str) -> InvalidRequest:
+        return InvalidRequest(f"{self._param}: {place} {words}", param=self._param)
+
+
+def _translated(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Older drafts' words for the same, a list of `items`; what says nothing; and formats as patterns."""
+    found = dict(schema)
+    if isinstance(found.get("items"), list):
+        found["prefixItems"] = found.pop("items")
+        if "additionalItems" in found:
+            found["items"] = found.pop("additionalItems")
+        if not found["prefixItems"]:
+            del found["prefixItems"]
+    if (
+        isinstance(found.get("format"), str)
+        and found["format"] in _MOMENTS
+        and isinstance(found.get("allOf", []), list)
+    ):
+        moment = {"pattern": f"^{_MOMENTS[found.pop('format')]}$"}
+        found["allOf"] = [*found.get("allOf", []), moment]
+    for key, nothing in (("uniqueItems", False), ("nullable", False), ("patternProperties", {}), ("unevaluatedProperties", True),
+                         ("unevaluatedItems", True), ("additionalItems", True)):  # fmt: skip
+        if key in found and found[key] == nothing:
+            del found[key]
+    return found
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+_JSON_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+
+
+def _types(shape: Schema) -> set[str]:
+    if (values := _values(shape)) is not None:
+        return {_JSON_TYPES[type(value)] for value in values}
+    types = shape.get("type", _TYPES)
+    return {"number" if name == "integer" else name for name in ([types] if isinstance(types, str) else types)}
+
+
+def _values(shape: Schema) -> Sequence[Any] | None:
+    if "const" in shape:
+        return [shape["const"]]
+    values: Sequence[Any] | None = shape.get("enum")
+    return values
+
+
+def _differ(one: Schema, other: Schema) -> bool:
+    """Whether it is plain that no value meets both."""
+    if _types(one).isdisjoint(_types(other)):
+        return True
+    own, others = _values(one), _values(other)
+    if own is not None and others is not None:
+        return not any(value == another for value in own for another in others)
+    if _types(one) != {"object"} or _types(other) != {"object"}:
+        return False
+    shared = one.get("properties", {}).keys() & other.get("properties", {}).keys()
+    return any(_differ(one["properties"][name], other["properties"][name]) for name in shared)

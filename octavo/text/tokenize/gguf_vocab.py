@@ -1,0 +1,266 @@
+"""A GGUF file's metadata → a tokenizer, its end-of-sequence ids and the names templates use.
+Knows nothing of tensors; which words a BPE vocabulary is cut into is pretokenizers.py's."""
+
+import itertools
+import re
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+from octavo.errors import ConfigError
+from octavo.text.tokenize import pretokenizers
+from octavo.text.tokenize.detokenizer import BytePieces
+from octavo.text.tokenize.sentencepiece_vocab import (
+    CONTROL,
+    UNKNOWN,
+    USER_DEFINED,
+    Added,
+    SentencePieceTokenizer,
+    write_bpe_model,
+)
+from octavo.text.tokenize.tokenizer import SPACE_MARK, LibraryTokenizer, Tokenizer, byte_level_pieces, spell_marked
+
+_PREFIX = "tokenizer.ggml."
+
+# Tokens that end a turn or a whole text, by name: a file may name but one of the two, and a model that continues a plain
+# text ends it with the other.
+_ENDS = (
+    *(
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|eom_id|>",
+        "<|return|>",
+        "<|call|>",
+        "[e~[",
+    ),
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+)
+
+# Merges over raw characters that some files store under the name of byte-level ones.
+_MARKED = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
+
+# What converters write into ids that the model's own tokenizer does not name.
+_FILLER = re.compile(r"\[PAD\d+\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The file's lists, checked, with every token named."""
+
+    tokens: list[str]
+    types: list[int]
+    metadata: dict[str, Any]
+
+    def value(self, key: str, otherwise: Any = None) -> Any:
+        return self.metadata.get(_PREFIX + key, otherwise)
+
+    def id(self, key: str) -> int | None:
+        """The id that the metadata gives a role ("bos", "eos", …), where it names one within the vocabulary."""
+        token_id = self.value(f"{key}_token_id")
+        return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
+
+    def around(self, adds_bos: bool, adds_separator: bool = False) -> tuple[list[int], list[int]]:
+        """The ids before and after a text; the arguments are what holds where the file does not say."""
+        bos, eos = self.id("bos"), self.id("eos")
+        if adds_separator:  # a vocabulary that begins a text with its class token and ends it with a separator
+            bos, eos = self._named("cls", "[CLS]") if bos is None else bos, self._named("seperator", "[SEP]")
+        before = [bos] if bos is not None and self.value("add_bos_token", adds_bos) else []
+        wants_end = self.value("add_sep_token", True) if adds_separator else self.value("add_eos_token", False)
+        return before, [eos] if eos is not None and wants_end else []
+
+    def _named(self, role: str, token: str) -> int | None:
+        found = self.id(role)
+        return self.tokens.index(token) if found is None and token in self.tokens else found
+
+    def added(self) -> Added:
+        """Tokens to be found in a text as they are. Control tokens are special: left out of decoded text."""
+        unknown = self.id("unknown")
+        special = {i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN)}
+        whole = {
+            token: i
+            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if (kind in (CONTROL, USER_DEFINED) or i == unknown) and not _FILLER.fullmatch(token)
+        }
+        return Added(whole, frozenset(special))
+
+
+def read_vocabulary(metadata: dict[str, Any]) -> Vocabulary:
+    tokens = metadata.get(_PREFIX + "tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise ConfigError(
+            "the GGUF file holds no vocabulary; give --tokenizer a folder with the model's tokenizer.json"
+        )
+    types = metadata.get(_PREFIX + "token_type") or [1] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        found = len(types) if isinstance(types, list) else "no list of"
+        raise ConfigError(f"the GGUF vocabulary has {len(tokens)} tokens but {found} token types: fetch it again")
+    return Vocabulary([token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)], types, metadata)
+
+
+def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    kind = vocabulary.value("model")
+    try:
+        match kind:
+            case "gpt2" if vocabulary.value("pre") in _MARKED:
+                return _marked_bpe(vocabulary)
+            case "gpt2":
+                return _byte_level(vocabulary)
+            case "bert":
+                return _word_piece(vocabulary)
+            case "llama":
+                return _sentencepiece(vocabulary)
+            case "gemma4":
+                return _marked_bpe(vocabulary)
+    except ConfigError:
+        raise
+    except Exception as error:  # the libraries raise bare Exception for tables that contradict themselves
+        raise ConfigError(f"the GGUF vocabulary is inconsistent ({error}): fetch the file again") from error
+    raise ConfigError(
+        f"the GGUF vocabulary is of kind {kind!r}; gpt2, llama, bert and gemma4 are supported: "
+        "give --tokenizer a folder with the model's tokenizer.json"
+    )
+
+
+def gguf_eos_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
+    ids = {vocabulary.id(role) for role in ("eos", "eot", "eom")}
+    whole = vocabulary.added().id_of
+    ends = [token for token in _ENDS if token in whole]
+    if "<|return|>" in whole and "<|end|>" in ends:
+        ends.remove("<|end|>")  # there it ends a message within a turn
+    ids.update(whole[token] for token in ends)
+    return tuple(sorted(token_id for token_id in ids if token_id is not None))
+
+
+def gguf_template_variables(vocabulary: Vocabulary) -> dict[str, str]:
+    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {name: vocabulary.id(role) for name, role in roles.items()}
+    return {name: vocabulary.tokens[token_id] for name, token_id in found.items() if token_id is not None}
+
+
+def gguf_chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+    names = metadata.get("tokenizer.chat_templates")
+    names = names if isinstance(names, list) else []
+    found = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names if isinstance(name, str)}
+    if metadata.get("tokenizer.chat_template"):
+        found["default"] = metadata["tokenizer.chat_template"]
+    return {name: source for name, source in found.items() if isinstance(source, str)}
+
+
+def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
+    # Files from before the key existed were cut as "default" says; llama.cpp reads them so too.
+    words = pretokenizers.words_named(vocabulary.value("pre", "default"))
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=words.ignore_merges, byte_fallback=False))
+    tokenizer.normalizer = pretokenizers.normalizer(words)
+    tokenizer.pre_tokenizer = pretokenizers.pre_tokenizer(words)
+    added = vocabulary.added()
+    _add(tokenizer, added)
+    literal = {token_id: token for token, token_id in added.id_of.items()}
+    names = _Names(vocabulary.tokens)
+    pieces = byte_level_pieces(names.__getitem__, literal, added.special_ids, len(vocabulary.tokens))
+    before, after = vocabulary.around(words.adds_bos)
+    return LibraryTokenizer(tokenizer, len(vocabulary.tokens), pieces, before, after)
+
+
+class _Names:
+    """Every token's name, in one text: as a list of strings they take five times the memory, in every API process."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._all = "".join(names)
+        self._ends = array("I", itertools.accumulate(len(name) for name in names))
+
+    def __getitem__(self, token_id: int) -> str:
+        return self._all[self._ends[token_id - 1] if token_id else 0 : self._ends[token_id]]
+
+
+def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
+    """Merges over raw characters, spaces written ▁: a SentencePiece vocabulary that brings its merges along."""
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=False, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE_MARK)
+    # A run of newlines is one token where the vocabulary has it, so it must not be merged with what is beside it.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    added = vocabulary.added()
+    _add(tokenizer, added)
+    tokens = vocabulary.tokens
+    pieces = BytePieces(
+        len(tokens), lambda i: spell_marked(tokens[i], has_bytes=True), added.special_ids, strips_first_space=False
+    )
+    before, after = vocabulary.around(adds_bos=True)
+    return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
+
+
+def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
+    """BERT's, as converters write it: ▁ before what starts a word, nothing before what continues one."""
+    tokens, added = vocabulary.tokens, vocabulary.added()
+    lowercase = bool(vocabulary.value("normalizer.lowercase", True))
+    unknown = vocabulary.id("unknown")
+    names = [
+        token if kind in (CONTROL, UNKNOWN) else token[1:] if token.startswith(SPACE_MARK) else f"##{token}"
+        for token, kind in zip(tokens, vocabulary.types, strict=True)
+    ]
+    model = models.WordPiece(
+        {_valid(name, i): i for i, name in enumerate(names)},
+        unk_token="[UNK]" if unknown is None else names[unknown],
+        max_input_chars_per_word=100,  # as BERT's own tokenizer.json has it: a longer word is unknown
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=bool(vocabulary.value("normalizer.strip_accents", lowercase))
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    _add(tokenizer, added)
+    pieces = BytePieces(
+        len(tokens), lambda i: spell_marked(tokens[i], has_bytes=False), added.special_ids, strips_first_space=True
+    )
+    before, after = vocabulary.around(adds_bos=True, adds_separator=True)
+    return LibraryTokenizer(tokenizer, len(tokens), pieces, before, after)
+
+
+def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
+    unknown = vocabulary.id("unknown")
+    added = vocabulary.added()
+    control_ids = {added.id_of[token] for token in added.control_tokens}
+    model = write_bpe_model(
+        vocabulary.tokens,
+        vocabulary.value("scores") or [0.0] * len(vocabulary.tokens),
+        # A control token is cut out of a text before the package sees it; what is left must never become one.
+        [CONTROL if i in control_ids else kind for i, kind in enumerate(vocabulary.types)],
+        unknown_id=0 if unknown is None else unknown,
+        dummy_prefix=bool(vocabulary.value("add_space_prefix", True)),
+    )
+    before, after = vocabulary.around(adds_bos=True)
+    return SentencePieceTokenizer(model, added, before=before, after=after)
+
+
+def _bpe(vocabulary: Vocabulary, *, ignore_merges: bool, byte_fallback: bool) -> models.BPE:
+    merges = vocabulary.value("merges")
+    if not merges:
+        raise ConfigError(
+            "the GGUF vocabulary has no merges; give --tokenizer a folder with the model's tokenizer.json"
+        )
+    return models.BPE(
+        vocab={_valid(token, i): i for i, token in enumerate(vocabulary.tokens)},
+        merges=[tuple(merge.split(" ", 1)) for merge in merges],
+        ignore_merges=ignore_merges,
+        byte_fallback=byte_fallback,
+    )
+
+
+def _valid(token: str, token_id: int) -> str:
+    """The library takes valid Unicode only; a token that is none cannot be met in a text either."""
+    return token if token.isascii() or not any("\ud800" <= c <= "\udfff" for c in token) else f"[BYTES_{token_id}]"
+
+
+def _add(tokenizer: tokenizers.Tokenizer, added: Added) -> None:
+    by_kind: dict[bool, list[AddedToken]] = {True: [], False: []}
+    for token, token_id in added.id_of.items():
+        special = token_id in added.special_ids
+        by_kind[special].append(AddedToken(_valid(token, token_id), special=special, normalized=False))
+    tokenizer.add_special_tokens(by_kind[True])
+    tokenizer.add_tokens(by_kind[False])

@@ -1,0 +1,247 @@
+"""Text ↔ token ids: the interface, and its version on top of the `tokenizers` library.
+Knows nothing of chat templates, of stop conditions or of where a vocabulary was stored."""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from octavo.errors import ConfigError
+from octavo.text.tokenize.chat_tokenizer import ChatTwin
+from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
+from octavo.text.tokenize.special_token_escape import LookAlikes
+
+SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
+
+
+# Long texts are encoded by the library's batch call: it lets other threads run meanwhile, so that streams go on.
+_LONG_TEXT = 4_000  # characters
+
+
+class Tokenizer(Protocol):
+    vocab_size: int  # added tokens included
+    num_ordinary: int  # without those that were added behind the vocabulary's own
+    lookalikes: LookAlikes  # of the vocabulary's control tokens
+
+    @property
+    def longest_token(self) -> int:
+        """Characters in the longest token's name."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """`text` is valid Unicode, and what reads like a control token is one. `add_special_tokens`: put the BOS and EOS
+        around it that the vocabulary asks for."""
+
+    def encode_chat(self, text: str) -> list[int]:
+        """`text` went through a template with `lookalikes` hidden: what they hide becomes ordinary tokens."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The whole decode, as detokenizer.py defines it."""
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A stream of what follows the prompt. `kept`: special tokens that are not skipped."""
+
+    @property
+    def pieces(self) -> BytePieces | None:
+        """Which bytes each id adds to a text. None: that depends on the ids around it."""
+
+    def spell(self, token_id: int) -> bytes:
+        """What one token adds to a text in the middle: maybe less than a character. A control token: its name."""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name: "</s>"."""
+
+    def token_name(self, token_id: int) -> str | None:
+        """As the vocabulary writes it. None: no token has this id."""
+
+
+class LibraryTokenizer:
+    """A `tokenizers.Tokenizer`. `pieces` None: its decoder is no table of bytes and is asked instead.
+
+    `before` and `after` go around an encoded text where the library's own post-processor does not do it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        vocab_size: int,
+        pieces: BytePieces | None,
+        before: Sequence[int] = (),
+        after: Sequence[int] = (),
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_ordinary: int = tokenizer.get_vocab_size(with_added_tokens=False)
+        self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._before = list(before)
+        self._after = list(after)
+        self._chat = ChatTwin(tokenizer)
+        self.lookalikes = self._chat.lookalikes
+
+    @property
+    def pieces(self) -> BytePieces | None:
+        return self._pieces
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = _encode(self._tokenizer, text, add_special_tokens)
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        return self._chat.translate(_encode(self._chat.tokenizer, text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        if self._pieces is not None:
+            return self._pieces.decode(token_ids, skip_special_tokens)
+        return str(self._tokenizer.decode(_known(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
+    ) -> Detokenizer:
+        kept_ids = {token_id for token in kept if (token_id := self.token_id(token)) is not None}
+        if self._pieces is not None:
+            return self._pieces.detokenizer(prompt_ids, skip_special_tokens, kept_ids)
+        if not (skip_special_tokens and kept_ids):
+            return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens), prompt_ids)
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        skipped = {token_id for token_id, token in added if token.special} - kept_ids
+        return WindowDetokenizer(
+            lambda ids: self.decode([token_id for token_id in ids if token_id not in skipped], False), prompt_ids
+        )
+
+    def spell(self, token_id: int) -> bytes:
+        if self._pieces is not None:
+            return self._pieces.piece(token_id, skip_special_tokens=False)
+        return self.decode([token_id], skip_special_tokens=False).encode("utf-8", "surrogateescape")
+
+    def token_id(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
+
+    def token_name(self, token_id: int) -> str | None:
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) > _LONG_TEXT:
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    else:
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def read_tokenizer_json(path: Path) -> LibraryTokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for whatever it cannot read
+        raise ConfigError(f"{path} cannot be read as a tokenizer ({error}): fetch it again") from error
+    # Some files carry the padding and truncation they were trained with; a server wants each prompt as it is.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    added = tokenizer.get_added_tokens_decoder()
+    literal = {token_id: token.content for token_id, token in added.items()}
+    special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+    vocab_size = max(tokenizer.get_vocab_size(with_added_tokens=True), 1 + max(added, default=-1))
+    decoder = tokenizer.decoder
+    steps = _decoder_steps(json.loads(decoder.__getstate__())) if decoder is not None else []
+    pieces = _pieces_of(steps, tokenizer.id_to_token, literal, special_ids, vocab_size)
+    return LibraryTokenizer(tokenizer, vocab_size, pieces)
+
+
+def _known(token_ids: Iterable[int]) -> list[int]:
+    """The library wants 32-bit ids; it passes over those it does not know."""
+    return [token_id for token_id in token_ids if 0 <= token_id < 2**32]
+
+
+def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _decoder_steps(inner)]
+    return [decoder]
+
+
+_STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _pieces_of(
+    steps: list[dict[str, Any]],
+    name_of: Callable[[int], str | None],
+    literal: dict[int, str],
+    special_ids: frozenset[int],
+    vocab_size: int,
+) -> BytePieces | None:
+    """The table a decoder amounts to: byte-level, or SentencePiece in either of its spellings. None: neither."""
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return byte_level_pieces(lambda token_id: name_of(token_id) or "", literal, special_ids, vocab_size)
+    strips = False
+    fused = False
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": "▁"}, "content": " "} | {"type": "ByteFallback"}:
+                pass
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "Strip"} if fused and step == _STRIP_FIRST_SPACE:
+                strips = True
+            case {"type": "Metaspace", "replacement": "▁"}:
+                strips = strips or step.get("prepend_scheme", "always") != "never"
+            case _:
+                return None
+    if not steps or not ("Metaspace" in kinds or "Replace" in kinds):
+        return None
+    has_bytes = "ByteFallback" in kinds
+    return BytePieces(
+        vocab_size, lambda token_id: spell_marked(name_of(token_id) or "", has_bytes), special_ids, strips
+    )
+
+
+def spell_marked(token: str, has_bytes: bool) -> bytes:
+    """A SentencePiece token's bytes: ▁ is a space and <0x41> is the byte 0x41."""
+    if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace(SPACE_MARK, " ").encode("utf-8", "surrogateescape")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for every byte: itself where that is visible, else the next character from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_alphabet()
+_CHARACTERS = "".join(sorted(_BYTE_OF, key=lambda character: _BYTE_OF[character]))
+
+
+def byte_level_name(token: bytes) -> str:
+    """How byte-level vocabularies write it."""
+    return token.decode("latin-1").translate(_CHARACTERS)
+
+
+def byte_level_pieces(
+    name_of: Callable[[int], str], literal: dict[int, str], special_ids: frozenset[int], vocab_size: int
+) -> BytePieces:
+    """`literal`: ids whose token is its own text and not written in the byte alphabet."""
+
+    def spell(token_id: int) -> bytes:
+        if token_id in literal:
+            return literal[token_id].encode("utf-8", "surrogateescape")
+        token = name_of(token_id)
+        try:
+            return bytes([_BYTE_OF[character] for character in token])
+        except KeyError:  # not written in the byte alphabet either: the library takes such a token literally
+            return token.encode("utf-8", "surrogateescape")
+
+    return BytePieces(vocab_size, spell, special_ids, strips_first_space=False)

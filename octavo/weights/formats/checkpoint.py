@@ -1,0 +1,125 @@
+"""A resolved model → its configuration and a stream of its tensors, whatever the format.
+Knows nothing of layers or ranks; opening a folder does not load torch but where its weights are quantised, opening a GGUF file
+loads its family file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from octavo.errors import ConfigError
+from octavo.gguf import GGUFFile
+from octavo.weights.sources import folder
+from octavo.weights.sources.source import ModelSource, local
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.quants import Weight
+
+
+class Weights(Protocol):
+    """One format's reader."""
+
+    stored_dtype: str
+    has_packed: bool  # whether tensors(keep_packed=True) gives any Quants
+    packing: str  # what weights are packed in, for people; "": they are not
+    num_bytes: int
+
+    def held_bytes(self, itemsize: int) -> int:
+        """What tensors(keep_packed=True) take where kernels multiply packed weights and others have `itemsize` bytes."""
+        ...
+
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, Weight]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    config: dict[str, Any]  # in the shape of a config.json, "model_type" included
+    config_path: Path  # the file it was read from
+    stored_dtype: str  # "float32", "float16" or "bfloat16": the arithmetic type nearest to what is stored
+    num_bytes: int  # of the weights as stored; 0 where there are none
+    weights: Weights | None  # None: only a configuration, opened to be filled with random weights
+
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
+        `keep_packed`: matrices that are packed in the file come as Quants, where the family can take them so.
+        On the device "meta" they have names and shapes, and nothing is read. One with a NaN or an infinity is refused."""
+        from octavo.weights.nan_check import finite
+
+        assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
+        return finite(self.weights.tensors(device, dtype, keep_packed))
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Families read a configuration without knowing its file: what they refuse inside is raised with the file's name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool = False) -> Checkpoint:
+    """Reads configuration and headers, no tensor: damaged or unreadable files are refused here, in one line."""
+    if isinstance(source, Path):
+        source = local(source, allow_missing_weights=allow_missing_weights)
+    if source.kind == "gguf":
+        return _open_gguf(source.path)
+    return _open_folder(source.path, allow_missing_weights)
+
+
+def _open_folder(path: Path, allow_missing_weights: bool) -> Checkpoint:
+    from octavo.weights.formats.safetensors_files import SafetensorsFiles
+
+    config, config_path = folder.read_config(path), path / folder.CONFIG
+    if allow_missing_weights:
+        return Checkpoint(config, config_path, _configured_dtype(config), 0, None)
+    weights: Weights
+    if (settings := folder.quantisation(path, config)) is not None:
+        from octavo.weights.formats.quantised_folder import QuantisedFiles
+
+        files = SafetensorsFiles(path, is_quantised=True)
+        with naming(path):
+            weights = QuantisedFiles(files, settings)
+        return Checkpoint(
+            config, config_path, _configured_dtype(config, weights.stored_dtype), weights.num_bytes, weights
+        )
+    weights = SafetensorsFiles(path)
+    return Checkpoint(config, config_path, weights.stored_dtype, weights.num_bytes, weights)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = GGUFFile(path)
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise ConfigError(f"{path} names no general.architecture: it is not a model")
+    if file.metadata.get("split.count", 1) not in (0, 1):
+        raise ConfigError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
+    if not file.tensors:
+        raise ConfigError(f"{path} holds a vocabulary and no weights: pass the whole model")
+
+    from octavo.models import load_gguf_family
+
+    with naming(path):
+        family = load_gguf_family(architecture)
+        if not hasattr(family, "gguf_config"):
+            raise ConfigError(f"{architecture} models cannot be read from GGUF files: pass a folder with safetensors")
+        config = family.gguf_config(file.metadata, file.tensors)
+
+    from octavo.weights.formats.gguf_tensors import GGUFTensors
+
+    weights = GGUFTensors(file, family, config)
+    return Checkpoint(config, path, weights.stored_dtype, weights.num_bytes, weights)
+
+
+def _configured_dtype(config: dict[str, Any], otherwise: str = "float32") -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    return name if name in ("float32", "float16", "bfloat16") else otherwise

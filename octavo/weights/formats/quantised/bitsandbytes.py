@@ -1,0 +1,130 @@
+"""bitsandbytes: 4-bit codes into a table of 16 (nf4 or fp4) with a scale for each block, and int8 with one for each row.
+Knows nothing of its outliers: they are a matter of activations, which are not rounded here.
+
+Beside weight, two codes in a byte, the high half first: weight.absmax, the blocks' scales, themselves codes into
+weight.nested_quant_map where there is one; weight.quant_map, the table; and weight.quant_state…, JSON with sizes and shape.
+Of int8, beside weight: SCB, the largest of each row."""
+
+import json
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.quants import Weight
+from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings
+from octavo.weights.formats.safetensors_files import Entry
+
+_STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+_PARTS = {
+    "weight": ".weight", "absmax": ".weight.absmax", "table": ".weight.quant_map",
+    "nested_absmax": ".weight.nested_absmax", "nested_table": ".weight.nested_quant_map",
+}  # fmt: skip
+_AT_ONCE = 1 << 22  # weights decoded together: bounds the temporaries
+_INT8_PARTS = {"weight": ".weight", "largest": ".SCB"}
+
+
+def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
+    recipes = []
+    for name, entry in entries.items():
+        if name.endswith(_STATES):
+            module = name.split(".weight.quant_state")[0]
+            recipes.append(_four_bits(entries, module, _state(small(name), module), name))
+        elif name.endswith(".SCB"):
+            recipes.append(_int8(entries, name.removesuffix(".SCB")))
+        elif name.endswith(".weight") and entry.type in ("U8", "I8") and not _has_state(entries, name):
+            raise ConfigError(
+                f"{name} is stored as {entry.type} without what it is scaled by: fetch the checkpoint again"
+            )
+    bits = "8 bits" if settings.get("load_in_8bit") else "4 bits"
+    return Plan(f"bitsandbytes, {bits}", recipes, {name for name in entries if name.endswith(".weight_format")})
+
+
+def _has_state(entries: Mapping[str, Entry], weight: str) -> bool:
+    module = weight.removesuffix(".weight")
+    return any(f"{module}{suffix}" in entries for suffix in (*_STATES, ".SCB"))
+
+
+def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any], name: str) -> Recipe:
+    parts = siblings(entries, module, _PARTS)
+    require(entries, module, parts, "weight", "absmax", "table")
+    is_nested = "nested_absmax" in parts
+    if is_nested:
+        require(entries, module, parts, "nested_table")
+    fits = entries[parts["weight"]].type == "U8" and entries[parts["table"]].shape == (16,)
+    fits = fits and (not is_nested or entries[parts["nested_table"]].shape == (256,))
+    fits = fits and entries[parts["absmax"]].type == ("U8" if is_nested else "F32")
+    shape, block = tuple(_whole_numbers(state, "shape", module)), _whole_numbers(state, "blocksize", module)[0]
+    num_weights, num_blocks = math.prod(shape), math.prod(entries[parts["absmax"]].shape)
+    block = min(block, num_weights + num_weights % 2)  # a size beyond would have room made for it
+    fits = (
+        fits and entries[parts["weight"]].num_bytes == -(-num_weights // 2) and num_blocks == -(-num_weights // block)
+    )
+    make = partial(_make_four_bits, shape=shape, block=block)
+    if is_nested:
+        nested, offset = _whole_numbers(state, "nested_blocksize", module)[0], state.get("nested_offset")
+        nested = min(nested, num_blocks)
+        fits = fits and isinstance(offset, float | int)
+        fits = fits and math.prod(entries[parts["nested_absmax"]].shape) == -(-num_blocks // nested)
+        make = partial(make, nested=nested, offset=offset)
+    if not fits:
+        raise misfit(entries, module, parts)
+    # The state is read: as a part it is only kept from coming as a tensor of its own.
+    return Recipe(f"{module}.weight", parts | {"state": name}, shape, make)
+
+
+def _make_four_bits(
+    parts: Parts, keep_packed: bool, shape: tuple[int, ...], block: int, nested: int = 0, offset: float = 0.0
+) -> Weight:
+    packed, absmax = parts["weight"].view(-1), parts["absmax"].view(-1)
+    if nested:  # the blocks' scales are codes with scales of their own
+        scales = parts["nested_absmax"].view(-1).float().repeat_interleave(nested)[: len(absmax)]
+        absmax = parts["nested_table"].float()[absmax.int()].mul_(scales).add_(offset)
+    num_weights, table = math.prod(shape), parts["table"].float()
+    out = torch.empty(num_weights, dtype=torch.float32, device=packed.device)
+    step = 2 * block * max(1, _AT_ONCE // (2 * block))  # whole blocks, and whole bytes
+    for start in range(0, num_weights, step):
+        bytes_now, scales = packed[start // 2 : (start + step) // 2], absmax[start // block : (start + step) // block]
+        now = out[start : start + step]
+        codes = torch.stack((bytes_now >> 4, bytes_now & 15), dim=1).view(-1)[: len(now)]
+        torch.mul(table[codes.int()], scales.repeat_interleave(block)[: len(now)], out=now)
+    return out.view(shape)
+
+
+def _state(data: bytes, module: str) -> dict[str, Any]:
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the quant_state of {module} is no JSON: fetch the checkpoint again") from error
+    if not isinstance(state, dict):
+        raise ConfigError(f"the quant_state of {module} is no table: fetch the checkpoint again")
+    return state
+
+
+def _whole_numbers(state: dict[str, Any], key: str, module: str) -> list[int]:
+    value = state.get(key)
+    values: list[Any] = value if isinstance(value, list) and value else [value]
+    if not all(type(number) is int and 0 < number < 2**40 for number in values):
+        raise ConfigError(f"the quant_state of {module} says {str(value)[:40]!r} for {key}: fetch the checkpoint again")
+    return values
+
+
+def _int8(entries: Mapping[str, Entry], module: str) -> Recipe:
+    parts = siblings(entries, module, _INT8_PARTS)
+    require(entries, module, parts, *_INT8_PARTS)
+    weight, largest = entries[parts["weight"]], entries[parts["largest"]]
+    if (
+        weight.type != "I8"
+        or len(weight.shape) != 2
+        or math.prod(largest.shape) != weight.shape[0]
+        or not largest.arithmetic
+    ):
+        raise misfit(entries, module, parts)
+    return Recipe(f"{module}.weight", parts, weight.shape, _make_int8)
+
+
+def _make_int8(parts: Parts, keep_packed: bool) -> Weight:
+    return parts["weight"].float().mul_(parts["largest"].float().view(-1, 1) / 127.0)

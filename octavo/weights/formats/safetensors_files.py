@@ -1,0 +1,209 @@
+"""Safetensors files, one or many, as a stream of named tensors: mapped on a CPU, read ahead for a GPU.
+Knows nothing of models; until tensors() is called, nothing of torch either."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import ConfigError
+from octavo.weights.sources.folder import WeightFiles, find_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from octavo.device import Device
+    from octavo.weights.pinned_reader import Region
+
+# stored type → (bytes in an element, torch's name, the arithmetic type that holds it; "" for what is no weight)
+_TYPES = {
+    "F64": (8, "float64", "float32"), "F32": (4, "float32", "float32"),
+    "F16": (2, "float16", "float16"), "BF16": (2, "bfloat16", "bfloat16"),
+    "I64": (8, "int64", ""), "I32": (4, "int32", ""), "I16": (2, "int16", ""), "I8": (1, "int8", ""),
+    "U8": (1, "uint8", ""), "BOOL": (1, "bool", ""),
+}  # fmt: skip
+# … and those that mean nothing without what else a quantised checkpoint holds
+QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
+_KNOWN_TYPES = _TYPES | QUANTISED_TYPES
+_SMALL = 1 << 20  # bytes of a tensor that is read when files are opened, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a header says of one tensor."""
+
+    type: str  # of _KNOWN_TYPES
+    shape: tuple[int, ...]
+    path: Path
+    offset: int  # of its first byte in the file
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetic type that holds it; "": it is no weight by itself."""
+        return _KNOWN_TYPES[self.type][2]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _KNOWN_TYPES[self.type][0]
+
+
+class SafetensorsFiles:
+    """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken.
+    `is_quantised`: types are allowed, too, that must not be taken for weights as they are."""
+
+    has_packed, packing = False, ""
+
+    def __init__(self, folder: Path, is_quantised: bool = False) -> None:
+        files = find_weights(folder)
+        self._plan: list[tuple[Path, tuple[str, ...]]] = []
+        self.entries: dict[str, Entry] = {}
+        for path in files.paths:
+            there = _entries(path)
+            names = _wanted(tuple(there), path, files)
+            for name in names:
+                if name in self.entries:
+                    first = self.entries[name].path
+                    raise ConfigError(f"{name} is both in {first} and in {path}: keep one of the files")
+                _require_known(name, there[name], _KNOWN_TYPES if is_quantised else _TYPES)
+                self.entries[name] = there[name]
+            self._plan.append((path, names))
+        self.num_bytes = sum(entry.num_bytes for entry in self.entries.values())
+        bytes_of: Counter[str] = Counter()
+        for entry in self.entries.values():
+            bytes_of[entry.arithmetic] += entry.num_bytes
+        del bytes_of[""]
+        if not bytes_of and not is_quantised:
+            raise ConfigError(f"{folder} holds safetensors files without a weight in them: fetch them again")
+        self.stored_dtype = bytes_of.most_common(1)[0][0] if bytes_of else "float32"
+
+    def held_bytes(self, itemsize: int) -> int:
+        return sum(math.prod(entry.shape) * itemsize for entry in self.entries.values() if entry.arithmetic)
+
+    def small(self, name: str) -> bytes:
+        """The bytes of a small tensor, for one who has to know them before weights are read."""
+        entry = self.entries[name]
+        if entry.num_bytes > _SMALL:
+            raise ConfigError(f"{entry.path}: tensor {name} has {entry.num_bytes} bytes where few are expected")
+        with open(entry.path, "rb") as file:
+            file.seek(entry.offset)
+            return file.read(entry.num_bytes)
+
+    def tensors(
+        self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep.
+        `keep_packed` changes nothing: none of these files holds packed weights."""
+        return _converted(self.stored(device), dtype)
+
+    def stored(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the types they are stored in."""
+        from octavo.device import device_of
+
+        if str(device) == "meta":
+            return self._outlines()
+        place = device_of(device)
+        return self._read_ahead(place) if place.is_cuda else self._mapped()
+
+    def _mapped(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for path, names in self._plan:
+            with _opened(path, "pt") as file:
+                for name in names:
+                    yield name, file.get_tensor(name)
+
+    def _outlines(self) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        for name, entry in self.entries.items():
+            yield name, torch.empty(entry.shape, dtype=_torch_type(entry), device="meta")
+
+    def read_ahead(
+        self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same through a ring of pinned buffers, on to any device. `chunk_bytes`: of one buffer; 0: as it is best."""
+        return _converted(self._read_ahead(device, chunk_bytes), dtype)
+
+    def regions(self) -> list[Region]:
+        """Where each tensor lies, as they lie in their files: neighbours are read at once."""
+        from octavo.weights.pinned_reader import Region
+
+        ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
+        return [Region(name, e.path, e.offset, _torch_type(e), e.shape) for name, e in ordered]
+
+    def _read_ahead(self, device: Device, chunk_bytes: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        from octavo.weights import pinned_reader
+
+        return pinned_reader.read_ahead(self.regions(), device, chunk_bytes or pinned_reader.CHUNK_BYTES)
+
+
+def _torch_type(entry: Entry) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, _KNOWN_TYPES[entry.type][1])
+    return found
+
+
+def _converted(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _opened(path: Path, framework: str) -> Any:
+    try:
+        return safe_open(path, framework=framework)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    """A length, a JSON header, then the tensors' bytes."""
+    with _opened(path, "numpy"):  # refuses whatever is out of place, sizes and offsets included
+        pass
+    try:
+        with open(path, "rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_len), object_pairs_hook=_unique)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
+    return {
+        name: Entry(found["dtype"], tuple(found["shape"]), path, 8 + header_len + found["data_offsets"][0])
+        for name, found in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries of one name each reader could take another."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"it names {name} twice")
+    return found
+
+
+def _wanted(there: tuple[str, ...], path: Path, files: WeightFiles) -> tuple[str, ...]:
+    if files.names is None:
+        return there
+    wanted = files.names[path]
+    missing = sorted(set(wanted) - set(there))
+    if missing:
+        raise ConfigError(f"{path} lacks the tensor {missing[0]} that the index puts there: fetch both again")
+    return wanted
+
+
+def _require_known(name: str, entry: Entry, types: Collection[str]) -> None:
+    if entry.type not in types:
+        raise ConfigError(
+            f"{entry.path}: tensor {name} is stored as {entry.type}, which cannot be read; "
+            "pass a checkpoint in F32, F16 or BF16, or a GGUF file"
+        )

@@ -1,6 +1,0 @@
-"""8-bit floats with a scale for each row, as FBGEMM has them: laid out as fp8's.
-Knows nothing that fp8.py does not."""
-
-from octavo.weights.methods.fp8 import plan
-
-__all__ = ["plan"]

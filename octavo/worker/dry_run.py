@@ -1,0 +1,100 @@
+"""Checkup: what a rank would meet when it loads a model, found out by its own code before any weight is read.
+Knows nothing of words: tokenizer and template are looked at elsewhere, and nothing is printed here."""
+
+import dataclasses
+
+import msgspec
+import torch
+
+from octavo.config import Config
+from octavo.errors import ConfigError
+from octavo.layers.context import BuildContext
+from octavo.messages import EngineReport, LoadReport
+from octavo.spec import ModelSpec
+from octavo.weights.formats.checkpoint import Checkpoint
+from octavo.weights.sources.source import ModelSource
+from octavo.worker.memory.page_count import in_words, settle
+from octavo.worker.runner import Runner
+
+_META = torch.device("meta")  # tensors that have a shape and no numbers
+
+
+class Checkup:
+    """One verb after the other, in this order. Each says in words what it found, or raises ConfigError as serving would."""
+
+    spec: ModelSpec
+    _checkpoint: Checkpoint
+    _context: BuildContext
+
+    def __init__(self, config: Config, source: ModelSource) -> None:
+        self._config = config
+        self._runner = Runner(config, source)
+
+    def configuration(self) -> str:
+        self._checkpoint = self._runner.open()
+        spec = self.spec = self._runner.spec
+        return (
+            f"{spec.family}: {spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.num_heads} heads of "
+            f"{spec.head_size} ({spec.num_kv_heads} for keys and values), vocabulary {spec.vocab_size:,}, "
+            f"context {spec.context_len:,}"
+        )
+
+    def arithmetic(self) -> str:
+        """Who computes, in which types, and whether the family can be built so."""
+        runner = self._runner
+        self._context = runner.choose_kernels(self._checkpoint)
+        # Kernels hold weights in layouts of their own, which need the numbers; slots and their shapes are the same.
+        outline = dataclasses.replace(
+            self._context, device=_META, dtype=runner.weight_dtype, kernels=None, native=None, quantization=""
+        )
+        runner.build(self._checkpoint, outline)
+        report = self._report()
+        pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
+        return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
+
+    def tensors(self) -> str:
+        """The model is filled as ever, with tensors that have names and shapes alone."""
+        weights = self._checkpoint.weights
+        if weights is None:
+            return "none are needed: --load-format dummy makes random ones"
+        tensors = list(self._checkpoint.tensors(_META, self._runner.weight_dtype))
+        self._runner.model.load(iter(tensors))
+        stored = f"packed ({weights.packing})" if weights.packing else weights.stored_dtype
+        return (
+            f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
+            "the configuration asks for"
+        )
+
+    def numbers(self) -> str:
+        """Reads every weight, which takes as long as the disk takes."""
+        count = 0
+        for name, tensor in self._checkpoint.tensors("cpu", torch.float32):
+            assert isinstance(tensor, torch.Tensor), "nothing was asked to stay packed"
+            num_wrong = int(tensor.numel() - torch.isfinite(tensor).sum())
+            if num_wrong:
+                raise ConfigError(
+                    f"tensor {name} holds {num_wrong:,} numbers of {tensor.numel():,} that are NaN or infinite: "
+                    "the weights are damaged, fetch them again"
+                )
+            count += tensor.numel()
+        return f"all {count:,} are finite"
+
+    def needs(self) -> LoadReport:
+        """As if the weights were in: how much they take, what a page takes, what is left."""
+        available = self._runner.device.memory_available()
+        self._runner.weights.check_fit(self._checkpoint, available)
+        weights_bytes = self._runner.weights.needed(self._checkpoint)
+        report = self._report()
+        return msgspec.structs.replace(
+            report,
+            weights_bytes=weights_bytes,
+            available_bytes=available - weights_bytes,
+            host_available_bytes=report.host_available_bytes - (0 if self._runner.device.is_cuda else weights_bytes),
+        )
+
+    def settled(self, needs: LoadReport) -> EngineReport:
+        """What a server would start with."""
+        return settle(self._config.cache, [needs])
+
+    def _report(self) -> LoadReport:
+        return self._runner.report(self._context.dtype, None)

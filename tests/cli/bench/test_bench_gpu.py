@@ -1,0 +1,306 @@
+"""The GPU benchmarks, rehearsed on the CPU with a tiny model: the loads, the physical limit, and that every part runs.
+Knows nothing of speed: no figure is compared with a clock."""
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import accuracy, growth, limits, trace, workloads
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.made_up_tokenizer import write_tokenizer
+from benchmarks.gpu.serve import as_flags
+from benchmarks.gpu.subject import MODELS
+from benchmarks.gpu.targets import BANDWIDTH, FLOPS, TARGETS
+from benchmarks.gpu.workloads import Item
+from octavo import config
+from octavo.cli.flags import config_from
+from octavo.cli.main import build_parser
+from octavo.spec import ModelSpec
+from octavo.text import load_text
+
+ROOT = Path(__file__).resolve().parents[3]
+CHIP = limits.Chip(BANDWIDTH, FLOPS)
+QWEN = ModelSpec("", 28, 1024, 16, 8, 128, 3072, 151_936, 40_960)
+LLAMA = ModelSpec("", 32, 4096, 32, 8, 128, 14_336, 128_256, 131_072)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    written = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 2000,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder
+
+
+def flags(model: Path) -> list[str]:
+    small = ["--kv-cache-memory-bytes", "16M", "--cpu-threads", "1", "--device", "cpu"]
+    return ["--model", str(model), "--scale", "0.02", *small]
+
+
+def measure(model: Path, *extra: str) -> dict[str, Any]:
+    file = model.parent / "result.json"
+    assert main([*flags(model), "--result", str(file), *extra]) == 0
+    return dict(json.loads(file.read_text()))
+
+
+# ── the loads ───────────────────────────────────────────────────────────────────────────────────────
+
+DIGESTS = {
+    "single_stream": "e05cca0d605d64d8",
+    "mixed": "390f12ac7e929c0a",
+    "decode_heavy": "b342e57bb57093ba",
+    "prefill_heavy": "93103fbb1d5a638c",
+    "shared_prefix": "014d2e1b5f3994dd",
+}
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_the_loads_are_those_that_the_targets_were_measured_with(name: str) -> None:
+    said = json.dumps([[item.prompt, item.output_len] for item in workloads.make(name, 100)]).encode()
+    assert hashlib.blake2b(said, digest_size=8).hexdigest() == DIGESTS[name]
+
+
+def test_a_scaled_load_keeps_its_kind_and_a_small_vocabulary_folds_it() -> None:
+    items = workloads.make("shared_prefix", 1, 0.02)
+    assert (len(items), items[0].shared_len, len(items[0].prompt), items[0].output_len) == (5, 41, 42, 1)
+    assert all(item.prompt[:41] == items[0].prompt[:41] for item in items)
+    assert all(0 <= token < 500 for item in workloads.folded(items, 500) for token in item.prompt)
+    assert workloads.folded(items, 30_000) == items
+
+
+def test_every_target_has_a_model_folder_and_a_load() -> None:
+    assert {path.parent.name for path in MODELS.glob("*/config.json")} >= set(TARGETS)
+    for targets in TARGETS.values():
+        assert set(targets) == set(workloads.NAMES)
+        assert all(target.vllm < target.must < target.aim for target in targets.values())
+
+
+# ── the limit ───────────────────────────────────────────────────────────────────────────────────────
+
+# One decode step as it was measured when the targets were set: rows, context, milliseconds, share of the limit.
+MEASURED = [
+    (QWEN, 1, 256, 1.32, 0.22),
+    (QWEN, 64, 600, 2.32, 0.57),
+    (QWEN, 256, 600, 5.79, 0.78),
+    (QWEN, 512, 400, 7.93, 0.79),
+    (LLAMA, 1, 256, 4.56, 0.77),
+    (LLAMA, 64, 600, 6.10, 0.77),
+    (LLAMA, 256, 600, 11.96, 0.80),
+    (LLAMA, 512, 400, 18.88, 0.85),
+]
+
+
+@pytest.mark.parametrize(("spec", "batch", "context", "milliseconds", "share"), MEASURED)
+def test_the_limit_of_a_decode_step(
+    spec: ModelSpec, batch: int, context: int, milliseconds: float, share: float
+) -> None:
+    model = limits.Model.of(spec, spec.kv_bytes_per_token(2))
+    least = limits.step_seconds(limits.decode_work(batch, batch * context), model, CHIP)
+    assert least * 1000 / milliseconds == pytest.approx(share, abs=0.015)
+
+
+def test_the_steps_of_a_load_compute_every_token_once() -> None:
+    items = [Item([0] * length, output_len) for length, output_len in ((30, 4), (5, 9), (17, 1), (40, 3))]
+    steps = list(limits.steps_of(items, max_rows=3, max_step_tokens=16))
+    assert all(work.num_tokens <= 16 for work in steps)
+    # The last sampled token of a request is never computed.
+    ends = [len(item.prompt) + item.output_len - 1 for item in items]
+    assert sum(work.num_tokens for work in steps) == sum(ends)
+    assert sum(work.num_samples for work in steps) == sum(item.output_len for item in items)
+    assert sum(work.attended for work in steps) == sum(end * (end + 1) // 2 for end in ends)
+
+
+def test_a_shared_prefix_is_computed_once_and_can_be_read_once() -> None:
+    items = [Item([0] * 36, 2, 32)] * 3
+    first, second = limits.steps_of(items, 8, 64)
+    assert first == limits.Work(36 + 4 + 4, 3, 3 * 36, 32, 36 * 37 // 2 + 2 * (33 + 34 + 35 + 36))
+    assert second == limits.Work(3, 3, 3 * 37, 2 * 32, 3 * 37)
+
+
+def test_keys_and_values_alone_bound_the_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the schedule, a request's contexts are read one step after another: counted here without any schedule."""
+    file = tmp_path / "result.json"
+    assert main(["--model", "llama-3.1-8b", "--limits", "--result", str(file), "--seeds", "100"]) == 0
+    items = workloads.make("mixed", 100)
+    reads = sum(sum(range(len(i.prompt) + 1, len(i.prompt) + i.output_len)) for i in items)
+    rate = sum(i.output_len for i in items) / (reads * LLAMA.kv_bytes_per_token(2) / BANDWIDTH)
+    bounds = json.loads(file.read_text())["bounds"]["mixed"]
+    # Prompts in several chunks read a little more.
+    assert rate * 0.99 < bounds["kv_only_rate"] <= rate
+    assert bounds["limit_rate"] == bounds["unshared_limit_rate"] < bounds["kv_only_rate"]
+    assert "131,072 bytes of KV a token, 4.26 TB/s, 795 TFLOP/s" in capsys.readouterr().out
+
+
+# ── growth and trace ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_steady_window_leaves_out_prefill_settling_and_the_end() -> None:
+    settling = growth.SETTLING_STEPS
+    turns = [0, 3, 4, *[6] * 3, 5, *[6] * (settling + 10), 2, 0]
+    window = growth.steady_window(turns, 6)
+    assert window == range(7 + 1 + settling, len(turns) - 3)
+    assert all(turns[i] == turns[i - 1] == turns[i + 1] == 6 for i in window)
+    with pytest.raises(RuntimeError, match="too few"):
+        growth.steady_window([6] * settling, 6)
+
+
+def test_busy_time_is_the_union_of_what_ran() -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 10.0, "dur": 4.0},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 11.0, "dur": 1.0},
+        {"ph": "X", "cat": "kernel", "name": "b", "ts": 13.0, "dur": 3.0},
+        {"ph": "X", "cat": "kernel", "name": "a", "ts": 20.0, "dur": 2.0},
+        {"ph": "X", "cat": "cpu_op", "name": "host", "ts": 0.0, "dur": 50.0},
+        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 1.0},
+    ]
+    figures = trace.judge(trace.read(json.dumps({"traceEvents": events}).encode()), num_steps=2)
+    assert figures["busy_ms"] == 0.008 and figures["span_ms"] == 0.012
+    assert figures["longest_gaps_us"] == [4.0] and figures["kernels_per_step"] == 2
+    assert [(top["name"], top["us_per_step"]) for top in figures["top"]] == [("a", 3.0), ("b", 1.5), ("copy", 0.5)]
+
+
+# ── everything, rehearsed ───────────────────────────────────────────────────────────────────────────
+
+WITHOUT_HTTP = """
+import sys
+for name in ("fastapi", "starlette", "pydantic", "uvicorn", "httptools", "uvloop"):
+    sys.modules[name] = None  # importing it raises
+from benchmarks.gpu.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_workloads_growth_and_trace_share_an_engine_and_need_no_http(model: Path, tmp_path: Path) -> None:
+    file, traced = tmp_path / "result.json", tmp_path / "trace.json.gz"
+    parts = ["--workload", "all", "--growth", "--trace", str(traced), "--trace-steps", "10", "--runs", "2"]
+    command = [sys.executable, "-c", WITHOUT_HTTP, *flags(model), *parts, "--max-num-seqs", "12", "--result", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert list(result["workloads"]) == list(workloads.NAMES)
+    for name, figures in result["workloads"].items():
+        assert figures["seeds"] == [100, 101] and len(figures["rates"]) == 2
+        assert figures["steps"] == figures["ideal_steps"], name
+        assert figures["target"] is None  # a rehearsal is no measurement
+        assert 0 < figures["share_of_limit"] < 1
+        assert f"{name}: {figures['rates'][0]:,.0f}, " in done.stdout
+    measured = {(point["batch"], round(point["context"])) for point in result["growth"]["points"]}
+    assert {batch for batch, _ in measured} == {1, 3, 5, 10} and max(context for _, context in measured) > 600
+    assert "batch 20, context 10: skipped, the engine has 12 rows (--max-num-seqs)" in done.stdout
+    assert result["trace"]["num_steps"] == 10 and 0 < result["trace"]["busy_share"] <= 1
+    assert json.loads(gzip.decompress(traced.read_bytes()))["traceEvents"]
+    assert result["engine"]["max_num_seqs"] == 12
+
+
+def test_cold_start(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (start,) = measure(model, "--cold-start", "--warm-starts", "0")["cold_start"]
+    assert start["start"] == "no kernels"
+    stages = start["seconds"]
+    assert min(stages.values()) >= 0 and stages["torch"] > 0 and stages["first token"] > 0
+    assert sum(stages.values()) - stages["decode"] == pytest.approx(start["to_first_token"], abs=0.01)
+    assert "vLLM: about 105 s" in capsys.readouterr().out
+
+
+def test_serve(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = measure(model, "--serve", "--runs", "1")["serve"]
+    load = figures["load"]
+    assert load == {"num_streams": 5, "num_requests": 20, "input_len": 3, "output_len": 5}
+    (served,) = figures["http"]
+    assert served["num_errors"] == 0 and served["output_tokens"] == 20 * 5
+    # A small model may be done before its first event leaves: then no answer has anything between its events.
+    assert (served["itl_ms"] is not None) == (served["texts_per_token"] > 1 / 5)
+    assert figures["ratio"] == pytest.approx(served["output_tokens_per_second"] / figures["offline_rates"][0], abs=1e-3)
+    assert f"HTTP / offline = {figures['ratio']:.3f}" in capsys.readouterr().out
+
+
+def test_options_become_the_servers_flags() -> None:
+    options = {
+        "model": "folder",
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "enable_prefix_caching": False,
+        "dtype": "float32",
+    }
+    read = config_from(build_parser().parse_args(["serve", *as_flags(options)]), {})
+    assert read.model.model == "folder" and read.model.dtype == "float32"
+    assert (read.scheduler.max_num_seqs, read.cache.page_size) == (8, 32)
+    assert read.cache.enable_prefix_caching is False
+
+
+def test_the_made_up_tokenizer_spells_every_id(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, 1000)
+    (tmp_path / "config.json").write_text("{}")
+    text = load_text(tmp_path)
+    words = [text.decode([i]) for i in range(1000)]
+    assert len(set(words)) == 1000 and all(word.strip().isalpha() for word in words)
+
+
+# ── accuracy ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_divergence_and_agreement() -> None:
+    reference = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]])
+    same = accuracy.compare(reference, reference + 5, torch.tensor([2, 0]))  # a constant changes no distribution
+    assert same["kl_max"] == pytest.approx(0, abs=1e-12) and same["same_first_choice"] == 1
+    other = torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]])
+    figures = accuracy.compare(reference, other, torch.tensor([2, 0]))
+    p, q = reference[1].softmax(0), other[1].softmax(0)
+    divergence = float((p * (p / q).log()).sum())
+    assert figures["kl_max"] == pytest.approx(divergence, rel=1e-5)
+    assert figures["kl_mean"] == pytest.approx(divergence / 2, rel=1e-5)
+    assert figures["same_first_choice"] == 0.5
+    assert figures["nll_change"] == pytest.approx(3 / 2, rel=1e-5)
+
+
+def test_accuracy_is_reported_of_what_changed_and_of_nothing_else(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = {"float32": {"dtype": "float32"}, "seed": {"seed": 7}, "same": {"dtype": "bfloat16"}, "new": {"x": 1}}
+    monkeypatch.setattr(accuracy, "VARIANTS", variants)
+    file = model.parent / "accuracy.json"
+    assert main([*flags(model), "--accuracy-fp8", "--windows", "2", "--result", str(file)]) == 1
+    figures = json.loads(file.read_text())["accuracy"]
+    assert list(figures) == ["float32"]
+    assert 0 < figures["float32"]["kl_mean"] < 1e-3 and figures["float32"]["same_first_choice"] > 0.8
+    printed = capsys.readouterr().out
+    assert "seed: failed, not one logit differs: the option has no effect here" in printed
+    assert "new: left out, this Octavo has no option x" in printed and "same" not in printed.replace("same first", "")
+    assert "16 next tokens of 2 windows" in printed
+
+
+def test_the_variants_are_options_of_this_octavo() -> None:
+    for changes in accuracy.VARIANTS.values():
+        config.replace(config.Config(), **changes)
+
+
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "qwen3-0.6b"]) == 2
+    assert capsys.readouterr().err.startswith("benchmarks.gpu: error: nothing to measure: give --workload all")
+    assert main(["--growth"]) == 2
+    assert "--model is missing: give one of llama-3.1-8b, qwen3-0.6b, or a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--workload", "mixd"])
+    assert "'mixd' is not one of" in capsys.readouterr().err

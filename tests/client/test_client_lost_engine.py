@@ -1,0 +1,340 @@
+"""Clients over real sockets whose engines end: a real loop and scheduler on a thread, without a model, and this file supervises."""
+
+import asyncio
+import queue
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from octavo.admission.queue_limit import Backlog
+from octavo.cache import audit
+from octavo.client import inflight_limit
+from octavo.client.client import ZmqClient
+from octavo.client.inflight_limit import Anteroom
+from octavo.engine.build import Engine
+from octavo.engine.driver import Driver, Inbox
+from octavo.engine.process import ZmqOutbox
+from octavo.engine.recovery import Reunion
+from octavo.errors import EngineDead, EngineUnavailable, Overloaded
+from octavo.ipc.heartbeat import Pulse, shared_memory
+from octavo.messages import (
+    Answered,
+    EngineGone,
+    EngineLost,
+    EngineStarted,
+    Hello,
+    Ping,
+    ServerGone,
+    StepDeltas,
+    StepPlan,
+    StepResult,
+    ToEngine,
+)
+from tests.client.test_client_engine import CountingExecutor, make_engine, request
+
+
+class Mortal(CountingExecutor):
+    """Tokens depend on the position alone, so any that is missing or comes twice is seen. Ends at a step, or at a prompt."""
+
+    poison = 99
+    gate: threading.Event  # no step ends while it is clear
+
+    def submit(self, plan: StepPlan) -> None:
+        if any(self.poison in entering.token_ids for entering in plan.enters):
+            raise EngineDead("poisoned")
+        super().submit(plan)
+
+    def collect(self) -> StepResult:
+        self.gate.wait()
+        if self.plans[0].step == self.fail_at:
+            raise EngineDead("a worker is lost")
+        return super().collect()
+
+
+class House:
+    """Two API processes' clients in this event loop, and engines on threads, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fd = shared_memory()
+        self.pulse = Pulse(self.fd)
+        self.backlog = Backlog()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_engines = 0
+        self.num_received = 0  # messages, by all of them
+        self.threads: list[threading.Thread] = []
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.clients = []
+        self.orders = []
+        for origin in range(2):
+            address = f"ipc://{folder}/orders-{origin}"
+            inflight_limit = Anteroom(self.pulse, origin, 0, 0, 2)
+            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.pulse, inflight_limit))
+            self.orders.append(self.context.socket(zmq.PUSH))
+            self.orders[-1].connect(address)
+
+    def bound(self, max_requests: int) -> None:
+        """So many may wait, here and in engines that start from now on."""
+        self.backlog = Backlog(max_requests)
+        for origin, client in enumerate(self.clients):
+            client._anteroom = Anteroom(self.pulse, origin, max_requests, 0, 2)
+
+    def addresses(self, origin: int, number: int) -> tuple[str, str]:
+        return f"ipc://{self.folder}/engine-{number}", f"ipc://{self.folder}/api-{origin}-{number}"
+
+    def start_engine(self, fail_at: int = -1, overlap: bool = True) -> None:
+        self.num_engines += 1
+        engine = make_engine(overlap, fail_at)
+        loop = engine.loop
+        loop.executor, loop.backlog = Mortal(overlap, fail_at), self.backlog
+        loop.executor.gate = self.gate
+        loop.pulse = Pulse(self.fd)
+        loop.pulse.reset()
+        self.inbox = queue.SimpleQueue()
+        self.ended = threading.Event()
+        receiver = threading.Thread(target=self.receive, args=(self.addresses(0, self.num_engines)[0], self.inbox))
+        driver = threading.Thread(target=self.drive, args=(engine, self.inbox, self.ended))
+        for thread in (receiver, driver):
+            thread.daemon = True
+            thread.start()
+        self.threads = [driver]
+
+    def receive(self, address: str, inbox: Inbox) -> None:
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        socket = zmq.Context().socket(zmq.PULL)
+        socket.bind(address)
+        while True:
+            inbox.put(decoder.decode(socket.recv()))
+            self.num_received += 1
+
+    def drive(self, engine: Engine, inbox: Inbox, ended: threading.Event) -> None:
+        outbox = ZmqOutbox()
+        try:
+            Driver(engine, inbox, outbox, num_origins=2).run()
+        except EngineDead:
+            ended.set()
+        finally:
+            outbox.close()
+
+    def tell(self, order) -> None:
+        for orders in self.orders:
+            orders.send(msgspec.msgpack.encode(order))
+
+    async def replace_engine(self, **options) -> None:
+        """Wait for its end, and start another."""
+        await asyncio.to_thread(self.ended.wait)
+        self.tell(EngineLost("it ended", self.pulse.seated()))
+        self.start_engine(**options)
+        for origin, orders in enumerate(self.orders):
+            orders.send(msgspec.msgpack.encode(EngineStarted(*self.addresses(origin, self.num_engines))))
+
+    def close(self) -> None:
+        self.inbox.put(None)
+        self.gate.set()
+        self.ended.set()  # whoever waits for that, in a thread of its own, would keep the event loop from closing
+        for thread in self.threads:
+            thread.join(5)
+        for client in self.clients:
+            client.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+async def house(tmp_path_factory):
+    house = House(tmp_path_factory.mktemp("h"))
+    yield house
+    house.close()
+
+
+async def collect(client: ZmqClient, name: str) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    async for deltas in client.deltas(name):
+        for delta in deltas:
+            assert delta.finish is None or delta.finish.reason != "error", delta
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_every_stream_goes_on_where_it_was(house, overlap):
+    house.start_engine(fail_at=16, overlap=overlap)
+    await asyncio.gather(*(client.ready() for client in house.clients))
+    requests = [request(f"r{i}", 30 + i % 9, n=1 + i % 2) for i in range(20)]
+    reading = []
+    for number, each in enumerate(requests):
+        client = house.clients[number % 2]
+        client.submit(each)
+        reading.append(asyncio.create_task(collect(client, each.id)))
+    for fail_at in (13, 0, 14, -1):  # an engine may end at once, too
+        await house.replace_engine(fail_at=fail_at, overlap=overlap)
+    answers = await asyncio.wait_for(asyncio.gather(*reading), 20)
+    for each, answer in zip(requests, answers, strict=True):
+        wanted = list(range(3, 3 + each.params.max_tokens))
+        assert answer == dict.fromkeys(range(each.params.n), wanted)
+    assert all(client.num_restarts == 4 and len(client._streams) == 0 for client in house.clients)
+
+
+async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
+    house.start_engine(fail_at=2)
+    first, second = house.clients
+    await asyncio.gather(*(client.ready() for client in house.clients))
+    first.submit(request("a", 30))
+    await asyncio.to_thread(house.ended.wait)
+    house.tell(EngineLost("it ended", []))
+    while not second.is_recovering:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    second.submit(request("b", 5))
+    second.submit(request("c", 5))
+    await second.deltas("c").aclose()  # never read: nothing of it is to be computed
+    second._streams.close("c")
+    with pytest.raises(EngineUnavailable, match="started again"):
+        await second.control(Ping(0))
+    house.start_engine()
+    for origin, orders in enumerate(house.orders):
+        orders.send(msgspec.msgpack.encode(EngineStarted(*house.addresses(origin, 2))))
+    answers = await asyncio.wait_for(asyncio.gather(collect(first, "a"), collect(second, "b")), 20)
+    assert answers == [{0: list(range(3, 33))}, {0: list(range(3, 8))}]
+    assert await second.control(Ping(0)) == "pong" and not second.is_recovering
+
+
+async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, monkeypatch):
+    """What one has taken in, the next does not refuse; all else is counted where it came in, and again by the next engine."""
+    monkeypatch.setattr(inflight_limit, "AWAY_SECONDS", 0.02)
+    house.bound(6)  # beside four rows: three, and two, for each of the processes
+    house.gate.clear()
+    house.start_engine(fail_at=0)
+    first, second = house.clients
+    await first.ready()  # the engine holds what comes until the second has spoken: nothing is taken in
+
+    def submit(client: ZmqClient, name: str) -> asyncio.Task[dict[int, list[int]]]:
+        client.submit(request(name, 7))
+        return asyncio.create_task(collect(client, name))
+
+    def is_full(client: ZmqClient, words: str) -> None:
+        with pytest.raises(Overloaded, match=f"requests wait already, as many as may .*{words}") as refused:
+            client.submit(request("refused"))
+        assert refused.value.retry_after >= 1 and not client._streams._streams.get("refused")
+
+    taken = [submit(first, f"a{number}") for number in range(10)]
+    is_full(first, "waiting-requests")  # on their way is what an engine without work would take
+    while house.num_received < 1 + len(taken):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await second.ready()
+    while first._anteroom._sent:
+        first._anteroom._let_in()
+        await asyncio.sleep(0.01)
+    while not second._anteroom._is_silent():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(Overloaded, match="does not answer, and each of 2"):
+        first.submit(request("refused"))
+    new = [submit(second, f"b{number}") for number in range(5)]
+    is_full(second, "does not answer")
+    house.gate.set()
+    await asyncio.to_thread(house.ended.wait)
+    house.tell(EngineLost("it ended", []))
+    while not second.is_recovering:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    is_full(second, "does not answer")
+    new.pop().cancel()  # its client leaves, and another has its place
+    await asyncio.sleep(2 * inflight_limit.RECOUNT_SECONDS)
+    new.append(submit(second, "b5"))
+    await house.replace_engine()
+    answers = await asyncio.wait_for(asyncio.gather(*taken, *new, return_exceptions=True), 20)
+    assert answers[:10] == [{0: list(range(3, 10))}] * 10
+    assert all(
+        isinstance(answer, AssertionError) and "6 requests wait already" in str(answer) for answer in answers[10:]
+    )
+    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._anteroom._num_sent_tokens
+
+
+async def test_what_ends_engines_is_failed_alone(house):
+    house.start_engine()
+    await asyncio.gather(*(client.ready() for client in house.clients))
+    good = [request(f"r{i}", 25) for i in range(3)]
+    bad = msgspec.structs.replace(request("bad", 25), prompt_ids=[1, Mortal.poison, 2])
+    reading = []
+    for number, each in enumerate([*good[:2], bad, *good[2:]]):
+        client = house.clients[number % 2]
+        client.submit(each)
+        reading.append(asyncio.create_task(collect(client, each.id)))
+    while not reading[2].done():
+        ended = asyncio.create_task(asyncio.to_thread(house.ended.wait))
+        await asyncio.wait({ended, reading[2]}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading[2].done():
+            await house.replace_engine()
+        assert house.num_engines < 12
+        await asyncio.sleep(0.05)
+    answers = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), 20)
+    assert isinstance(answers[2], AssertionError) and "request bad was alone" in str(answers[2])
+    assert [answers[i] for i in (0, 1, 3)] == [{0: list(range(3, 28))}] * 3
+
+
+async def test_when_there_will_be_no_other_everybody_is_told(house):
+    house.start_engine(fail_at=3)
+    await asyncio.gather(*(client.ready() for client in house.clients))
+    house.clients[0].submit(request("a", 30))
+    reading = asyncio.create_task(collect(house.clients[0], "a"))
+    await asyncio.to_thread(house.ended.wait)
+    house.tell(EngineGone("given up"))
+    with pytest.raises(EngineDead, match="given up"):
+        await reading
+    with pytest.raises(EngineDead, match="given up"):
+        house.clients[0].submit(request("b"))
+
+
+class Kept:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, object]] = []
+
+    def connect(self, hello: Hello) -> None: ...
+
+    def send(self, origin: int, message: object) -> None:
+        self.sent.append((origin, message))
+
+    def send_all(self, message: object) -> None: ...
+
+
+def test_what_an_ended_process_asked_for_is_let_go():
+    """Its requests hold nothing any more; the others', and its successor's, go on."""
+    engine, inbox, outbox = make_engine(), queue.SimpleQueue(), Kept()
+    driver, scheduler = Driver(engine, inbox, outbox, num_origins=2), engine.loop.scheduler
+
+    def take(*messages) -> list[str]:
+        for message in messages:
+            inbox.put(message)
+        inbox.put(None)
+        driver.run()
+        driver._reunite(driver._reunion or Reunion(0))
+        driver._send(engine.loop.step())
+        return scheduler.request_ids()
+
+    asked = [
+        msgspec.structs.replace(request(name, 20), origin=origin) for name, origin in (("a", 0), ("b", 1), ("c", 0))
+    ]
+    assert take(Hello(0, "first"), Hello(1, "second"), *asked[:2]) == ["a", "b"]
+    assert take(ServerGone(0, "not the one that is there")) == ["a", "b"]
+    assert take(ServerGone(0, "first")) == ["b"] and not audit(scheduler.cache)
+    assert take(Hello(0, "third"), asked[2], ServerGone(0, "first")) == ["b", "c"]
+    assert take(Hello(0, "fourth")) == ["b"]  # nobody told of the third's end: the fourth is there
+    sent = [origin for origin, message in outbox.sent[-2:] if isinstance(message, StepDeltas)]
+    assert sent and set(sent) == {1} and len(scheduler.cache.tables) == 1
+
+
+def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_message(monkeypatch):
+    """A message about the last request comes just before the next request does, which must not wait."""
+    engine, inbox = make_engine(), queue.SimpleQueue()
+    driver, loop = Driver(engine, inbox, Kept(), num_origins=2), engine.loop
+    loop.add(request("a", 2))
+    while loop.has_work:
+        loop.step()
+    monkeypatch.setattr("octavo.engine.driver._REST_SECONDS", 0.01)
+    inbox.put(Answered(["a"], "POST", "/v1/completions", 200, 0.1))
+    assert driver._take_in() and loop.audits["right"] == 0
+    assert driver._take_in() and loop.audits["right"] == 1

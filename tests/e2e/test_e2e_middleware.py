@@ -1,0 +1,99 @@
+"""TLS and keys with `octavo serve` as people start it."""
+
+import json
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.certificates import Certificates, make_certificates
+from tests.e2e.servers import Server
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
+
+
+def ask(server: Server, trust: ssl.SSLContext, path: str, key: str = "", body: object = None) -> int:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(server.base + path, data, headers), timeout=120, context=trust
+        ) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def answer(base: str, trust: ssl.SSLContext | None, body: object) -> dict[str, Any]:
+    """What does not change from one request to the next, of a connection of its own."""
+    headers = {"Authorization": "Bearer two", "Connection": "close"}
+    request = urllib.request.Request(base + "/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120, context=trust) as response:
+        found = json.loads(response.read())
+    return {name: found[name] for name in ("choices", "system_fingerprint")}
+
+
+def test_tls_and_keys_and_the_same_bytes_from_one_api_process_as_from_two(
+    certificates: Certificates, tmp_path: Path, server: Server
+) -> None:
+    """`server` has two processes, and other rows, pages and context besides: none of it reaches a byte."""
+    body = {"prompt": "Once upon a time", "max_tokens": 24, "seed": 11, "temperature": 1.1, "logprobs": 3}
+    expected = [answer(server.base, None, body) for _ in range(4)]  # dealt out to the processes in turn
+    assert expected.count(expected[0]) == 4
+    check_tls_and_keys(certificates, tmp_path, body, expected[0])
+
+
+def check_tls_and_keys(certificates: Certificates, tmp_path: Path, body: object, expected: dict[str, Any]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("from-file\n")
+    with Server(
+        "--ssl-certfile", str(certificates.server), "--ssl-keyfile", str(certificates.server_key),
+        "--api-key", "one", "--api-key", "two", "--api-key-file", str(keys),
+        "--kv-cache-memory-bytes", "64M", "--api-processes", "1", "--max-model-len", "256", "--max-num-seqs", "4",
+    ) as server:  # fmt: skip
+        assert server.base.startswith("https://")
+        assert not any("from-file" in line for line in server.lines)
+        trust = ssl.create_default_context(cafile=certificates.authority)
+        assert ask(server, trust, "/health") == 200
+        for key, status in (("", 401), ("three", 401), ("one", 200), ("two", 200), ("from-file", 200)):
+            assert ask(server, trust, "/v1/models", key) == status, key
+        assert answer(server.base, trust, body) == expected
+        with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
+            ask(server, ssl.create_default_context(), "/health")
+        with pytest.raises((urllib.error.URLError, ConnectionError)):  # plain HTTP gets no answer
+            urllib.request.urlopen(server.base.replace("https", "http") + "/health", timeout=60)
+        assert ask(server, trust, "/health") == 200, "and nobody else suffers from it"
+        assert server.terminate() == 0
+
+
+def test_certificates_that_do_not_work_are_one_line_before_anything_is_loaded(
+    certificates: Certificates, tmp_path: Path
+) -> None:
+    def complaint(*flags: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", *flags],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        return line
+
+    server, key = str(certificates.server), str(certificates.server_key)
+    rubbish = tmp_path / "rubbish.pem"
+    rubbish.write_text("no certificate")
+    assert "--ssl-certfile /nowhere.pem cannot be read" in complaint("--ssl-certfile", "/nowhere.pem")
+    assert "do not work (KEY_VALUES_MISMATCH)" in complaint(
+        "--ssl-certfile", server, "--ssl-keyfile", str(certificates.client_key)
+    )
+    assert "holds no certificates" in complaint(
+        "--ssl-certfile", server, "--ssl-keyfile", key, "--ssl-ca-certs", str(rubbish)
+    )

@@ -1,0 +1,122 @@
+"""Random workloads through a real loop with a recorder, on the oracle's device: what the tests of recordings replay."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from octavo.cache import KVCache
+from octavo.engine.loop import EngineLoop
+from octavo.messages import Abort, EngineReport, ResetPrefixCache, StepPlan, StepResult
+from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.recording.format import FORMAT, Header
+from octavo.recording.recorder import Recorder, Segments
+from octavo.recording.ring import BlackBox
+from octavo.schedule import POLICIES, Scheduler
+from octavo.schedule.grammar_cache import Shelf
+from tests.schedule.oracle import OracleDevice
+from tests.schedule.workload import Workload
+
+ROOT = b"a secret"
+
+
+class OracleExecutor:
+    """Computes at once; `overlap`: the loop makes its next plan before it asks."""
+
+    def __init__(self, device: OracleDevice, overlap: bool) -> None:
+        self.overlap, self._device = overlap, device
+        self._results: deque[StepResult] = deque()
+        self.tokens: list[list[int]] = []
+        self.preparing: deque[Callable[[], None]] = deque()
+        self.grammars: list[str] = []  # that were to be prepared, in their order
+
+    def submit(self, plan: StepPlan) -> None:
+        result = self._device.run(plan)
+        self.tokens.append(result.tokens)
+        self._results.append(result)
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
+        self.preparing.append(done)
+        self.grammars.append(grammar)
+
+    def close(self) -> None:
+        pass
+
+
+def report_of(load: Workload) -> EngineReport:
+    return EngineReport(
+        device="none",
+        dtype="float32",
+        vocab_size=32,
+        max_model_len=64,
+        max_num_seqs=load.rows,
+        max_num_batched_tokens=load.budget,
+        page_size=load.page_size,
+        num_pages=load.num_pages,
+        num_host_pages=load.num_host_pages,
+        weights_bytes=0,
+        page_bytes=1,
+        windows=load.windows,
+        scheduling_policy=load.policy,
+    )
+
+
+def header_of(report: EngineReport, shares: bool, with_tokens: bool) -> Header:
+    options = {"cache": {"enable_prefix_caching": shares}}
+    root = ROOT if with_tokens else b""
+    return Header(FORMAT, "test", 0.0, 0.0, "1", with_tokens, "none", "", "folder", options, report, root)
+
+
+class Recorded:
+    """One workload, recorded. `roll`: how likely a new file is begun after a turn."""
+
+    def __init__(
+        self,
+        load: Workload,
+        folder: Path,
+        with_tokens: bool,
+        roll: float = 0.0,
+        limit: int = 2**24,
+        box: BlackBox | None = None,
+        name: str = "1",
+        aborts: bool = True,
+    ) -> None:
+        self.load, self.folder = load, folder
+        self.report = report_of(load)
+        cache = KVCache(
+            load.num_pages, load.page_size, load.num_host_pages, load.shares, None, load.windows, load.budget, ROOT
+        )
+        policy = POLICIES[load.policy]
+        scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy)
+        shelf = load.scheduler.shelf
+        scheduler.shelf = Shelf(shelf._max_used, shelf._max_unused)
+        self.executor = OracleExecutor(OracleDevice(load.page_size, load.rows, load.windows), bool(load.depth))
+        self.loop = EngineLoop(scheduler, self.executor, EngineMetrics("none", self.report))
+        header = header_of(self.report, load.shares, with_tokens)
+        self.recorder = Recorder(Segments(folder, name, limit), header, box or BlackBox())
+        self.loop.record(self.recorder)
+        self._roll, self._aborts = roll, aborts
+
+    def run(self, most_turns: int = 10**6) -> None:
+        """All of the workload, with aborts and resets as the scheduler's own tests have them."""
+        load, loop = self.load, self.loop
+        r = random.Random(load.seed + 4 * 10**9)
+        turn = 0
+        preparing = self.executor.preparing
+        while (load.arrivals or loop.has_work or preparing) and turn < most_turns:
+            while load.arrivals and load.arrivals[0][0] <= turn:
+                loop.add(load.arrivals.pop(0)[1])
+            if r.random() < 0.04 * self._aborts and not loop.scheduler.is_idle:
+                victim = r.choice(sorted(loop.scheduler.request_ids()))
+                loop.abort(Abort(victim, r.choice([-1, 0])))
+            if r.random() < 0.02:
+                loop.control(ResetPrefixCache(0))
+            if r.random() < self._roll:
+                self.recorder.is_due = True
+            if preparing and (r.random() < 0.4 or not loop.has_work):
+                preparing.popleft()()
+            loop.step()
+            turn += 1

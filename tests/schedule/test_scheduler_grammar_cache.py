@@ -1,0 +1,117 @@
+"""How long a request waits for its grammar, as bounds that do not depend on who comes after it: those of octavo/schedule/grammar_cache.py.
+
+ready   after so many more have been made ready: those ordered, those that older requests need and that are not ordered, its own
+room    where too many are in use: after so many more are used no longer: those that older requests have no room for, its own"""
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.schedule.grammar_cache import MAX_ORDERED, Shelf
+
+
+class Watched:
+    """A shelf, whose orders are carried out one after the other, and what each request was promised when it came."""
+
+    def __init__(self, max_used: int, max_unused: int) -> None:
+        self.shelf = Shelf(max_used, max_unused)
+        self.making: deque[str] = deque()
+        self.num_made = self.num_freed = self.num_requests = 0
+        self.closest = 1000  # promises that were left when one was kept
+        self.open: dict[str, str] = {}
+        self.made_by: dict[str, int] = {}  # request → its grammar is ready when so many have been made
+        self.freed_by: dict[str, int] = {}  # request → there is room for its grammar when so many are used no more
+
+    def come(self, grammar: str) -> str:
+        self.num_requests += 1
+        name = f"r{self.num_requests}"
+        lacks_room = [*self.shelf._later.values()]
+        is_ready = self.shelf.hold(name, grammar)
+        self.open[name] = grammar
+        assert is_ready == self.shelf.is_ready(name)
+        if name in self.shelf._later:
+            self.freed_by[name] = self.num_freed + len({*lacks_room, grammar})
+        else:
+            self._promise(name)
+        self._look()
+        return name
+
+    def go(self, name: str) -> None:
+        grammar, held = self.open.pop(name), {*self.shelf._held} - {name}
+        self.num_freed += name in self.shelf._held and all(self.open[other] != grammar for other in held)
+        self.made_by.pop(name, None)
+        self.freed_by.pop(name, None)
+        ready = self.shelf.drop(name)
+        let_in = [other for other in self.shelf._held if other not in held]
+        assert ready == [other for other in let_in if self.shelf.is_ready(other)]
+        for other in let_in:
+            del self.freed_by[other]
+            self._promise(other)
+        self._look()
+
+    def make(self) -> None:
+        if self.making:
+            self.num_made += 1
+            self.shelf.prepared(self.making.popleft())
+            self._look()
+
+    def _promise(self, name: str) -> None:
+        """The bound, counted apart from how the shelf goes about it."""
+        grammar, ahead = self.open[name], []
+        if self.shelf.is_ready(name):
+            return
+        for other, its in self.shelf._held.items():
+            if other == name:
+                break
+            ahead.append(its)
+        ordered = {*self.making, *(order.grammar for order in self.shelf.orders)}
+        missing = {*ahead, grammar} - ordered - self.shelf._ready
+        self.made_by[name] = self.num_made + len(ordered) + len(missing)
+
+    def _look(self) -> None:
+        self.making += [order.grammar for order in self.shelf.orders]
+        self.shelf.orders = []
+        assert len(self.making) <= MAX_ORDERED
+        for name, bound in [*self.made_by.items()]:
+            if self.shelf.is_ready(name):
+                self.closest = min(self.closest, bound - self.num_made)
+                del self.made_by[name]
+            assert self.num_made < bound or self.shelf.is_ready(name), "all that stood before it are made, and it waits"
+        for bound in self.freed_by.values():
+            assert self.num_freed < bound, "there is room for it, and it does not have it"
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from("ccccgmmm"), st.integers(0, 50)), max_size=80)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 3), EVENTS)
+def test_whoever_waits_for_a_grammar_has_it_in_time(max_used, max_unused, events):
+    watched = Watched(max_used, max_unused)
+    for event, number in events:
+        match event:
+            case "c":
+                watched.come("abcdefgh"[number % 8])
+            case "g" if watched.open:
+                watched.go([*watched.open][number % len(watched.open)])
+            case "m":
+                watched.make()
+    while watched.making:
+        watched.make()
+    while watched.open:  # the oldest end, until there was room for all
+        watched.go(next(iter(watched.open)))
+        while watched.making:
+            watched.make()
+    assert not watched.made_by and not watched.freed_by
+
+
+def test_the_bound_is_met():
+    """Each with a grammar of its own, and nobody leaves: each waits for exactly those before it."""
+    watched = Watched(100, 0)
+    for number in range(10):
+        watched.come(f"grammar {number}")
+        assert watched.made_by[f"r{number + 1}"] == number + 1
+    while watched.making:
+        watched.make()
+    assert watched.closest == 0 and watched.num_made == 10

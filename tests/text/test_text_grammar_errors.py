@@ -1,0 +1,34 @@
+"""What cannot be compiled is told in words that name the construct, and nothing of how the compiler was asked."""
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import InvalidRequest
+from octavo.text.grammar.build import grammar_of
+from tests.doubles import byte_text
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"regex": "x("}, "unclosed group: '('"),
+        ({"regex": "é[ü"}, "unclosed character class: '[ü'"),
+        ({"regex": "(?=a)b"}, "look-ahead and look-behind are not offered: '(?=a)b'"),
+        ({"regex": r"(a)\1"}, r"references back to a group are not offered: '\\1'"),
+        ({"regex": r"\bfoo"}, r"the edges of words (\b, \B) are not offered"),
+        ({"regex": "a^b"}, "'^' is offered at the ends of an expression only"),
+        ({"regex": "a{3,1}"}, "the first count must not be above the second: '{3,1}'"),
+        ({"regex": "\\"}, "a text or an expression is not closed, or a sign is unknown"),
+        ({"json": {"type": "string", "pattern": "(a"}}, "unclosed group: '(a'"),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 2}}, "no answer meets it: minimum (5) is greater than maximum (2)"),
+        ({"json": {}, "whitespace_pattern": "a{,3}"}, "a count must be a number: ',3}'"),
+        ({"grammar": "start: A\nA: B"}, 'line 2: unknown name: "B"'),
+        ({"grammar": 'start: "a" B\nB: /(b/'}, "line 2: unclosed group: '(b'"),
+        ({"structural_tag": {"format": {"type": "regex", "pattern": "(a"}}}, "unclosed group: '(a'"),
+    ],
+)  # fmt: skip
+def test_complaints(wish: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        grammar_of(wish, byte_text().vocabulary)
+    assert raised.value.message.partition(" cannot be kept to: ")[2] == words
