@@ -14,6 +14,7 @@ from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.endpoints import routers
 from octavo.server.http.errors import error_response
 from octavo.server.http.middleware import Door, route_of
+from octavo.server.openapi import build_document
 from octavo.server.state.loopback import ask
 from octavo.server.state.service import Service
 from octavo.text import Text
@@ -26,6 +27,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     app = FastAPI(title="Octavo", openapi_url=None, redirect_slashes=False)
     app.state.service = service
     service.ask = functools.partial(ask, app)
+    service.openapi = functools.partial(build_document, app, service)
     for router in routers(service):
         app.include_router(router)
     for error in (OctavoError, HTTPException, RequestValidationError):

@@ -1,8 +1,6 @@
 """GET /openapi.json: this server as an OpenAPI 3.1 document, made from the types by which requests are read and answers written.
 Knows no endpoint: an endpoint's module has its DIALECTs, for what it takes, and its SHAPES, for what it gives."""
 
-import importlib
-import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -10,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from octavo.server import endpoints
+from octavo.server.endpoints import endpoint_modules
 from octavo.server.http.errors import ErrorBody
 from octavo.server.schema.fields import Dialect, RequestFields
 from octavo.server.schema.shapes import Shape, ranges
@@ -54,8 +52,7 @@ def build_document(app: FastAPI, service: Service) -> Schema:
 def _declared() -> tuple[dict[str, Dialect[Any]], dict[str, Shape]]:
     dialects: dict[str, Dialect[Any]] = {}
     shapes: dict[str, Shape] = {}
-    for found in pkgutil.iter_modules(endpoints.__path__):
-        module = importlib.import_module(f"{endpoints.__name__}.{found.name}")
+    for module in endpoint_modules():
         own = getattr(module, "DIALECTS", None) or filter(None, [getattr(module, "DIALECT", None)])
         dialects.update((dialect.path, dialect) for dialect in cast(Iterable[Dialect[Any]], own))
         shapes.update(getattr(module, "SHAPES", {}))

@@ -26,6 +26,7 @@ from octavo.client.client import ZmqClient
 from octavo.client.inflight_limit import Anteroom
 from octavo.errors import ConfigError, EngineDead
 from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.launch import ServerOrder
 from octavo.ipc.memory_trim import give_back, keep_one_heap, let_go_of_code
 from octavo.ipc.stderr import settle_standard_error
 from octavo.ipc.subprocesses import signal_at_parents_end
@@ -33,7 +34,6 @@ from octavo.observe import logs
 from octavo.server.http.connections import HttpServer, http_server
 from octavo.server.prepare import prepare
 from octavo.server.state.service import Service
-from octavo.supervisor.api_processes import ServerOrder
 
 log = logging.getLogger("octavo.server")
 

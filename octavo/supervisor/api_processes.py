@@ -13,39 +13,14 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.config import Config
 from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.launch import ServerOrder
 from octavo.ipc.subprocesses import spawn
 from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 from octavo.supervisor.acceptor import Reception
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
 _FAREWELL_MS = 1000
-
-
-class Patience(msgspec.Struct, frozen=True):
-    """Seconds that clients get."""
-
-    request: float = 60.0  # for a request's head, and for each KiB of its body
-    reader: float = 300.0  # to take any of what was written to them
-    farewell: float = 5.0  # the same, when the server is told to stop and has nothing else to wait for
-
-
-class ServerOrder(msgspec.Struct, frozen=True):
-    """What the supervisor tells an API process to be."""
-
-    config: Config
-    fd: int  # a socket, inherited, over which connections come: see octavo.supervisor.acceptor
-    origin: int
-    engine_address: str
-    reply_address: str
-    model_path: str
-    model_name: str
-    default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
-    orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
-    pulse_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
-    patience: Patience = Patience()
-    num_servers: int = 1  # API processes, of which this is one
 
 
 class Member:

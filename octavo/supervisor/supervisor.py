@@ -17,14 +17,14 @@ import zmq
 
 from octavo.config import AUTO, Config, ServerConfig
 from octavo.ipc.heartbeat import Pulse, shared_memory
-from octavo.ipc.launch import EngineOrder
+from octavo.ipc.launch import EngineOrder, ServerOrder
 from octavo.ipc.memory_trim import let_go_of_code
 from octavo.ipc.stderr import hold_standard_streams, say, settle_standard_error
 from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.messages import EngineGone, EngineLost, EngineReport
 from octavo.recording.crash_files import Flights
 from octavo.supervisor.acceptor import Reception, raise_descriptor_limit
-from octavo.supervisor.api_processes import Fleet, Member, ServerOrder
+from octavo.supervisor.api_processes import Fleet, Member
 from octavo.supervisor.listen import cannot_listen, check_certificates, listen, url_of
 from octavo.supervisor.memory_report import budget_lines
 from octavo.supervisor.runtime_dir import SocketFolder, files_folder, remove_abandoned

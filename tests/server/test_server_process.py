@@ -21,9 +21,9 @@ import pytest
 import zmq
 
 from octavo.errors import ConfigError
+from octavo.ipc.launch import Patience, ServerOrder
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
 from octavo.supervisor.acceptor import Reception
-from octavo.supervisor.api_processes import Patience, ServerOrder
 from tests.certificates import make_certificates
 from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 

@@ -6,12 +6,19 @@ What a module's routes take is in its DIALECT (or DIALECTS), what they give in i
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from types import ModuleType
 
 from fastapi import APIRouter
 
 from octavo.server.state.service import Service
 
 
+def endpoint_modules() -> Iterator[ModuleType]:
+    """Every module of this folder, by name."""
+    for found in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        yield importlib.import_module(f"{__name__}.{found.name}")
+
+
 def routers(service: Service) -> Iterator[APIRouter]:
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        yield importlib.import_module(f"{__name__}.{module.name}").router(service)
+    for module in endpoint_modules():
+        yield module.router(service)

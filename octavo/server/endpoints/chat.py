@@ -4,14 +4,11 @@ Knows nothing of the engine beyond its answers' events, and of templates only th
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from octavo.errors import InvalidRequest
 from octavo.messages import Logprobs
 from octavo.server.dialects.openai_chat.output import (
     ChatChunk,
@@ -24,28 +21,19 @@ from octavo.server.dialects.openai_chat.output import (
 )
 from octavo.server.generate.answer_events import AnswerPiece, Answers, WholeAnswer
 from octavo.server.generate.chat import (
-    Chat,
     answer_grammar,
-    check_choice,
-    check_variables,
-    effort_variables,
-    encode,
-    read_ending,
-    text_for,
 )
+from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse
 from octavo.server.generate.generation import PromptProgress, Usage
 from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
-from octavo.server.generate.messages import parse_messages
 from octavo.server.generate.offload import aside
-from octavo.server.generate.requests import Prompt, build_requests, cut_prompt, new_id
+from octavo.server.generate.requests import build_requests, new_id
 from octavo.server.http.respond import give
 from octavo.server.http.sse import DONE, Frames, event
-from octavo.server.schema.fields import Dialect, GenerationFields, read_fields
-from octavo.server.schema.shapes import EVENTS, Messages, Shape, ToolChoice, Tools
+from octavo.server.schema.fields import Dialect, read_fields
+from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.state.service import Service
-from octavo.text import Text
-from octavo.text.chat.tools import parse_tool_choice, parse_tools
 from octavo.text.parsers import Content
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
@@ -63,27 +51,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 
 
-class ChatRequest(GenerationFields):
-    messages: Messages
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: Tools = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template: Any = None  # a string, where requests may bring templates
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
-
 DIALECT = Dialect("chat", "/v1/chat/completions", ChatRequest, {**NOT_OFFERED_ANYWHERE, **NOT_OFFERED})
-
-
-@dataclass(frozen=True, slots=True)
-class ChatPrompt(Prompt):
-    chat: Chat = field(kw_only=True)  # what the prompt was made of
 
 
 SHAPES = {f"POST {DIALECT.path}": Shape(ChatCompletion, EVENTS)}
@@ -105,36 +73,6 @@ def router(service: Service) -> APIRouter:
         return await give(service, request, fields, response_id, response)
 
     return router
-
-
-async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
-    chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
-    longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
-    ids = await encode(service, chat, max_tokens=longest)
-    return ChatPrompt(cut_prompt(ids, fields, service.report), "messages", chat=chat)
-
-
-def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
-    tools = parse_tools(fields.tools or [])
-    choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
-    check_choice(choice, service)
-    for at, tool in enumerate(tools if choice.mode == "auto" else ()):
-        if tool.strict:
-            fields.pass_over(f"tools[{at}].function.strict", service.config.server)
-    variables = fields.chat_template_kwargs or {}
-    check_variables(variables, "chat_template_kwargs")
-    by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
-    messages = parse_messages(fields.messages)
-    ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
-    return Chat(messages, tools, choice, {**by_effort, **variables}, text, ending)
-
-
-def num_logprobs(fields: ChatRequest) -> int | None:
-    """None: none are wanted."""
-    top = fields.top_logprobs
-    if top and not fields.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    return (top or 0) if fields.logprobs else None
 
 
 class _Response:

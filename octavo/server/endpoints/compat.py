@@ -1,8 +1,6 @@
 """GET /v1/compat: what becomes of each field of each dialect: honoured, refused, or accepted without effect, and why.
 Knows no field: every row is read from the tree of schema and tables by which requests are parsed."""
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,8 +8,8 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.config import ServerConfig
-from octavo.server import endpoints
-from octavo.server.schema import unknown as field_tree
+from octavo.server.endpoints import endpoint_modules
+from octavo.server.schema import unknown as unknown_fields
 from octavo.server.schema.fields import Dialect
 from octavo.server.schema.shapes import Shape
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT
@@ -62,8 +60,7 @@ def router(service: Service) -> APIRouter:
 
 def all_dialects() -> Iterator[Dialect[Any]]:
     """Those of every endpoint that reads a body: its DIALECT, or several DIALECTS."""
-    for found in sorted(pkgutil.iter_modules(endpoints.__path__), key=lambda module: module.name):
-        module = importlib.import_module(f"{endpoints.__name__}.{found.name}")
+    for module in endpoint_modules():
         yield from getattr(module, "DIALECTS", None) or filter(None, [getattr(module, "DIALECT", None)])
 
 
@@ -72,14 +69,14 @@ def rows(dialect: Dialect[Any], server: ServerConfig) -> Iterator[Field]:
     them is told as it fares in the one that has most use for it."""
     order: list[Status] = ["honoured", "accepted_without_effect", "refused"]
     found: dict[str, Field] = {}
-    for name, member in field_tree.rows(dialect.tree):
+    for name, member in unknown_fields.rows(dialect.tree):
         field = _field(name, member, server)
         if name not in found or order.index(field.status) < order.index(found[name].status):
             found[name] = field
     yield from found.values()
 
 
-def _field(name: str, member: field_tree.Member, server: ServerConfig) -> Field:
+def _field(name: str, member: unknown_fields.Member, server: ServerConfig) -> Field:
     if member.label:
         return Field(name, "accepted_without_effect", member.label)
     if member.harmless is None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from octavo.errors import InvalidRequest
 from octavo.server.dialects.anthropic import output
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
-from octavo.server.endpoints import chat
+from octavo.server.generate import chat_request
 from octavo.server.generate.chat_task import Turn, ignored_fields, named
 from octavo.server.generate.requests import new_id
 from octavo.server.http.errors import ERROR_SHAPES, ErrorDetail, describe
@@ -195,7 +195,7 @@ SHAPES = {
 # ── a request and its answer ────────────────────────────────────────────────────────────────────────
 
 
-async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatRequest, chat.ChatPrompt]:
+async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.ChatRequest, chat_request.ChatPrompt]:
     choice, is_parallel = chat_tool_choice(fields.tool_choice)
     values: dict[str, Any] = {"messages": chat_messages(fields.system, fields.messages)}
     if fields.tools:
@@ -224,10 +224,10 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat.ChatReques
         same = ("temperature", "top_p", "top_k", "stream")
         values |= {name: getattr(fields, name) for name in same} | fields.limits
         with named([("stop", "stop_sequences")]):
-            values["stop"] = make_fields(chat.ChatRequest, {"messages": [], "stop": fields.stop_sequences}).stop
+            values["stop"] = make_fields(chat_request.ChatRequest, {"messages": [], "stop": fields.stop_sequences}).stop
     with named(NAMES):
-        asked = make_fields(chat.ChatRequest, values)
-        return asked, await chat.parse(service, asked)
+        asked = make_fields(chat_request.ChatRequest, values)
+        return asked, await chat_request.parse(service, asked)
 
 
 def _check_prefill(fields: CountRequest, choice: object) -> None:

@@ -19,9 +19,9 @@ from octavo.server.dialects.openai_responses.items import chat_messages, read_in
 from octavo.server.dialects.openai_responses.output import Output, item_id
 from octavo.server.dialects.openai_responses.request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
 from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse
-from octavo.server.endpoints import chat
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
+from octavo.server.generate import chat_request
 from octavo.server.generate.chat_task import Turn, ignored_fields, named, parse_cut
 from octavo.server.http.errors import describe
 from octavo.server.http.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
@@ -222,8 +222,8 @@ class _Question(msgspec.Struct, frozen=True):
     """What is asked, with all that was said before."""
 
     items: list[types.Item]
-    fields: chat.ChatRequest
-    prompt: chat.ChatPrompt
+    fields: chat_request.ChatRequest
+    prompt: chat_request.ChatPrompt
 
     @staticmethod
     async def read(service: Service, kept: KeptResponses, fields: InputRequest, owner: bytes) -> "_Question":
@@ -253,7 +253,7 @@ class _Question(msgspec.Struct, frozen=True):
         messages = chat_messages(fields.instructions, items)
         with named(NAMES):
             chat_fields = requests.chat_request(fields, messages)
-            parse = parse_cut if fields.truncation == "auto" else chat.parse
+            parse = parse_cut if fields.truncation == "auto" else chat_request.parse
             return _Question(items, chat_fields, await parse(service, chat_fields))
 
 

@@ -9,9 +9,9 @@ import msgspec
 
 from octavo.errors import ContextTooLong, RequestError
 from octavo.messages import Logprobs, SamplingParams
-from octavo.server.endpoints.chat import ChatPrompt, ChatRequest, num_logprobs, parse_chat
 from octavo.server.generate.answer_events import Answers
 from octavo.server.generate.chat import answer_grammar, encode
+from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse_chat
 from octavo.server.generate.generation import Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
 from octavo.server.generate.requests import build_requests

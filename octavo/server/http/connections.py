@@ -26,10 +26,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.errors import EngineUnavailable, InvalidRequest, OctavoError, RequestTimeout
+from octavo.ipc.launch import Patience, ServerOrder
 from octavo.server.http.errors import error_response
 from octavo.server.http.middleware import new_request_id
 from octavo.supervisor.acceptor import take_connections
-from octavo.supervisor.api_processes import Patience, ServerOrder
 
 log = logging.getLogger("octavo.server")
 

@@ -12,6 +12,7 @@ from typing import Any
 from octavo.client.client import EngineClient
 from octavo.config import Config
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
+from octavo.ipc.launch import Patience
 from octavo.messages import Control, EngineReport
 from octavo.observe.journeys.journey import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
@@ -22,7 +23,6 @@ from octavo.server.state.loopback import Answer
 from octavo.server.state.peers import Siblings
 from octavo.server.state.resume import StreamLogs
 from octavo.server.state.traces import Traces
-from octavo.supervisor.api_processes import Patience
 from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
@@ -62,6 +62,7 @@ class Service:
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.siblings = Siblings()  # the other API processes
         self.ask: Ask | None = None  # build_app knows how
+        self.openapi: Callable[[], dict[str, Any]] = dict  # build_app sets it
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
         self._was_ready = False

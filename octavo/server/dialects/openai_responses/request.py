@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from octavo.config import ServerConfig
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.types import ResponseTool
-from octavo.server.endpoints.chat import ChatRequest
+from octavo.server.generate.chat_request import ChatRequest
 from octavo.server.schema.fields import RequestFields, SamplingFields, check_metadata, make_fields
 from octavo.server.schema.limits import QueueOptions, StreamFields
 from octavo.server.schema.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat

@@ -1,0 +1,73 @@
+"""A chat request in its one internal form, whatever dialect it came in: its fields, and its prompt with what that was made of.
+Every dialect maps its own JSON to ChatRequest; parse() makes the prompt."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.errors import InvalidRequest
+from octavo.server.generate.chat import (
+    Chat,
+    check_choice,
+    check_variables,
+    effort_variables,
+    encode,
+    read_ending,
+    text_for,
+)
+from octavo.server.generate.messages import parse_messages
+from octavo.server.generate.requests import Prompt, cut_prompt
+from octavo.server.schema.fields import GenerationFields
+from octavo.server.schema.shapes import Messages, ToolChoice, Tools
+from octavo.server.state.service import Service
+from octavo.text import Text
+from octavo.text.chat.tools import parse_tool_choice, parse_tools
+
+
+class ChatRequest(GenerationFields):
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template: Any = None  # a string, where requests may bring templates
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt(Prompt):
+    chat: Chat = field(kw_only=True)  # what the prompt was made of
+
+
+async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
+    chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
+    longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
+    ids = await encode(service, chat, max_tokens=longest)
+    return ChatPrompt(cut_prompt(ids, fields, service.report), "messages", chat=chat)
+
+
+def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
+    tools = parse_tools(fields.tools or [])
+    choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
+    check_choice(choice, service)
+    for at, tool in enumerate(tools if choice.mode == "auto" else ()):
+        if tool.strict:
+            fields.pass_over(f"tools[{at}].function.strict", service.config.server)
+    variables = fields.chat_template_kwargs or {}
+    check_variables(variables, "chat_template_kwargs")
+    by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
+    messages = parse_messages(fields.messages)
+    ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
+    return Chat(messages, tools, choice, {**by_effort, **variables}, text, ending)
+
+
+def num_logprobs(fields: ChatRequest) -> int | None:
+    """None: none are wanted."""
+    top = fields.top_logprobs
+    if top and not fields.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (top or 0) if fields.logprobs else None
