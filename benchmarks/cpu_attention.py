@@ -14,7 +14,7 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.torch_cpu import TorchCpuAttention
 from octavo.batch import Batch
 from octavo.kernels.cpu import elementwise
-from octavo.kernels.cpu.attention import AttentionCall, Pages, TurnCall, functions, new_pages, turn_and_store
+from octavo.kernels.cpu.attention import AttentionCall, Pages, QkNormRopeCall, functions, new_pages, qk_norm_rope_store
 from octavo.kernels.cpu.library import Kind, Threads, isa, library
 
 SHAPES = ["9/3/64", "14/2/64", "32/4/64", "12/2/128"]  # heads, KV heads, head size: SmolLM2-135M's first
@@ -99,7 +99,7 @@ class Native:
         self.output = torch.empty(batch.num_tokens, num_heads * size)
         self.batch = batch  # whose tensors the calls point to
         self.layers = [self._filled(new_pages(num_pages, num_kv_heads, size, PAGE, dtype)) for _ in range(LAYERS)]
-        self.turns = [TurnCall() for _ in self.layers]
+        self.turns = [QkNormRopeCall() for _ in self.layers]
         self.attentions = [AttentionCall() for _ in self.layers]
         for pages, turn, attention in zip(self.layers, self.turns, self.attentions, strict=True):
             for call in (turn, attention):
@@ -117,7 +117,9 @@ class Native:
 
     def _filled(self, pages: Pages) -> Pages:
         slots = torch.arange(len(pages.store) * PAGE)
-        turn_and_store(self.pool, torch.randn(len(slots), *self.heads.shape[1:]), self.num_heads(pages), pages, slots)
+        qk_norm_rope_store(
+            self.pool, torch.randn(len(slots), *self.heads.shape[1:]), self.num_heads(pages), pages, slots
+        )
         return pages
 
     def num_heads(self, pages: Pages) -> int:

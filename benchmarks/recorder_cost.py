@@ -15,7 +15,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
-from octavo.recording.ring import BlackBox
+from octavo.recording.ring import RecordingRing
 
 BLOCK = 20  # steps; short, so that whatever else the machine does falls on both sides
 
@@ -24,7 +24,7 @@ def start_recorder(report: EngineReport, folder: str, with_tokens: bool) -> Reco
     """As the engine process does it."""
     options = {"cache": {"enable_prefix_caching": True}}
     header = Header(FORMAT, "none", 0.0, 0.0, "1", with_tokens, "none", "", "folder", options, report, b"")
-    return Recorder(Segments(Path(folder), "1", 64 * 2**20), header, BlackBox())
+    return Recorder(Segments(Path(folder), "1", 64 * 2**20), header, RecordingRing())
 
 
 def measure(loop: EngineLoop, recorder: Recorder, num_steps: int) -> tuple[list[float], list[float]]:

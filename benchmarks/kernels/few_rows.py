@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from benchmarks.kernels import few_rows_chain as chain
 from benchmarks.kernels.few_rows_chain import EPSILON, Dimensions
 from benchmarks.kernels.timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
-from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store
 from octavo.kernels.triton.elementwise.activation import gate_mul
 from octavo.kernels.triton.elementwise.norm import add_rms_norm, rms_norm
 from octavo.kernels.triton.gemm.skinny import choose, choose_tile, pays
@@ -215,7 +215,7 @@ def elementwise(
 
     def turn(heads: torch.Tensor) -> None:
         split = heads.view(num_tokens, all_heads, size.head_size)
-        turn_and_store(split, size.num_heads, size.num_kv_heads, rotation, head_norm, head_norm, EPSILON, kv, slots)
+        qk_norm_rope_store(split, size.num_heads, size.num_kv_heads, rotation, head_norm, head_norm, EPSILON, kv, slots)
 
     hidden, inner = 2 * num_tokens * size.hidden, 2 * num_tokens * size.inner
     heads = 2 * num_tokens * all_heads * size.head_size

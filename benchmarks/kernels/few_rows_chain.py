@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.kernels.timing import distance, microseconds, replayed, share
-from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store
 from octavo.kernels.triton.gemm.skinny import choose, few_rows_linear
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
 
@@ -109,7 +109,7 @@ def our_layer(
 
     heads = product("qkv", x, size.shapes["qkv"][0], first)
     split = heads.view(1, -1, size.head_size)
-    turn_and_store(
+    qk_norm_rope_store(
         split, size.num_heads, size.num_kv_heads, rotation, q_norm, k_norm, EPSILON, layer.kv, slots, pdl=pdl
     )
     product("output", heads[:, : size.num_heads * size.head_size], size.hidden, None)

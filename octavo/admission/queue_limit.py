@@ -1,4 +1,4 @@
-"""Backlog: how much waits, how fast that moves, and who is refused because it is too much.
+"""QueueLimit: how much waits, how fast that moves, and who is refused because it is too much.
 Knows nothing of clocks or sockets: whoever asks brings the time."""
 
 import math
@@ -42,7 +42,7 @@ def retry_seconds(seconds: float) -> int:
     return max(1, min(math.ceil(seconds / 2), MAX_RETRY_SECONDS))
 
 
-class Backlog:
+class QueueLimit:
     def __init__(self, max_requests: int = 0, max_tokens: int = 0) -> None:
         """Requests, and prompt tokens of theirs, that may wait at one time; 0: any number."""
         self._max_requests, self._max_tokens = max_requests, max_tokens

@@ -10,7 +10,7 @@ import msgspec
 from octavo.admission.searches import resolve_search
 from octavo.errors import ContextTooLong, InvalidRequest, Unsupported
 from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
-from octavo.text.pooling_config import Sentence
+from octavo.text.pooling_config import PoolingConfig
 
 
 def admit(
@@ -75,16 +75,16 @@ def check_priority(priority: int, report: EngineReport) -> None:
 
 
 def choose_pooling(
-    sentence: Sentence,
+    pooling_config: PoolingConfig,
     report: EngineReport,
     kind: str | None = None,
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> PoolingParams:
     """What was asked for, else what the model's makers advise, else the mean over an encoder's tokens or a decoder's last one."""
-    if kind is None and sentence.unsupported:
+    if kind is None and pooling_config.unsupported:
         raise Unsupported(
-            f"this model's embeddings go through {sentence.unsupported}, which is not offered: name a pooling, one of "
+            f"this model's embeddings go through {pooling_config.unsupported}, which is not offered: name a pooling, one of "
             f"{', '.join(get_args(Pooling))}, to have its hidden states",
             param="pooling",
         )
@@ -94,17 +94,17 @@ def choose_pooling(
         raise InvalidRequest(
             f"dimensions must be a whole number from 1 to {report.hidden_size}, got {dimensions!r}", param="dimensions"
         )
-    otherwise: Pooling = sentence.kind or ("last" if report.can_generate else "mean")
+    otherwise: Pooling = pooling_config.kind or ("last" if report.can_generate else "mean")
     return PoolingParams(
         otherwise if kind is None else cast(Pooling, kind),
-        sentence.normalize if normalize is None else normalize,
+        pooling_config.normalize if normalize is None else normalize,
         dimensions or 0,
     )
 
 
-def longest_embedding(pooling: PoolingParams, sentence: Sentence, report: EngineReport) -> int:
+def longest_embedding(pooling: PoolingParams, pooling_config: PoolingConfig, report: EngineReport) -> int:
     """Tokens of the longest prompt that becomes a vector here."""
-    limits = [report.max_model_len, sentence.max_len or report.max_model_len]
+    limits = [report.max_model_len, pooling_config.max_len or report.max_model_len]
     if _is_whole(pooling, report):
         limits.append(report.max_num_batched_tokens)
     return min(limits)
@@ -114,7 +114,7 @@ def admit_embedding(
     request_id: str,
     prompt_ids: list[int],
     pooling: PoolingParams,
-    sentence: Sentence,
+    pooling_config: PoolingConfig,
     report: EngineReport,
     *,
     param: str = "prompt",
@@ -124,9 +124,9 @@ def admit_embedding(
     check_priority(priority, report)
     if not prompt_ids:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
-    longest = longest_embedding(pooling, sentence, report)
+    longest = longest_embedding(pooling, pooling_config, report)
     if len(prompt_ids) > longest:
-        others = min(report.max_model_len, sentence.max_len or report.max_model_len)
+        others = min(report.max_model_len, pooling_config.max_len or report.max_model_len)
         hint = "; --max-num-batched-tokens sets that, or pool by last" if longest < others else ""
         raise ContextTooLong(f"{param} has {len(prompt_ids)} tokens; at most {longest} are embedded{hint}", param=param)
     check_ids(prompt_ids, report, param)

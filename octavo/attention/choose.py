@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.attention.encoder import WholeAttention
+from octavo.attention.encoder import EncoderAttention
 from octavo.attention.groups import GroupedAttention
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
@@ -48,7 +48,7 @@ def choose(
             raise ConfigError(
                 f"--attention-backend {name} is for models that generate, and this one is an encoder: leave it out"
             )
-        return WholeAttention(), "attention by whole (an encoder's tokens see each other)"
+        return EncoderAttention(), "attention by whole (an encoder's tokens see each other)"
     if name not in ("auto", *_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
     if is_invariant and name not in ("auto", "triton"):

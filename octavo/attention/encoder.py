@@ -10,7 +10,7 @@ from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
 
-class WholeAttention:
+class EncoderAttention:
     name = "whole"
     page_dim = 0
     pages_may_lie_apart = False

@@ -232,7 +232,7 @@ def _plain_write(
 
 def _fused_write() -> Write:
     """The same in one launch."""
-    from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store  # needs Triton
+    from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store  # needs Triton
 
     def write(
         layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, kv: torch.Tensor, slots: torch.Tensor
@@ -241,7 +241,7 @@ def _fused_write() -> Write:
         q_norm, k_norm, epsilon = None, None, 0.0
         if layer.norms is not None:
             q_norm, k_norm, epsilon = layer.norms.q, layer.norms.k, layer.norms.epsilon
-        turn_and_store(heads, layer.num_heads, layer.num_kv_heads, factors, q_norm, k_norm, epsilon, kv, slots)
+        qk_norm_rope_store(heads, layer.num_heads, layer.num_kv_heads, factors, q_norm, k_norm, epsilon, kv, slots)
         return heads[:, : layer.num_heads]
 
     return write

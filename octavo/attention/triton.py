@@ -11,7 +11,7 @@ from octavo.batch import Batch
 from octavo.kernels.triton.attention.decode_plan import DecodeWork
 from octavo.kernels.triton.attention.paged_decode import DecodeAttention
 from octavo.kernels.triton.attention.paged_prefill import Tile, choose_tile, paged_prefill, plan_tiles
-from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store
 from octavo.spec import ModelSpec
 
 _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 16, 256
@@ -65,7 +65,7 @@ class TritonAttention:
         has_long = batch.num_decodes < batch.num_rows
         size = layer.head_size
         is_whole = has_long and self._is_whole and kv.dtype == heads.dtype and size & (size - 1) == 0
-        turn_and_store(
+        qk_norm_rope_store(
             heads,
             layer.num_heads,
             layer.num_kv_heads,

@@ -12,8 +12,8 @@ from octavo.messages import StepPlan
 from octavo.recording.format import Aborted, Arrived, Recording, Ticked, read
 from octavo.replay.recompute import Findings, Recomputation
 from octavo.replay.replay import Committed, Planned
-from octavo.replay.simulate import Imagined
-from octavo.replay.stats import Tally, at
+from octavo.replay.simulate import SimulatedRun
+from octavo.replay.stats import RunStats, at
 from octavo.replay.what_if import Learned, Pace, Settings, fit, learn
 from octavo.schedule.request import Request
 
@@ -204,7 +204,7 @@ def _report(path: str, recording: Recording, learned: Learned, findings: Finding
     return report
 
 
-def totals(tally: Tally) -> dict[str, Any]:
+def totals(tally: RunStats) -> dict[str, Any]:
     return {
         "steps": tally.num_steps,
         "seconds computing": tally.seconds,
@@ -233,8 +233,8 @@ def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[
         raise ConfigError(
             "--what-if enable_prefix_caching: the recording tells neither tokens nor which pages are alike; record with --record-tokens"
         )
-    same = Imagined(learned, settings, pace).run()
-    other = Imagined(learned, changed, pace).run()
+    same = SimulatedRun(learned, settings, pace).run()
+    other = SimulatedRun(learned, changed, pace).run()
     differs = {name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(changed, name)}
     return {
         "settings": {name: [getattr(settings, name), getattr(changed, name)] for name in sorted(differs)},

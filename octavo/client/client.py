@@ -12,10 +12,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from octavo.client.inflight_limit import Anteroom
+from octavo.client.inflight_limit import InflightLimit
 from octavo.client.streams import Streams
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import (
     Abort,
     Answered,
@@ -49,7 +49,7 @@ class EngineClient(ABC):
 
     def __init__(self, origin: int = 0) -> None:
         self.report: EngineReport | None = None  # None until the engine is ready
-        self.pulse: Pulse | None = None  # None: the engine can only be asked
+        self.heartbeat: Heartbeat | None = None  # None: the engine can only be asked
         self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
         self.num_restarts = 0
         self.can_be_replaced = False  # whether another engine would take over
@@ -60,7 +60,7 @@ class EngineClient(ABC):
         self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
         self.on_found: Callable[[], None] = lambda: None  # another one has taken over
         self._streams = Streams()
-        self._anteroom: Anteroom | None = None  # None: whoever comes is sent on
+        self._inflight_limit: InflightLimit | None = None  # None: whoever comes is sent on
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
         self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests that do not wait for ever
@@ -91,13 +91,13 @@ class EngineClient(ABC):
             raise self._failure
         if self.report is None:
             raise EngineUnavailable("the engine is still starting", retry_after=2)
-        if self._anteroom is not None:
+        if self._inflight_limit is not None:
             rows = self.report.max_num_seqs
-            self._anteroom.check(request, rows, self.is_recovering, self._streams.without_tokens)
+            self._inflight_limit.check(request, rows, self.is_recovering, self._streams.without_tokens)
         request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
-        if self._anteroom is not None:
-            self._anteroom.hold(request)
+        if self._inflight_limit is not None:
+            self._inflight_limit.hold(request)
         self._send(request)
         if request.deadline or request.queue_until:
             self._set_timers(request)
@@ -115,8 +115,8 @@ class EngineClient(ABC):
         finally:
             for timer in self._timers.pop(request_id, ()):
                 timer.cancel()
-            if self._anteroom is not None:
-                self._anteroom.drop(request_id)
+            if self._inflight_limit is not None:
+                self._inflight_limit.drop(request_id)
             if self._streams.close(request_id):
                 self._send(Abort(request_id))
 
@@ -211,12 +211,12 @@ class ZmqClient(EngineClient):
         reply_address: str,
         origin: int = 0,
         orders_address: str = "",
-        pulse: Pulse | None = None,
-        anteroom: Anteroom | None = None,
+        heartbeat: Heartbeat | None = None,
+        inflight_limit: InflightLimit | None = None,
     ) -> None:
         super().__init__(origin)
-        self.pulse = pulse
-        self._anteroom = anteroom
+        self.heartbeat = heartbeat
+        self._inflight_limit = inflight_limit
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(self._context)
         self._encoder = msgspec.msgpack.Encoder()
@@ -276,7 +276,7 @@ class ZmqClient(EngineClient):
         self._to_engine.connect(engine_address)
         self._reader = asyncio.create_task(self._read(self._from_engine))
         self._reader.add_done_callback(self._reader_ended)
-        newcomers = [] if self._anteroom is None else self._streams.untaken(self._anteroom.was_taken)
+        newcomers = [] if self._inflight_limit is None else self._streams.untaken(self._inflight_limit.was_taken)
         survivors = self._streams.survivors({request.id for request in newcomers})
         self._send(Hello(self.origin, reply_address, survivors, newcomers))
 

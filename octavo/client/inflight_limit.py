@@ -1,4 +1,4 @@
-"""Anteroom: the requests of one API process that no engine has taken in yet, and who is refused because there are too many.
+"""InflightLimit: the requests of one API process that no engine has taken in yet, and who is refused because there are too many.
 Knows nothing of sockets, and of the engine only what its pulse tells.
 
 An engine checks its backlog as it takes requests in. What lies before it while it computes, hangs or is started again would have no
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 from octavo.admission.queue_limit import retry_seconds, too_much
 from octavo.errors import Overloaded
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import GenerateRequest
 
 AWAY_SECONDS = 1.5
@@ -20,10 +20,10 @@ RECOUNT_SECONDS = 0.1
 """Between two counts of those without a token: where there are many, counting takes a while."""
 
 
-class Anteroom:
-    def __init__(self, pulse: Pulse, origin: int, max_requests: int, max_tokens: int, num_servers: int) -> None:
+class InflightLimit:
+    def __init__(self, heartbeat: Heartbeat, origin: int, max_requests: int, max_tokens: int, num_servers: int) -> None:
         """Requests, and prompt tokens of theirs, that may wait, of all API processes together; 0: any number."""
-        self._pulse, self._origin, self._num_servers = pulse, origin, num_servers
+        self._heartbeat, self._origin, self._num_servers = heartbeat, origin, num_servers
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._sent: OrderedDict[str, tuple[float, int]] = OrderedDict()  # → (submitted, prompt tokens), oldest first
         self._num_sent_tokens = 0
@@ -58,7 +58,7 @@ class Anteroom:
             return
         where = f", and each of {share} API processes has its share of them" if share > 1 else ""
         why = f"; the engine does not answer{where}" if is_away else ""
-        raise Overloaded(excess.words + why, retry_seconds(waiting * share * self._pulse.seconds_per_request))
+        raise Overloaded(excess.words + why, retry_seconds(waiting * share * self._heartbeat.seconds_per_request))
 
     def hold(self, request: GenerateRequest) -> None:
         """It was checked, and is on its way."""
@@ -76,18 +76,18 @@ class Anteroom:
 
     def was_taken(self, request: GenerateRequest) -> bool:
         """Whether an engine, this one or one before it, has taken it in, and so must not refuse it any more."""
-        return self._pulse.has_taken(self._origin, request.submitted)
+        return self._heartbeat.has_taken(self._origin, request.submitted)
 
     def _let_in(self) -> None:
         while self._sent:
             submitted, num_tokens = next(iter(self._sent.values()))
-            if not self._pulse.has_taken(self._origin, submitted):
+            if not self._heartbeat.has_taken(self._origin, submitted):
                 return
             self._sent.popitem(last=False)
             self._num_sent_tokens -= num_tokens
 
     def _is_silent(self) -> bool:
-        return time.monotonic_ns() - self._pulse.beat > AWAY_SECONDS * 1e9
+        return time.monotonic_ns() - self._heartbeat.beat > AWAY_SECONDS * 1e9
 
     def _count(self, num_rows: int, quiet: Callable[[], Collection[GenerateRequest]]) -> None:
         now = time.monotonic()

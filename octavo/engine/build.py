@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from octavo.admission.queue_limit import Backlog
+from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.config import Config
 from octavo.engine.loop import EngineLoop
 from octavo.executor.base import Executor
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import EngineReport
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import POLICIES, Scheduler
@@ -27,7 +27,11 @@ class Engine(NamedTuple):
 
 
 def start_engine(
-    config: Config, source: ModelSource, model_name: str, pulse: Pulse | None = None, backlog: Backlog | None = None
+    config: Config,
+    source: ModelSource,
+    model_name: str,
+    heartbeat: Heartbeat | None = None,
+    queue_limit: QueueLimit | None = None,
 ) -> Engine:
     """Load the model and be ready to step. Raises ConfigError for what a person must change."""
     executor = load_executor(config, source)
@@ -57,7 +61,9 @@ def start_engine(
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
-    loop = EngineLoop(scheduler, executor, metrics, pulse=pulse, backlog=backlog, max_ring_bytes=max_ring_bytes)
+    loop = EngineLoop(
+        scheduler, executor, metrics, heartbeat=heartbeat, queue_limit=queue_limit, max_ring_bytes=max_ring_bytes
+    )
     return Engine(loop, report)
 
 

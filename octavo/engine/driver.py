@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from octavo.engine.build import Engine
-from octavo.engine.recovery import Reunion
+from octavo.engine.recovery import Recovery
 from octavo.errors import EngineUnavailable, Overloaded
 from octavo.messages import (
     Abort,
@@ -66,7 +66,7 @@ class Driver:
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
-        self._reunion: Reunion | None = Reunion(num_origins) if num_origins else None  # None: over
+        self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop.on_prepared = lambda: inbox.put(Wake())
         self._loop.journal.on_end = self._travelled
@@ -75,8 +75,8 @@ class Driver:
         """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
         try:
             while self._take_in():
-                if self._reunion is not None:
-                    self._reunite(self._reunion)
+                if self._recovery is not None:
+                    self._reunite(self._recovery)
                 if self._loop.has_work:
                     self._send(self._loop.step())
         except BaseException as error:
@@ -87,7 +87,7 @@ class Driver:
         """Every message there is; waits for one if there is nothing else to do. False: stop."""
         is_idle = not self._loop.has_work
         if is_idle:
-            self._loop.pulse.rest()
+            self._loop.heartbeat.rest()
         try:
             message = self._inbox.get(is_idle, _REST_SECONDS)
         except queue.Empty:
@@ -107,14 +107,14 @@ class Driver:
             case Wake():
                 pass
             case GenerateRequest():
-                if self._reunion is None:
+                if self._recovery is None:
                     self._add(message)
                 else:
-                    self._reunion.hold(message)
+                    self._recovery.hold(message)
             case Abort():
                 self._loop.abort(message)
-                if self._reunion is not None:
-                    self._reunion.drop(message)
+                if self._recovery is not None:
+                    self._recovery.drop(message)
                 self._forget_if_done(message.request_id)
             case LeaveQueue():
                 self._leave_queue(message.request_id)
@@ -123,8 +123,8 @@ class Driver:
                 self._listening[message.origin] = message.reply_to
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
-                if self._reunion is not None:
-                    self._reunion.hello(message)
+                if self._recovery is not None:
+                    self._recovery.hello(message)
             case ServerGone():
                 if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
                     self._lose(message.origin)
@@ -145,25 +145,25 @@ class Driver:
     def _lose(self, origin: int) -> None:
         """An API process has ended: what it asked for is computed no further, and gives back what it holds."""
         self._listening.pop(origin, None)
-        if self._reunion is not None:
-            self._reunion.lose(origin)
+        if self._recovery is not None:
+            self._recovery.lose(origin)
         for request_id in [request_id for request_id, its in self._origins.items() if its == origin]:
             self._loop.abort(Abort(request_id))
             self._forget_if_done(request_id)
 
-    def _reunite(self, reunion: Reunion) -> None:
-        while group := reunion.next_group():
+    def _reunite(self, recovery: Recovery) -> None:
+        while group := recovery.next_group():
             if any(request.begun for request in group):
                 log.warning("going on with %d requests", len(group))
             for request in group:
                 self._add(request)
-        if reunion.is_over:
-            self._reunion = None
+        if recovery.is_over:
+            self._recovery = None
 
     def _add(self, request: GenerateRequest) -> None:
         """Whatever is wrong with a request that the door let through is this request's failure alone."""
         self._origins[request.id] = request.origin
-        self._loop.pulse.take(request.origin, request.submitted)
+        self._loop.heartbeat.take(request.origin, request.submitted)
         try:
             self._loop.check(request)
             self._check_room(request)
@@ -200,8 +200,8 @@ class Driver:
             by_origin.setdefault(self._origins[delta.request_id], []).append(delta)
         for origin, its_deltas in by_origin.items():
             self._outbox.send(origin, StepDeltas(its_deltas))
-        if self._reunion is not None:
-            self._reunion.note(deltas)
+        if self._recovery is not None:
+            self._recovery.note(deltas)
         for delta in deltas:  # only now: several choices of one request may end in one step
             if delta.finish is not None:
                 self._forget_if_done(delta.request_id)
@@ -213,8 +213,8 @@ class Driver:
     def _forget_if_done(self, request_id: str) -> None:
         if not self._loop.scheduler.has(request_id):
             self._origins.pop(request_id, None)
-            if self._reunion is not None:
-                self._reunion.forget(request_id)
+            if self._recovery is not None:
+                self._recovery.forget(request_id)
 
 
 def _overload(error: Overloaded) -> Finish:

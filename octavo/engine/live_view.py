@@ -92,7 +92,7 @@ def look(
 
 
 def _reason(scheduler: Scheduler) -> WaitReason | None:
-    return scheduler.head_waits_for if len(scheduler.waiting) else "grammar" if scheduler.aside else None
+    return scheduler.head_waits_for if len(scheduler.waiting) else "grammar" if scheduler.awaiting_grammar else None
 
 
 def page_owners(scheduler: Scheduler, metrics: EngineMetrics, page: int) -> list[str]:
@@ -123,13 +123,17 @@ def _rows(scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None) -
 
 def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, now: float) -> list[LiveWait]:
     head = scheduler.waiting.head()
-    aside = list(islice(scheduler.aside.values(), MAX_WAITING))
-    waiting: list[Request] = [*scheduler.waiting.first(MAX_WAITING), *aside]
+    awaiting_grammar = list(islice(scheduler.awaiting_grammar.values(), MAX_WAITING))
+    waiting: list[Request] = [*scheduler.waiting.first(MAX_WAITING), *awaiting_grammar]
     hosts = scheduler.cache.host_tables
     return [
         LiveWait(
             metrics.name_of(request.id),
-            "grammar" if request.sequence in scheduler.aside else "order" if request is not head else reason or "step",
+            "grammar"
+            if request.sequence in scheduler.awaiting_grammar
+            else "order"
+            if request is not head
+            else reason or "step",
             now - metrics.arrival_of(request.id, now),
             request.prompt_len,
             request.num_preemptions > 0,
@@ -156,9 +160,11 @@ def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[Liv
         lanes = [*lanes[: MAX_LANES - 1], others]
     if len(scheduler.waiting) > MAX_COUNTED:
         lanes.append(LiveLane("further back", len(scheduler.waiting) - MAX_COUNTED, 0.0))
-    if scheduler.aside:
-        oldest = min(metrics.arrival_of(request.id, now) for request in islice(scheduler.aside.values(), MAX_COUNTED))
-        lanes.append(LiveLane("grammar", len(scheduler.aside), now - oldest))
+    if scheduler.awaiting_grammar:
+        oldest = min(
+            metrics.arrival_of(request.id, now) for request in islice(scheduler.awaiting_grammar.values(), MAX_COUNTED)
+        )
+        lanes.append(LiveLane("grammar", len(scheduler.awaiting_grammar), now - oldest))
     return lanes
 
 

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import msgspec
 
-from octavo.admission.queue_limit import Backlog
+from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import audit
 from octavo.engine.live_view import Endings, look, page_owners
 from octavo.engine.progress import progress_of
 from octavo.errors import Overloaded
 from octavo.executor.base import Executor
-from octavo.ipc.heartbeat import Pulse
-from octavo.ipc.memory_trim import give_back
+from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.memory_trim import trim_heap
 from octavo.messages import (
     Abort,
     Answered,
@@ -52,14 +52,14 @@ class EngineLoop:
         executor: Executor,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
-        pulse: Pulse | None = None,
-        backlog: Backlog | None = None,
+        heartbeat: Heartbeat | None = None,
+        queue_limit: QueueLimit | None = None,
         max_ring_bytes: int = MAX_RING_BYTES,
     ) -> None:
-        """`pulse`: where to tell others that the loop turns. None: nobody wants to know. `backlog`: None: any number may wait."""
+        """`heartbeat`: where to tell others that the loop turns. None: nobody wants to know. `queue_limit`: None: any number may wait."""
         self.scheduler, self.executor, self.metrics, self._clock = scheduler, executor, metrics, clock
-        self.pulse = Pulse() if pulse is None else pulse
-        self.backlog = Backlog() if backlog is None else backlog
+        self.heartbeat = Heartbeat() if heartbeat is None else heartbeat
+        self.queue_limit = QueueLimit() if queue_limit is None else queue_limit
         self.journal = EngineJournal()
         self._ring = JourneyRing(max_ring_bytes)
         self._endings = Endings()
@@ -82,9 +82,9 @@ class EngineLoop:
     def step(self) -> list[TokenDelta]:
         """One turn: make and submit a plan, then take in what is due. Returns the tokens that became known. Where all that there
         is are requests whose grammars are not ready, it waits for one."""
-        if self.scheduler.aside or not self._prepared.empty():
+        if self.scheduler.awaiting_grammar or not self._prepared.empty():
             self._take_prepared()
-        self.pulse.begin()
+        self.heartbeat.begin()
         clock, pace = self._clock, self.metrics.pace
         started = clock()
         plan = self.scheduler.plan()
@@ -92,7 +92,7 @@ class EngineLoop:
         self._note_plan(plan, planned)
         if not plan.is_empty:
             self._sizes.append(sum(plan.counts))
-            self.pulse.size(sum(self._sizes))  # what overlaps is waited for together
+            self.heartbeat.size(sum(self._sizes))  # what overlaps is waited for together
             pace.submitted(planned)
             self.executor.submit(plan)
             self._in_flight.append(plan)
@@ -121,7 +121,7 @@ class EngineLoop:
         if recorder is not None:
             recorder.turned(self.scheduler, plan, told, self._in_flight, now)
         pace.turned(host_seconds)
-        self.pulse.end(self.scheduler.num_steps, len(self.scheduler.running), self.scheduler.num_waiting)
+        self.heartbeat.end(self.scheduler.num_steps, len(self.scheduler.running), self.scheduler.num_waiting)
         return deltas
 
     def record(self, recorder: Recorder) -> None:
@@ -135,23 +135,23 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.arrived(request, now)
         self.metrics.arrived(request, now)
-        is_aside = bool(request.params.grammar) and not self.scheduler.shelf.is_ready(request.id)
-        self.journal.queued(request, now, is_aside)
-        self._tend_shelf(now)
+        awaits_grammar = bool(request.params.grammar) and not self.scheduler.grammar_cache.is_ready(request.id)
+        self.journal.queued(request, now, awaits_grammar)
+        self._tend_grammar_cache(now)
 
     def check(self, request: GenerateRequest) -> None:
         """Raises Overloaded where the queue takes no more, or the request wanted to wait no longer than until now."""
         if request.queue_until and self._clock() >= request.queue_until and not any(request.begun):
             raise self.overdue()
         if not request.begun:
-            self.backlog.check(request, self.scheduler, self._clock())
+            self.queue_limit.check(request, self.scheduler, self._clock())
 
     def overdue(self) -> Overloaded:
         """What becomes of a request that waited for its max_queue_ms."""
-        self.backlog.rejections["queue_time"] += 1
+        self.queue_limit.rejections["queue_time"] += 1
         waiting = self.scheduler.num_waiting
         message = f"no row was free within the request's max_queue_ms; {waiting} requests wait"
-        return Overloaded(message, self.backlog.retry_after(waiting, self._clock()))
+        return Overloaded(message, self.queue_limit.retry_after(waiting, self._clock()))
 
     def abort(self, abort: Abort) -> None:
         if self.scheduler.abort(abort.request_id, abort.index):
@@ -164,7 +164,7 @@ class EngineLoop:
             reasons = {(request.id, request.index): abort.reason for request in scheduler.ended}
             self.journal.ended(scheduler.ended, reasons, now)
             scheduler.returned, scheduler.ended = [], []
-            self._tend_shelf(now)
+            self._tend_grammar_cache(now)
 
     def rest(self) -> None:
         """Nothing has come for a while: time to look at the pages' books and to give memory back, if anything was computed since
@@ -172,7 +172,7 @@ class EngineLoop:
         self._audit()
         if not self.has_work and self._num_given != self.scheduler.num_steps:
             self._num_given = self.scheduler.num_steps
-            give_back()
+            trim_heap()
 
     def _audit(self) -> None:
         if self.has_work or self._num_audited == self.scheduler.num_steps:
@@ -231,7 +231,7 @@ class EngineLoop:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         waiting = len(scheduler.waiting)
         reasons: dict[str, int] = dict.fromkeys(("rows", "pages", "budget", "order", "step"), 0)
-        reasons["grammar"] = len(scheduler.aside)
+        reasons["grammar"] = len(scheduler.awaiting_grammar)
         if waiting:
             reasons[scheduler.head_waits_for or "step"] += 1
             reasons["order"] += waiting - 1
@@ -246,8 +246,8 @@ class EngineLoop:
             num_filled_slots=scheduler.slot_use()[0],
             num_host_pages_used=scheduler.cache.num_host_used,
             audits=self.audits,
-            restarts=self.pulse.restarts(),
-            rejections=self.backlog.rejections,
+            restarts=self.heartbeat.restarts(),
+            rejections=self.queue_limit.rejections,
             blocked_seconds=self.journal.waits(self._clock()),
         )
 
@@ -257,7 +257,7 @@ class EngineLoop:
         if leader is None:
             return ""
         place = scheduler.waiting.place(leader)
-        return f"{place} {self.backlog.seconds_for(place, self._clock()):.1f}"
+        return f"{place} {self.queue_limit.seconds_for(place, self._clock()):.1f}"
 
     def close(self) -> None:
         self.executor.close()
@@ -269,22 +269,22 @@ class EngineLoop:
         ready may have left, and then nothing more will come."""
         num_taken, scheduler = 0, self.scheduler
         has_work = bool(self._in_flight) or scheduler.has_work
-        while not self._prepared.empty() or (scheduler.aside and not num_taken and not has_work):
+        while not self._prepared.empty() or (scheduler.awaiting_grammar and not num_taken and not has_work):
             grammar = self._prepared.get()
             self.scheduler.prepared(grammar)
             if self._recorder is not None:
                 self._recorder.prepared(grammar)
             num_taken += 1
         if num_taken:
-            self._tend_shelf(self._clock())
+            self._tend_grammar_cache(self._clock())
 
-    def _tend_shelf(self, now: float) -> None:
+    def _tend_grammar_cache(self, now: float) -> None:
         """Tell of those whose grammar is ready now, and have those made ready that somebody waits for."""
         scheduler = self.scheduler
         if scheduler.readied:
             self.journal.readied(scheduler.readied, now)
             scheduler.readied = []
-        orders, scheduler.shelf.orders = scheduler.shelf.orders, []
+        orders, scheduler.grammar_cache.orders = scheduler.grammar_cache.orders, []
         for order in orders:
             self.executor.prepare(order.grammar, order.forgets, functools.partial(self._is_ready, order.grammar))
 
@@ -296,7 +296,7 @@ class EngineLoop:
     def _note_plan(self, plan: StepPlan, now: float) -> None:
         scheduler, journal = self.scheduler, self.journal
         if plan.leaves or scheduler.admitted:
-            self.pulse.seat(plan.leaves, ((request.row, request.id) for request in scheduler.admitted))
+            self.heartbeat.seat(plan.leaves, ((request.row, request.id) for request in scheduler.admitted))
         if scheduler.returned:
             journal.returned(scheduler.returned, now)
             for leaver in scheduler.returned:
@@ -304,8 +304,8 @@ class EngineLoop:
             scheduler.returned = []
         if scheduler.admitted:
             journal.admitted(scheduler.admitted, plan, now)
-            self.backlog.moved(now, len(scheduler.admitted))
-            self.pulse.move(self.backlog.seconds_for(1, now))
+            self.queue_limit.moved(now, len(scheduler.admitted))
+            self.heartbeat.move(self.queue_limit.seconds_for(1, now))
             for request in scheduler.admitted:
                 self.metrics.admitted(request.id, now, request.num_cached)
         reason = scheduler.head_waits_for
@@ -326,4 +326,4 @@ class EngineLoop:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
             self.journal.ended(self.scheduler.ended, reasons, now)
             self.scheduler.ended = []
-            self._tend_shelf(now)
+            self._tend_grammar_cache(now)

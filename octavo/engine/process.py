@@ -23,20 +23,20 @@ import msgspec
 import zmq
 
 from octavo import __version__
-from octavo.admission.queue_limit import Backlog
+from octavo.admission.queue_limit import QueueLimit
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.lazy_torch import light_torch, needs_little_of_torch
 from octavo.errors import ConfigError
-from octavo.ipc.heartbeat import Pulse
-from octavo.ipc.launch import EngineOrder
-from octavo.ipc.memory_trim import keep_one_heap, let_go_of_code
+from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import EngineLaunch
+from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap
 from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.messages import FromEngine, Hello, ToEngine
 from octavo.observe import logs
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
-from octavo.recording.ring import BlackBox
+from octavo.recording.ring import RecordingRing
 from octavo.weights.sources.source import ModelSource
 
 RECORDED = ("model", "cache", "scheduler", "parallel")
@@ -81,15 +81,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGKILL)  # a step may hang for ever
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineOrder)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
     # Whatever is made for this run only goes where the supervisor cleans up, should we be killed.
     tempfile.tempdir = str(_folder(order.address))
     report_pipe = _claim_stdout()
     logs.install(logging.WARNING, order.config.server.log_format)
     limits = order.config.scheduler
-    backlog = Backlog(limits.max_waiting_requests, limits.max_waiting_tokens)
-    pulse = Pulse(order.pulse_fd)
-    pulse.reset()
+    queue_limit = QueueLimit(limits.max_waiting_requests, limits.max_waiting_tokens)
+    heartbeat = Heartbeat(order.heartbeat_fd)
+    heartbeat.reset()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
     threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, order.address), daemon=True).start()
@@ -97,7 +97,7 @@ def main() -> int:
     source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
     try:
         with light_torch() if needs_little_of_torch(order.config) else contextlib.nullcontext():
-            engine = start_engine(order.config, source, order.served_name, pulse, backlog)
+            engine = start_engine(order.config, source, order.served_name, heartbeat, queue_limit)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
@@ -109,7 +109,7 @@ def main() -> int:
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
     if engine.report.memory is None:  # a GPU's libraries are many, and its host has room
-        let_go_of_code()
+        drop_library_pages()
     outbox = ZmqOutbox()
     is_stepping.set()
     try:
@@ -120,7 +120,7 @@ def main() -> int:
     return 0
 
 
-def start_recorder(order: EngineOrder, engine: Engine) -> Recorder:
+def start_recorder(order: EngineLaunch, engine: Engine) -> Recorder:
     config, with_tokens = order.config.recorder, order.config.recorder.record_tokens
     header = Header(
         format=FORMAT,
@@ -137,7 +137,7 @@ def start_recorder(order: EngineOrder, engine: Engine) -> Recorder:
         root=engine.loop.scheduler.cache.root if with_tokens else b"",
     )
     segments = Segments(Path(order.record_to), f"{order.number:03d}", int(config.record_bytes))
-    return Recorder(segments, header, BlackBox(order.box_fd))
+    return Recorder(segments, header, RecordingRing(order.ring_fd))
 
 
 def _folder(address: str) -> Path:

@@ -44,7 +44,7 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
     for request in scheduler.requests():
         arrived, last = metrics.times(request.id, request.index)
         since = now - (last or arrived or now)
-        if request.sequence in scheduler.aside:
+        if request.sequence in scheduler.awaiting_grammar:
             entry = Quiet(request.id, round(since, 3), "its grammar is being compiled")
         elif request.row < 0 and request in scheduler.waiting:
             entry = Quiet(request.id, round(since, 3), _why_waiting(scheduler, request.num_preemptions))

@@ -1,4 +1,4 @@
-"""Reunion: what a new engine takes over from the one before it, and in what order; the same for an engine that is the first.
+"""Recovery: what a new engine takes over from the one before it, and in what order; the same for an engine that is the first.
 Knows nothing of sockets or steps: whoever drives the loop brings messages and deltas, and takes requests in.
 
 API processes bring the requests that they hold. All of them must have spoken first, so that the order of arrival is kept over
@@ -17,7 +17,7 @@ from octavo.messages import Abort, GenerateRequest, Hello, TokenDelta
 SUSPICIOUS = 2  # strikes
 
 
-class Reunion:
+class Recovery:
     def __init__(self, num_origins: int) -> None:
         self._absent = set(range(num_origins))
         self._survivors: list[GenerateRequest] = []

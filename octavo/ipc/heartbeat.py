@@ -50,7 +50,7 @@ def shared_memory() -> int:
     return fd
 
 
-class Pulse:
+class Heartbeat:
     """All times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one machine; 0: never."""
 
     def __init__(self, fd: int = -1) -> None:

@@ -8,7 +8,7 @@ import msgspec
 from octavo.config import Config
 
 
-class EngineOrder(msgspec.Struct, frozen=True):
+class EngineLaunch(msgspec.Struct, frozen=True):
     """What the supervisor tells an engine process to be."""
 
     config: Config
@@ -18,10 +18,10 @@ class EngineOrder(msgspec.Struct, frozen=True):
     served_name: str  # what clients call it
     address: str  # where to listen for API processes
     num_servers: int = 0  # API processes that will say hello
-    pulse_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
+    heartbeat_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
     number: int = 1  # of this server's engines
     record_to: str = ""  # folder; empty: nothing is recorded
-    box_fd: int = -1  # inherited memory; see octavo.recording.ring
+    ring_fd: int = -1  # inherited memory; see octavo.recording.ring
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Patience(msgspec.Struct, frozen=True):
     farewell: float = 5.0  # the same, when the server is told to stop and has nothing else to wait for
 
 
-class ServerOrder(msgspec.Struct, frozen=True):
+class ApiLaunch(msgspec.Struct, frozen=True):
     """What the supervisor tells an API process to be."""
 
     config: Config
@@ -44,6 +44,6 @@ class ServerOrder(msgspec.Struct, frozen=True):
     model_name: str
     default_sampling: dict[str, float] = {}  # for requests that say nothing, where the model's files say nothing either
     orders_address: str = ""  # where the supervisor speaks of engines; empty: there is one, for ever
-    pulse_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
+    heartbeat_fd: int = -1  # inherited memory; see octavo.ipc.heartbeat
     patience: Patience = Patience()
     num_servers: int = 1  # API processes, of which this is one

@@ -19,7 +19,7 @@ def keep_one_heap() -> None:
         choose(_ARENA_MAX, 1)
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """What hangs together in circles is freed first, in a process of our own: another's heap may take long to look through. Takes
     milliseconds: for times when there is nothing to do. Nothing more happens where the C library has no word for it."""
     if gc.get_freeze_count():
@@ -28,7 +28,7 @@ def give_back() -> None:
         trim(0)
 
 
-def let_go_of_code() -> None:
+def drop_library_pages() -> None:
     """To be called once the start is over. Most that was read of libraries by then, of torch fifty megabytes, was for the start alone.
     The system keeps it with its files, where it takes nobody's room: what is needed again is there at once."""
     if (advise := _of_c("madvise")) is not None:

@@ -154,7 +154,7 @@ class ColumnLinear(Linear):
         y: torch.Tensor = self._kernels.gated_linear(x if norm is None else norm(x), self.weight, name, pdl=True)
         return y
 
-    def rehearse_gates(self, max_rows: int, name: str) -> None:
+    def warm_up_gates(self, max_rows: int, name: str) -> None:
         """Inside a rehearsal: have every kernel compiled that gated() of up to so many rows may take."""
         if self._kernels is None or self.fp8 is not None or self.bias is not None:
             return

@@ -85,18 +85,18 @@ class GatedMLP(nn.Module):
         out: torch.Tensor = self.down(inner, residual)
         return out
 
-    def rehearse(self, max_rows: int) -> None:
+    def warm_up(self, max_rows: int) -> None:
         """Inside a rehearsal: have the kernels compiled that only some numbers of rows take."""
         if self._fused:
-            self.gate_up.rehearse_gates(max_rows, self._fused)
+            self.gate_up.warm_up_gates(max_rows, self._fused)
 
 
-def rehearse_gates(model: nn.Module, max_rows: int) -> None:
+def warm_up_gates(model: nn.Module, max_rows: int) -> None:
     """Inside a rehearsal, for steps of up to so many tokens."""
     # Layers of one shape take the same kernels.
     mlps = (module for module in model.modules() if isinstance(module, GatedMLP))
     for mlp in {mlp.gate_up.weight.shape: mlp for mlp in mlps}.values():
-        mlp.rehearse(max_rows)
+        mlp.warm_up(max_rows)
 
 
 class MLP(nn.Module):

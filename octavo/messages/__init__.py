@@ -15,6 +15,7 @@ from octavo.messages.plans import (
     Candidates,
     DeviceMemory,
     Entering,
+    ForcedToken,
     LoadReport,
     Logprobs,
     PageMove,
@@ -23,7 +24,6 @@ from octavo.messages.plans import (
     RankStart,
     StepPlan,
     StepResult,
-    Turn,
 )
 from octavo.messages.requests import (
     Abort,
@@ -76,6 +76,7 @@ __all__ = [
     "Entering",
     "Finish",
     "FinishReason",
+    "ForcedToken",
     "FromEngine",
     "FromSupervisor",
     "GenerateRequest",
@@ -109,6 +110,5 @@ __all__ = [
     "ToEngine",
     "TokenDelta",
     "Travelled",
-    "Turn",
     "numbers_of",
 ]

@@ -115,7 +115,7 @@ class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target: int
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class ForcedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A row goes on with a token that it did not sample: a beam's next. What its pages hold up to there is told apart; the tokens
     before it in the row's table are no longer those, and nobody reads them."""
 
@@ -139,7 +139,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_slots: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
     page_groups: list[int] = []  # … in the page table of group page_groups[j]; empty: there is one group
-    turns: list[Turn] = []
+    forced: list[ForcedToken] = []
 
     @property
     def is_empty(self) -> bool:

@@ -28,7 +28,7 @@ from octavo.offline.outputs import (
 )
 from octavo.text import Text, TextDelta, load_text
 from octavo.text.grammar.build import grammar_of
-from octavo.text.pooling_config import Sentence, read_sentence
+from octavo.text.pooling_config import PoolingConfig, read_pooling_config
 from octavo.weights.sources.source import resolve
 
 Prompt = str | Sequence[int]
@@ -131,14 +131,16 @@ class LLM:
         the model's makers advise, where they are left out; `dimensions`: only the first so many numbers. A prompt that is too
         long is refused, or cut at its end to `truncate_prompt_tokens` tokens (-1: to as many as the model takes)."""
         every = _as_list(prompts)
-        sentence = self.text.sentence if any(isinstance(prompt, str) for prompt in every) else self._sentence()
-        params = choose_pooling(sentence, self.report, pooling, normalize, dimensions)
-        longest = cut_to(truncate_prompt_tokens, longest_embedding(params, sentence, self.report))
+        pooling_config = (
+            self.text.pooling_config if any(isinstance(prompt, str) for prompt in every) else self._pooling_config()
+        )
+        params = choose_pooling(pooling_config, self.report, pooling, normalize, dimensions)
+        longest = cut_to(truncate_prompt_tokens, longest_embedding(params, pooling_config, self.report))
         answers: dict[str, Vector] = {}
         requests: list[GenerateRequest] = []
         for number, prompt in enumerate(every, self._num_requests):
             ids = self._ids_of(prompt, longest)
-            requests.append(admit_embedding(f"offline-{number}", ids, params, sentence, self.report))
+            requests.append(admit_embedding(f"offline-{number}", ids, params, pooling_config, self.report))
             text = prompt if isinstance(prompt, str) else None
             answers[requests[-1].id] = Vector(EmbeddingOutput(requests[-1].id, text, ids))
         self._num_requests += len(requests)
@@ -266,9 +268,9 @@ class LLM:
                 for request in requests:
                     self._withdraw(request)
 
-    def _sentence(self) -> Sentence:
+    def _pooling_config(self) -> PoolingConfig:
         """Without a tokenizer, which prompts of token ids can do without."""
-        return self._text.sentence if self._text is not None else read_sentence(self._source.path)
+        return self._text.pooling_config if self._text is not None else read_pooling_config(self._source.path)
 
     def _ids_of(self, prompt: Prompt, longest: int | None) -> list[int]:
         """`longest`: cut to so many tokens; None: as it is."""

@@ -19,7 +19,7 @@ from octavo.errors import ConfigError
 from octavo.ipc.stderr import say
 from octavo.recording.format import SEGMENT, Chunk, chunks_in, stream_chunk
 from octavo.recording.recorder import SEGMENTS
-from octavo.recording.ring import SIZE, BlackBox, shared_box
+from octavo.recording.ring import SIZE, RecordingRing, shared_ring
 from octavo.weights.sources.source import cache_folder
 
 MOST_KEPT = 5  # files of each kind
@@ -36,12 +36,12 @@ class _LastWords(NamedTuple):
     records: bytes
 
 
-class Flights:
+class CrashFiles:
     """A server's recordings. Where the folder was not named and cannot be written, there are none, and that is said."""
 
     def __init__(self, config: RecorderConfig) -> None:
         self._is_named = bool(config.record_folder)
-        self._box_fd = -1
+        self._ring_fd = -1
         self._lock: int | None = None
         self._sealing = threading.Lock()  # one engine's at a time
         self._sealers: list[threading.Thread] = []
@@ -74,9 +74,9 @@ class Flights:
         return f"recorder: what is scheduled, {self._what}, in {self.live} (--record-bytes)"
 
     @property
-    def box_fds(self) -> tuple[int, ...]:
+    def ring_fds(self) -> tuple[int, ...]:
         """Memory that an engine is to inherit."""
-        return (self._box_fd,) if self._box_fd >= 0 else ()
+        return (self._ring_fd,) if self._ring_fd >= 0 else ()
 
     def seal_aside(self, engine: int) -> None:
         """Make one file of what an engine that has crashed recorded, and say so, while others go on: clients wait for the next
@@ -106,14 +106,14 @@ class Flights:
 
     def _last_words(self) -> _LastWords | None:
         try:
-            box = BlackBox(self._box_fd)
+            ring = RecordingRing(self._ring_fd)
         except OSError as error:  # no memory, say
             say(f"the engine's last words could not be read: {error.strerror}")
             return None
         try:
-            return _LastWords(box.tail, box.between(box.tail, box.head))
+            return _LastWords(ring.tail, ring.between(ring.tail, ring.head))
         finally:
-            box.close()
+            ring.close()
 
     def close(self, engine: int) -> None:
         """After a stop in order, what was recorded is kept where somebody named a place for it."""
@@ -125,9 +125,9 @@ class Flights:
             shutil.rmtree(self.live, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-        if self._box_fd >= 0:
-            os.close(self._box_fd)
-        self.live, self._lock, self._box_fd = None, None, -1
+        if self._ring_fd >= 0:
+            os.close(self._ring_fd)
+        self.live, self._lock, self._ring_fd = None, None, -1
 
     def _begin(self) -> None:
         fresh = Path(tempfile.mkdtemp(prefix="new-", dir=self._folder))
@@ -136,7 +136,7 @@ class Flights:
         self._lock = os.open(fresh / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         fresh.rename(live)
-        self._box_fd = shared_box()
+        self._ring_fd = shared_ring()
         self.live = live
 
     def _seal_abandoned(self) -> None:

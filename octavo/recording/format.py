@@ -155,10 +155,10 @@ def digest(plan: StepPlan, num_rows_before: int) -> int:
     if not num_rows and plan.is_empty:
         return 0
     is_steady = num_rows == num_rows_before and plan.step % _WHOLE_EVERY
-    if is_steady and not (plan.enters or plan.leaves or plan.moves or plan.turns):
+    if is_steady and not (plan.enters or plan.leaves or plan.moves or plan.forced):
         return (num_rows + 8191 * sum(plan.page_ids)) & 0xFFFFFFFF
     enters = [(enter.row, len(enter.token_ids), enter.prompt_len, enter.pages) for enter in plan.enters]
-    turns = [(turn.row, turn.position) for turn in plan.turns]
+    turns = [(turn.row, turn.position) for turn in plan.forced]
     pages = (plan.page_rows, plan.page_slots, plan.page_ids, plan.page_groups)
     columns = (plan.rows, plan.starts, plan.counts, plan.samples)
     return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, turns)))

@@ -40,7 +40,7 @@ from octavo.recording.format import (
     untold,
     wishes_of,
 )
-from octavo.recording.ring import SIZE, BlackBox
+from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
 from octavo.schedule.snapshot import Manner, take
@@ -64,10 +64,10 @@ class Recorder:
         self,
         segments: "Segments",
         header: Header,
-        box: BlackBox,
+        ring: RecordingRing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._segments, self._header, self._box, self._clock = segments, header, box, clock
+        self._segments, self._header, self._ring, self._clock = segments, header, ring, clock
         self.is_due = True  # a state is wanted, as soon as nothing is in flight
         self._with_tokens = with_tokens = header.with_tokens
         self._name: Callable[[str], str] = str if with_tokens else grammar_names()
@@ -86,7 +86,7 @@ class Recorder:
         self._wake = threading.Event()
         self._is_closing = False
         self._cache = KVCache(0, 1)  # until the first state
-        box.reset()
+        ring.reset()
         self._thread = threading.Thread(target=self._write, name="octavo-recorder", daemon=True)
         self._thread.start()
 
@@ -195,7 +195,7 @@ class Recorder:
         state = self._encode(State(header, take(scheduler, self._manner)))
         self._is_lost = False
         self._num_rows = -1
-        self._states.put((self._box.head, state))
+        self._states.put((self._ring.head, state))
         self._put(Marked(int(now * 1e6)))
         self._wake.set()
 
@@ -205,9 +205,9 @@ class Recorder:
             self._write_down(framed(self._encode(record)))
 
     def _write_down(self, data: bytes) -> None:
-        room = self._box.put(data, _RESERVE)
+        room = self._ring.put(data, _RESERVE)
         if room < 0:
-            self._box.put(framed(self._encode(Lost(int(self._clock() * 1e6)))), 0)
+            self._ring.put(framed(self._encode(Lost(int(self._clock() * 1e6)))), 0)
             self._is_lost = True
             self._segments.complain("more comes than can be written")
         elif room < SIZE // 2:
@@ -223,8 +223,10 @@ class Recorder:
         self._flush()
 
     def _flush(self) -> None:
-        segments, box = self._segments, self._box
-        head = box.head  # before the states are looked at: what one was taken for must not come into the file before it
+        segments, ring = self._segments, self._ring
+        head = (
+            ring.head
+        )  # before the states are looked at: what one was taken for must not come into the file before it
         with contextlib.suppress(queue.Empty):
             while True:
                 position, state = self._states.get_nowait()
@@ -237,10 +239,10 @@ class Recorder:
             self.is_due = True
 
     def _flush_to(self, end: int) -> None:
-        start = self._box.tail
+        start = self._ring.tail
         if end > start:
-            self._segments.append(stream_chunk(self._box.between(start, end), start))
-            self._box.tail = end
+            self._segments.append(stream_chunk(self._ring.between(start, end), start))
+            self._ring.tail = end
 
     def close(self) -> None:
         """Everything that was told is written. Called by the stepping thread, or when there is none."""

@@ -1,4 +1,4 @@
-"""BlackBox: the last few megabytes of a recording in memory that the engine shares with its supervisor, so that a killed engine's
+"""RecordingRing: the last few megabytes of a recording in memory that the engine shares with its supervisor, so that a killed engine's
 last words are not lost. Knows nothing of records or files.
 
 It has no name in any file system. The engine's stepping thread writes at `head`; whoever brings the bytes to a file moves
@@ -16,7 +16,7 @@ _WHOLE = 8 * _WORDS + SIZE
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
-def shared_box() -> int:
+def shared_ring() -> int:
     """A descriptor of fresh memory that processes can inherit. Whoever asked closes it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("octavo-recorder")
@@ -28,7 +28,7 @@ def shared_box() -> int:
         return os.dup(file.fileno())
 
 
-class BlackBox:
+class RecordingRing:
     def __init__(self, fd: int = -1) -> None:
         """−1: shared with nobody."""
         self._memory = mmap.mmap(fd, _WHOLE, flags=_FLAGS if fd >= 0 else _FLAGS | mmap.MAP_ANONYMOUS)

@@ -88,7 +88,7 @@ class Recomputation:
         self.findings = Findings()
         self._header = header
         self._results: deque[StepResult] = deque()
-        self._recording_ready = [*state.shelf.ready, *state.shelf.ordered]
+        self._recording_ready = [*state.grammar_cache.ready, *state.grammar_cache.ordered]
         self._known: set[int] = set()  # pages whose content was computed here
         self._executor = load_executor(config_of(header), source_of(header, model))
 
@@ -99,7 +99,7 @@ class Recomputation:
                 self._prepare(grammar, [])
             self._warm_up()
             for happening in self.replay.follow():
-                self._tend_shelf()
+                self._tend_grammar_cache()
                 match happening:
                     case Planned() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
@@ -109,10 +109,10 @@ class Recomputation:
             self._executor.close()
         return self.findings
 
-    def _tend_shelf(self) -> None:
+    def _tend_grammar_cache(self) -> None:
         """What was to be made ready is, before anybody can ask for it."""
-        shelf = self.replay.scheduler.shelf
-        orders, shelf.orders = shelf.orders, []
+        grammar_cache = self.replay.scheduler.grammar_cache
+        orders, grammar_cache.orders = grammar_cache.orders, []
         for order in orders:
             self._prepare(order.grammar, order.forgets)
 

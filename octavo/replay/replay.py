@@ -215,7 +215,7 @@ class Replay:
             candidates = _by_beam(done, issued, outcome) if outcome.candidates else {}
             deltas = self.scheduler.commit(done, result)
             yield Committed(record.micros, done, requests, outcome, deltas, candidates)
-        self.scheduler.shelf.orders = []  # whoever carries them out did so
+        self.scheduler.grammar_cache.orders = []  # whoever carries them out did so
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
 
     # ── what stands in for what is not told ──

@@ -6,7 +6,7 @@ from collections import deque
 from octavo.cache import KVCache
 from octavo.cache.span import pages_of, pages_of_beams
 from octavo.messages import Candidates, GenerateRequest, Logprobs, StepPlan, StepResult
-from octavo.replay.stats import Tally
+from octavo.replay.stats import RunStats
 from octavo.replay.what_if import Learned, Pace, Settings
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
@@ -31,7 +31,7 @@ class _Cache(KVCache):
         return self.known.get(name) or b"%d %d" % name
 
 
-class Imagined:
+class SimulatedRun:
     def __init__(self, learned: Learned, settings: Settings, pace: Pace) -> None:
         self._learned, self._pace = learned, pace
         header = learned.replay.header
@@ -50,9 +50,9 @@ class Imagined:
         self._arrivals = deque(sorted(learned.requests, key=lambda told: told.seconds))
         leaving = [(told.left, told.source.id) for told in learned.requests if told.left is not None]
         self._leaving = deque(sorted(leaving))
-        self.tally = Tally()
+        self.tally = RunStats()
 
-    def run(self) -> Tally:
+    def run(self) -> RunStats:
         scheduler, tally = self._scheduler, self.tally
         flight: deque[StepPlan] = deque()
         while self._arrivals or not scheduler.is_idle:
@@ -95,9 +95,9 @@ class Imagined:
 
     def _prepare(self) -> None:
         """Grammars are ready at once: what making them so takes is no matter of the settings."""
-        shelf = self._scheduler.shelf
-        while shelf.orders:
-            orders, shelf.orders = shelf.orders, []
+        grammar_cache = self._scheduler.grammar_cache
+        while grammar_cache.orders:
+            orders, grammar_cache.orders = grammar_cache.orders, []
             for order in orders:
                 self._scheduler.prepared(order.grammar)
 

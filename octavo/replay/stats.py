@@ -8,7 +8,7 @@ from octavo.messages import StepPlan, TokenDelta
 from octavo.schedule import Scheduler
 
 
-class Tally:
+class RunStats:
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_tokens = 0  # computed

@@ -14,7 +14,7 @@ from octavo.errors import ConfigError
 from octavo.messages import Candidates, FinishReason, GenerateRequest
 from octavo.recording.format import Aborted, Arrived, Recording
 from octavo.replay.replay import Committed, Planned, Replay
-from octavo.replay.stats import Tally
+from octavo.replay.stats import RunStats
 from octavo.schedule import POLICIES
 
 
@@ -90,7 +90,7 @@ class Told:
 class Learned(NamedTuple):
     requests: list[Told]  # in the order of their arrival
     keys: dict[tuple[int, int], bytes]
-    tally: Tally  # of the recorded run
+    tally: RunStats  # of the recorded run
     samples: list[tuple[int, int, float]]  # of each step: rows, tokens, seconds
     depth: int
     start: float
@@ -99,7 +99,7 @@ class Learned(NamedTuple):
 
 def learn(recording: Recording, watch: Callable[[object], None] = lambda happening: None) -> Learned:
     """Replay once, and remember. Stops at the first plan that is not the same."""
-    replay, tally = Replay(recording), Tally()
+    replay, tally = Replay(recording), RunStats()
     start = recording.header.clock
     told = {name: _alive(replay, name, start) for name in replay.scheduler.request_ids()}
     for name, one in told.items():

@@ -1,4 +1,4 @@
-"""Shelf: which grammars stand ready where steps are computed, which are being made ready, and which may go.
+"""GrammarCache: which grammars stand ready where steps are computed, which are being made ready, and which may go.
 Knows nothing of grammars, nor of who makes them ready: it says what is to be done, and is told when it was.
 
 How long a request waits for its grammar, whatever comes after it: until as many as these are made ready, one after the other:
@@ -25,7 +25,7 @@ class Order(NamedTuple):
     forgets: list[str]
 
 
-class Shelf:
+class GrammarCache:
     def __init__(self, max_used: int, max_unused: int = MAX_UNUSED) -> None:
         """`max_used`: grammars of open requests that may be there at one time; more than there are rows, so that some of those
         who wait for a row are ready for it. Requests beyond that wait until others are over."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from octavo.cache import Growth, KVCache
 from octavo.messages import Finish, PageMove, StepPlan, StepResult, TokenDelta
 from octavo.schedule.beams.group import BeamGroup
-from octavo.schedule.grammar_cache import MAX_UNUSED, Shelf
+from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
 from octavo.schedule.outcome import sampling_of
 from octavo.schedule.policy import WaitingQueue
 from octavo.schedule.request import Request
@@ -29,8 +29,8 @@ class Seats:
         self.waiting = WaitingQueue()
         # Who could not run yet, whatever is free: its grammar is being made ready. It stands in nobody's way, and nobody in its
         # own: ready, it enters the queue at the place that it has by its arrival. By sequence.
-        self.aside: dict[int, Request] = {}
-        self.shelf = Shelf(max_rows + MAX_UNUSED)
+        self.awaiting_grammar: dict[int, Request] = {}
+        self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
         self.running: list[Request] = []  # in the policy's order: oldest first
         self.num_preemptions = 0
         # What happened since the last plan was begun, for those who keep the times.
@@ -53,15 +53,15 @@ class Seats:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self.aside)
+        return len(self.waiting) + len(self.awaiting_grammar)
 
     @property
     def num_waiting_tokens(self) -> int:
         """Of their prompts."""
-        return self.waiting.num_prompt_tokens + sum(request.prompt_len for request in self.aside.values())
+        return self.waiting.num_prompt_tokens + sum(request.prompt_len for request in self.awaiting_grammar.values())
 
     def waits(self, request: Request) -> bool:
-        return request in self.waiting or request.sequence in self.aside
+        return request in self.waiting or request.sequence in self.awaiting_grammar
 
     def has(self, request_id: str) -> bool:
         return request_id in self._groups
@@ -94,19 +94,19 @@ class Seats:
 
     def prepared(self, grammar: str) -> None:
         """It is ready now, and so is whoever needs no more than that."""
-        self.shelf.prepared(grammar)
-        same = (request for request in self.aside.values() if request.params.grammar == grammar)
-        self._ready(request for request in same if self.shelf.is_ready(request.id))
+        self.grammar_cache.prepared(grammar)
+        same = (request for request in self.awaiting_grammar.values() if request.params.grammar == grammar)
+        self._ready(request for request in same if self.grammar_cache.is_ready(request.id))
 
     def _ready(self, requests: Iterable[Request]) -> None:
         for request in list(requests):
-            del self.aside[request.sequence]
+            del self.awaiting_grammar[request.sequence]
             self.waiting.add(request)
             self.readied.append(request)
 
     def _queue(self, request: Request) -> None:
-        if request.params.grammar and not self.shelf.is_ready(request.id):
-            self.aside[request.sequence] = request
+        if request.params.grammar and not self.grammar_cache.is_ready(request.id):
+            self.awaiting_grammar[request.sequence] = request
         else:
             self.waiting.add(request)
 
@@ -222,7 +222,7 @@ class Seats:
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
-            self.aside.pop(request.sequence, None)
+            self.awaiting_grammar.pop(request.sequence, None)
         if request.is_swapped or request.sequence in self.cache.tables:
             self.cache.release(request.sequence)
         choices = self._groups[request.id]
@@ -230,5 +230,5 @@ class Seats:
         if not choices:
             del self._groups[request.id]
             if request.params.grammar:
-                for readied in self.shelf.drop(request.id):
-                    self._ready(choice for choice in self._groups[readied] if choice.sequence in self.aside)
+                for readied in self.grammar_cache.drop(request.id):
+                    self._ready(choice for choice in self._groups[readied] if choice.sequence in self.awaiting_grammar)

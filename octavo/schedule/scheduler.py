@@ -74,7 +74,7 @@ class Scheduler(Seats):
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
         self._groups[source.id] = choices[:]
         if params.grammar:
-            self.shelf.hold(source.id, params.grammar)
+            self.grammar_cache.hold(source.id, params.grammar)
         if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
                 self._queue(choice)

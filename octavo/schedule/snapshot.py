@@ -14,7 +14,7 @@ from octavo.cache.snapshot import take as take_cache
 from octavo.messages import Candidates, PoolingParams, SamplingParams
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.beams.search import BeamSearch, Ended, Path
-from octavo.schedule.grammar_cache import Shelf
+from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler, WaitReason
@@ -71,7 +71,7 @@ class BeamState(msgspec.Struct, array_like=True, gc=False):
     ended: list[tuple[float, int, bool]]
 
 
-class ShelfState(msgspec.Struct, array_like=True, gc=False):
+class GrammarCacheState(msgspec.Struct, array_like=True, gc=False):
     """Grammars by their names."""
 
     max_used: int
@@ -96,8 +96,8 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     watched: list[int]
     requests: list[RequestState]  # of one id beside each other, in the order in which these came
     waiting: list[int]  # sequences
-    aside: list[int]
-    shelf: ShelfState
+    awaiting_grammar: list[int]
+    grammar_cache: GrammarCacheState
     beams: list[BeamState]
     cache: CacheState
 
@@ -120,8 +120,8 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         sorted(scheduler._watched),
         [_told(request, manner) for request in scheduler.requests()],
         list(scheduler.waiting._waiting),
-        list(scheduler.aside),
-        _told_shelf(scheduler.shelf, manner.grammar),
+        list(scheduler.awaiting_grammar),
+        _told_grammar_cache(scheduler.grammar_cache, manner.grammar),
         [_told_beams(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
     )
@@ -148,8 +148,8 @@ def restore(
         requests[told.kept[0]].followers = [requests[sequence] for sequence in told.followers]
     for sequence in state.waiting:
         scheduler.waiting.add(requests[sequence])
-    scheduler.aside = {sequence: requests[sequence] for sequence in state.aside}
-    scheduler.shelf = _shelf(state.shelf)
+    scheduler.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
+    scheduler.grammar_cache = _shelf(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
     scheduler.running = sorted(running, key=lambda request: (request.rank, request.sequence))
     for beams in state.beams:
@@ -180,25 +180,29 @@ def _request(told: RequestState, params: SamplingParams, tokens: list[int]) -> R
     return request
 
 
-def _told_shelf(shelf: Shelf, name: Callable[[str], str]) -> ShelfState:
-    return ShelfState(
-        shelf._max_used,
-        shelf._max_unused,
-        {request_id: name(grammar) for request_id, grammar in shelf._held.items()},
-        {request_id: name(grammar) for request_id, grammar in shelf._later.items()},
-        {name(grammar): count for grammar, count in shelf._users.items()},
-        [name(grammar) for grammar in shelf._ordered],
-        [name(grammar) for grammar in shelf._ready],
-        [name(grammar) for grammar in shelf._unused],
+def _told_grammar_cache(grammar_cache: GrammarCache, name: Callable[[str], str]) -> GrammarCacheState:
+    return GrammarCacheState(
+        grammar_cache._max_used,
+        grammar_cache._max_unused,
+        {request_id: name(grammar) for request_id, grammar in grammar_cache._held.items()},
+        {request_id: name(grammar) for request_id, grammar in grammar_cache._later.items()},
+        {name(grammar): count for grammar, count in grammar_cache._users.items()},
+        [name(grammar) for grammar in grammar_cache._ordered],
+        [name(grammar) for grammar in grammar_cache._ready],
+        [name(grammar) for grammar in grammar_cache._unused],
     )
 
 
-def _shelf(state: ShelfState) -> Shelf:
-    shelf = Shelf(state.max_used, state.max_unused)
-    shelf._held, shelf._later, shelf._users = dict(state.held), dict(state.later), dict(state.users)
-    shelf._ordered, shelf._ready = set(state.ordered), set(state.ready)
-    shelf._unused = OrderedDict.fromkeys(state.unused)
-    return shelf
+def _shelf(state: GrammarCacheState) -> GrammarCache:
+    grammar_cache = GrammarCache(state.max_used, state.max_unused)
+    grammar_cache._held, grammar_cache._later, grammar_cache._users = (
+        dict(state.held),
+        dict(state.later),
+        dict(state.users),
+    )
+    grammar_cache._ordered, grammar_cache._ready = set(state.ordered), set(state.ready)
+    grammar_cache._unused = OrderedDict.fromkeys(state.unused)
+    return grammar_cache
 
 
 def _told_beams(group: BeamGroup, manner: Manner) -> BeamState:

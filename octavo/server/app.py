@@ -13,7 +13,7 @@ from octavo.config import Config, split_list
 from octavo.errors import InvalidRequest, OctavoError
 from octavo.server.endpoints import routers
 from octavo.server.http.errors import error_response
-from octavo.server.http.middleware import Door, route_of
+from octavo.server.http.middleware import RequestMiddleware, route_of
 from octavo.server.openapi import build_document
 from octavo.server.state.loopback import ask
 from octavo.server.state.service import Service
@@ -32,7 +32,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
         app.include_router(router)
     for error in (OctavoError, HTTPException, RequestValidationError):
         app.add_exception_handler(error, _answer)
-    app.add_middleware(Door, service=service)
+    app.add_middleware(RequestMiddleware, service=service)
     origins = split_list(config.server.allowed_origins)
     if origins:
         # Outside the door: a browser's preflight carries no key, and refusals must be readable too.

@@ -23,11 +23,11 @@ import msgspec
 from fastapi import FastAPI
 
 from octavo.client.client import ZmqClient
-from octavo.client.inflight_limit import Anteroom
+from octavo.client.inflight_limit import InflightLimit
 from octavo.errors import ConfigError, EngineDead
-from octavo.ipc.heartbeat import Pulse
-from octavo.ipc.launch import ServerOrder
-from octavo.ipc.memory_trim import give_back, keep_one_heap, let_go_of_code
+from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import ApiLaunch
+from octavo.ipc.memory_trim import drop_library_pages, keep_one_heap, trim_heap
 from octavo.ipc.stderr import settle_standard_error
 from octavo.ipc.subprocesses import signal_at_parents_end
 from octavo.observe import logs
@@ -74,7 +74,7 @@ class StopOrder:
 def main() -> int:
     keep_one_heap()
     signal_at_parents_end(signal.SIGCONT)  # one that was stopped shall see that its standard input has ended
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ServerOrder)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
     level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
     logs.install(level, order.config.server.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -88,16 +88,18 @@ def main() -> int:
             return 1
 
 
-async def _run(order: ServerOrder) -> int:
-    let_go_of_code()  # of importing; what serving needs of it comes back while the engine loads
+async def _run(order: ApiLaunch) -> int:
+    drop_library_pages()  # of importing; what serving needs of it comes back while the engine loads
     folder = Path(order.reply_address.removeprefix("ipc://")).parent
     stop = StopOrder(folder)
-    pulse = Pulse(order.pulse_fd) if order.pulse_fd >= 0 else None
-    limits, anteroom = order.config.scheduler, None
-    if pulse is not None:
+    heartbeat = Heartbeat(order.heartbeat_fd) if order.heartbeat_fd >= 0 else None
+    limits, inflight_limit = order.config.scheduler, None
+    if heartbeat is not None:
         most = (limits.max_waiting_requests, limits.max_waiting_tokens)
-        anteroom = Anteroom(pulse, order.origin, *most, order.num_servers)
-    client = ZmqClient(order.engine_address, order.reply_address, order.origin, order.orders_address, pulse, anteroom)
+        inflight_limit = InflightLimit(heartbeat, order.origin, *most, order.num_servers)
+    client = ZmqClient(
+        order.engine_address, order.reply_address, order.origin, order.orders_address, heartbeat, inflight_limit
+    )
     try:
         preparing = prepare(client, order.model_path, order.model_name, order.config, order.default_sampling)
         app = await _unless_stopped(stop, preparing)
@@ -105,11 +107,11 @@ async def _run(order: ServerOrder) -> int:
             return 0
         service: Service = app.state.service
         service.patience = order.patience
-        await service.siblings.open(folder, order.origin)
+        await service.peers.open(folder, order.origin)
         try:
             return await _serve(order, service, http_server(order, app), stop)
         finally:
-            service.siblings.close()
+            service.peers.close()
     finally:
         client.close()
         if stop.abandoned.is_set():
@@ -131,14 +133,14 @@ async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -
 async def _turn(service: Service, origin: int) -> None:
     """Say that this event loop turns; and while nobody waits, drop what past requests have left: about fifty objects in cycles each.
     When nobody has come for a while, give back the memory too."""
-    pulse, num_seen, num_rests = service.engine.pulse, 0, 0
+    heartbeat, num_seen, num_rests = service.engine.heartbeat, 0, 0
     while True:
-        if pulse is not None:
-            pulse.turn(origin)
+        if heartbeat is not None:
+            heartbeat.turn(origin)
         num_rests = num_rests + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
         num_seen = service.num_requests
         if num_rests == RESTED_TURNS:
-            give_back()
+            trim_heap()
         elif service.idle.is_set() and gc.get_count()[0] > IDLE_OBJECTS:
             gc.collect(1)
         await asyncio.sleep(TURN_SECONDS)
@@ -151,7 +153,7 @@ def settle_collector() -> None:
     gc.set_threshold(10_000, 20, 100)  # what a token makes and drops has no cycles: look rarely; see _turn()
 
 
-async def _serve(order: ServerOrder, service: Service, server: HttpServer, stop: StopOrder) -> int:
+async def _serve(order: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
     settle_collector()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())

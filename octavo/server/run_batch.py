@@ -22,7 +22,7 @@ from octavo.server.batch.records import Record, Seen, Tally, encode_record, open
 from octavo.server.endpoints.batches import batch_routes, seeded_routes
 from octavo.server.prepare import prepare
 from octavo.server.state.loopback import ask
-from octavo.supervisor.standalone_engine import OwnEngine
+from octavo.supervisor.standalone_engine import StandaloneEngine
 
 EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
 EXIT_REFUSED = 2  # by the engine, which has said what to change
@@ -121,7 +121,7 @@ class _Job:
         if all(line is None for line in self._unanswered()):
             return None  # no need to load a model in order to ask it nothing
         self._lines.seek(0)
-        async with OwnEngine(self._config) as engine:
+        async with StandaloneEngine(self._config) as engine:
             try:
                 app = await engine.alongside(
                     prepare(engine.client, engine.model_path, engine.name, self._config, engine.default_sampling)

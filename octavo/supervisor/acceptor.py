@@ -14,7 +14,7 @@ _MAX_DESCRIPTORS = 2**20  # more than anybody needs: some systems allow a thousa
 RETRY_SECONDS = 0.01  # while no API process has room for one more connection, or this one for one more descriptor
 
 
-class Reception:
+class Acceptor:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._channels: list[socket.socket] = []

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from octavo.ipc.heartbeat import Pulse
-from octavo.ipc.launch import ServerOrder
+from octavo.ipc.heartbeat import Heartbeat
+from octavo.ipc.launch import ApiLaunch
 from octavo.ipc.subprocesses import spawn
 from octavo.messages import EngineStarted, FromSupervisor, ServerGone
-from octavo.supervisor.acceptor import Reception
+from octavo.supervisor.acceptor import Acceptor
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
 _FAREWELL_MS = 1000
 
 
-class Member:
+class ApiProcess:
     """One number's process, and those before it."""
 
     def __init__(self, origin: int, restarts: Restarts, watch: ServerWatch) -> None:
@@ -48,99 +48,99 @@ class Member:
         return self.process is None or self.process.poll() is not None
 
 
-class Fleet:
+class ApiProcesses:
     def __init__(
         self,
         count: int,
-        template: ServerOrder,
-        reception: Reception,
+        template: ApiLaunch,
+        acceptor: Acceptor,
         folder: Path,
         context: "zmq.Context[zmq.Socket[bytes]]",
-        pulse: Pulse,
+        heartbeat: Heartbeat,
     ) -> None:
         """`template`: of everybody's order; what differs is filled in."""
         limit, timeout = template.config.server.max_engine_restarts, template.config.server.step_timeout
-        watches = [ServerWatch(pulse, origin, timeout) for origin in range(count)]
-        self.members = [Member(origin, Restarts(limit), watch) for origin, watch in enumerate(watches)]
-        self._pulse = pulse
-        self._template, self._reception, self._folder, self._context = template, reception, folder, context
+        watches = [ServerWatch(heartbeat, origin, timeout) for origin in range(count)]
+        self.slots = [ApiProcess(origin, Restarts(limit), watch) for origin, watch in enumerate(watches)]
+        self._heartbeat = heartbeat
+        self._template, self._acceptor, self._folder, self._context = template, acceptor, folder, context
 
     @property
     def num_ready(self) -> int:
-        return sum(member.is_ready for member in self.members)
+        return sum(slot.is_ready for slot in self.slots)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        return [member.process for member in self.members if member.process is not None]
+        return [slot.process for slot in self.slots if slot.process is not None]
 
     @property
     def has_ended(self) -> bool:
-        return all(member.has_ended for member in self.members)
+        return all(slot.has_ended for slot in self.slots)
 
-    def start(self, member: Member, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
-        member.number += 1
-        member.is_ready, member.restart_at, member.started, member.verdict = False, None, time.monotonic(), ""
-        self._pulse.forget(member.origin)
-        member.close_channel()
-        member.channel, channel = self._reception.channel()
+    def start(self, slot: ApiProcess, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
+        slot.number += 1
+        slot.is_ready, slot.restart_at, slot.started, slot.verdict = False, None, time.monotonic(), ""
+        self._heartbeat.forget(slot.origin)
+        slot.close_channel()
+        slot.channel, channel = self._acceptor.channel()
         order = msgspec.structs.replace(
             self._template,
             fd=channel.fileno(),
-            origin=member.origin,
+            origin=slot.origin,
             engine_address=engine_address,
-            reply_address=self._reply_address(member, num_engines),
-            orders_address=f"ipc://{self._folder}/orders-{member.origin}-{member.number}",
+            reply_address=self._reply_address(slot, num_engines),
+            orders_address=f"ipc://{self._folder}/orders-{slot.origin}-{slot.number}",
         )
-        if member.orders is not None:
-            member.orders.close(linger=0)
-        member.orders = self._context.socket(zmq.PUSH)
-        member.orders.set_hwm(0)
-        member.orders.connect(order.orders_address)
-        member.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.pulse_fd))
+        if slot.orders is not None:
+            slot.orders.close(linger=0)
+        slot.orders = self._context.socket(zmq.PUSH)
+        slot.orders.set_hwm(0)
+        slot.orders.connect(order.orders_address)
+        slot.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.heartbeat_fd))
         channel.close()
-        return member.process
+        return slot.process
 
-    def welcome(self, member: Member) -> None:
+    def welcome(self, slot: ApiProcess) -> None:
         """It can answer: connections are dealt to it from now on."""
-        member.is_ready = True
-        if member.channel is not None:
-            self._reception.deal_to(member.channel)
-        member.channel = None
+        slot.is_ready = True
+        if slot.channel is not None:
+            self._acceptor.deal_to(slot.channel)
+        slot.channel = None
 
     def look(self, engine_since: float | None) -> None:
         """Kill those whose event loop does not turn: they would be dealt connections, and answer none. And those that never start:
         they wait for the engine, which is there since `engine_since`, if it is."""
         limit = self._template.config.server.start_timeout
-        for member in self.members:
-            if member.verdict or member.process is None or member.has_ended:
+        for slot in self.slots:
+            if slot.verdict or slot.process is None or slot.has_ended:
                 continue
-            if not member.is_ready:
-                if limit and engine_since is not None and time.monotonic() - max(member.started, engine_since) > limit:
-                    member.verdict = (
-                        f"API process {member.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
+            if not slot.is_ready:
+                if limit and engine_since is not None and time.monotonic() - max(slot.started, engine_since) > limit:
+                    slot.verdict = (
+                        f"API process {slot.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
                     )
-                    member.process.kill()
-            elif (problem := member.watch.look(member.process.pid)) is not None:
-                member.verdict = f"API process {member.origin} hangs and is killed: {problem}"
-                member.process.kill()
+                    slot.process.kill()
+            elif (problem := slot.watch.look(slot.process.pid)) is not None:
+                slot.verdict = f"API process {slot.origin} hangs and is killed: {problem}"
+                slot.process.kill()
 
-    def due(self, now: float) -> list[Member]:
+    def due(self, now: float) -> list[ApiProcess]:
         """Whose place is to be taken now."""
-        return [member for member in self.members if member.restart_at is not None and now >= member.restart_at]
+        return [slot for slot in self.slots if slot.restart_at is not None and now >= slot.restart_at]
 
     def tell(self, order: FromSupervisor) -> None:
-        for member in self.members:
-            self._send(member, order)
+        for slot in self.slots:
+            self._send(slot, order)
 
     def tell_of_engine(self, engine_address: str, num_engines: int) -> None:
-        for member in self.members:
-            self._send(member, EngineStarted(engine_address, self._reply_address(member, num_engines)))
+        for slot in self.slots:
+            self._send(slot, EngineStarted(engine_address, self._reply_address(slot, num_engines)))
 
-    def tell_engine_of(self, member: Member, engine_address: str, num_engines: int) -> None:
+    def tell_engine_of(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
         """That the process is no more: nobody waits for what it asked."""
         socket = self._context.socket(zmq.PUSH)
         socket.connect(engine_address)
-        socket.send(msgspec.msgpack.encode(ServerGone(member.origin, self._reply_address(member, num_engines))))
+        socket.send(msgspec.msgpack.encode(ServerGone(slot.origin, self._reply_address(slot, num_engines))))
         socket.close(linger=_FAREWELL_MS)
 
     def terminate(self) -> None:
@@ -152,10 +152,10 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
-    def _send(self, member: Member, order: FromSupervisor) -> None:
-        assert member.orders is not None
-        if not member.has_ended:  # else its successor is told by its own order
-            member.orders.send(msgspec.msgpack.encode(order))
+    def _send(self, slot: ApiProcess, order: FromSupervisor) -> None:
+        assert slot.orders is not None
+        if not slot.has_ended:  # else its successor is told by its own order
+            slot.orders.send(msgspec.msgpack.encode(order))
 
-    def _reply_address(self, member: Member, num_engines: int) -> str:
-        return f"ipc://{self._folder}/api-{member.origin}-{member.number}-{num_engines}"
+    def _reply_address(self, slot: ApiProcess, num_engines: int) -> str:
+        return f"ipc://{self._folder}/api-{slot.origin}-{slot.number}-{num_engines}"

@@ -17,7 +17,7 @@ _LOCK = "lock"
 _MAX_LEN = 80  # a socket's path has room for about a hundred characters
 
 
-class SocketFolder:
+class RuntimeDir:
     """Only this user can enter it. It is in use for as long as this process lives: the lock says so."""
 
     def __init__(self) -> None:

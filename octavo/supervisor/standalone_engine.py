@@ -1,4 +1,4 @@
-"""OwnEngine: an engine process for one caller, for as long as a context lasts: without a supervisor and without HTTP.
+"""StandaloneEngine: an engine process for one caller, for as long as a context lasts: without a supervisor and without HTTP.
 Knows nothing of requests or text."""
 
 import asyncio
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from octavo.client.client import ZmqClient
 from octavo.config import Config
 from octavo.errors import EngineDead
-from octavo.ipc.launch import EngineOrder
+from octavo.ipc.launch import EngineLaunch
 from octavo.ipc.subprocesses import describe_exit, spawn
-from octavo.supervisor.runtime_dir import SocketFolder
+from octavo.supervisor.runtime_dir import RuntimeDir
 from octavo.weights.sources.source import resolve
 
 ENGINE_MODULE = "octavo.engine.process"
@@ -19,7 +19,7 @@ FAREWELL_SECONDS = 5.0  # after which an engine that does not end is killed
 T = TypeVar("T")
 
 
-class OwnEngine:
+class StandaloneEngine:
     """Raises ConfigError where the model's name leads nowhere."""
 
     def __init__(self, config: Config) -> None:
@@ -27,7 +27,7 @@ class OwnEngine:
         self._config = config
         self._source = resolve(model.model, model.revision, allow_missing_weights=model.load_format == "dummy")
         self.name = model.served_model_name or self._source.name
-        self._folder = SocketFolder()
+        self._folder = RuntimeDir()
 
     @property
     def model_path(self) -> str:
@@ -37,9 +37,9 @@ class OwnEngine:
     def default_sampling(self) -> Mapping[str, Any]:
         return self._source.default_sampling
 
-    async def __aenter__(self) -> "OwnEngine":
+    async def __aenter__(self) -> "StandaloneEngine":
         address, source = f"ipc://{self._folder.path}/engine", self._source
-        order = EngineOrder(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
+        order = EngineLaunch(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
         self._process = spawn(ENGINE_MODULE, order)
         self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         self.client = ZmqClient(address, f"ipc://{self._folder.path}/api-0")

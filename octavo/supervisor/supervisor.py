@@ -16,18 +16,18 @@ import msgspec
 import zmq
 
 from octavo.config import AUTO, Config, ServerConfig
-from octavo.ipc.heartbeat import Pulse, shared_memory
-from octavo.ipc.launch import EngineOrder, ServerOrder
-from octavo.ipc.memory_trim import let_go_of_code
+from octavo.ipc.heartbeat import Heartbeat, shared_memory
+from octavo.ipc.launch import ApiLaunch, EngineLaunch
+from octavo.ipc.memory_trim import drop_library_pages
 from octavo.ipc.stderr import hold_standard_streams, say, settle_standard_error
 from octavo.ipc.subprocesses import describe_exit, spawn
 from octavo.messages import EngineGone, EngineLost, EngineReport
-from octavo.recording.crash_files import Flights
-from octavo.supervisor.acceptor import Reception, raise_descriptor_limit
-from octavo.supervisor.api_processes import Fleet, Member
+from octavo.recording.crash_files import CrashFiles
+from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit
+from octavo.supervisor.api_processes import ApiProcess, ApiProcesses
 from octavo.supervisor.listen import cannot_listen, check_certificates, listen, url_of
 from octavo.supervisor.memory_report import budget_lines
-from octavo.supervisor.runtime_dir import SocketFolder, files_folder, remove_abandoned
+from octavo.supervisor.runtime_dir import RuntimeDir, files_folder, remove_abandoned
 from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch
 from octavo.weights.sources.source import ModelSource, resolve
 
@@ -68,17 +68,17 @@ def serve(config: Config) -> int:
         config.model.model, config.model.revision, allow_missing_weights=config.model.load_format == "dummy"
     )
     remove_abandoned()
-    folder = SocketFolder()
-    reception = Reception(listener)
+    folder = RuntimeDir()
+    acceptor = Acceptor(listener)
     try:
         with (
             files_folder(config, folder.path) as config,
             _Signals() as signals,
-            _Supervisor(config, source, listener, reception, folder.path) as supervisor,
+            _Supervisor(config, source, listener, acceptor, folder.path) as supervisor,
         ):
             return supervisor.run(signals, started)
     finally:
-        reception.close()
+        acceptor.close()
         folder.close()
         settle_standard_error()
 
@@ -87,10 +87,10 @@ class _Supervisor:
     """One thread, woken by what its processes say or by their end, by signals, and every half second to look at the engine."""
 
     def __init__(
-        self, config: Config, source: ModelSource, listener: socket.socket, reception: Reception, folder: Path
+        self, config: Config, source: ModelSource, listener: socket.socket, acceptor: Acceptor, folder: Path
     ) -> None:
         self._config, self._source, self._folder = config, source, folder
-        self._listener, self._reception = listener, reception
+        self._listener, self._acceptor = listener, acceptor
         self._served_name = config.model.served_model_name or source.name
         self._num_servers = config.server.num_api_processes(_num_cores())
         self._engine: subprocess.Popen[bytes] | None = None
@@ -107,13 +107,13 @@ class _Supervisor:
         self._close_until: float | None = None  # None: the engine has not been told to end
         self._exit_code: int | None = None  # what it will be; None: serving
         self._is_over = False
-        self._pulse_fd = shared_memory()
-        self._pulse = Pulse(self._pulse_fd)
-        self._watch = Watch(self._pulse, config.server.step_timeout)
-        self._flights = Flights(config.recorder)
+        self._heartbeat_fd = shared_memory()
+        self._heartbeat = Heartbeat(self._heartbeat_fd)
+        self._watch = Watch(self._heartbeat, config.server.step_timeout)
+        self._crash_files = CrashFiles(config.recorder)
         self._selector = selectors.DefaultSelector()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        template = ServerOrder(
+        template = ApiLaunch(
             config,
             -1,
             -1,
@@ -122,10 +122,12 @@ class _Supervisor:
             str(source.path),
             self._served_name,
             dict(source.default_sampling),
-            pulse_fd=self._pulse_fd,
+            heartbeat_fd=self._heartbeat_fd,
             num_servers=self._num_servers,
         )
-        self._fleet = Fleet(self._num_servers, template, reception, folder, self._context, self._pulse)
+        self._api_processes = ApiProcesses(
+            self._num_servers, template, acceptor, folder, self._context, self._heartbeat
+        )
 
     def __enter__(self) -> "_Supervisor":
         return self
@@ -138,17 +140,17 @@ class _Supervisor:
             process.wait()
         self._context.destroy(linger=0)
         self._selector.close()
-        self._pulse.close()
-        os.close(self._pulse_fd)
-        self._flights.close(self._num_engines)
+        self._heartbeat.close()
+        os.close(self._heartbeat_fd)
+        self._crash_files.close(self._num_engines)
 
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
         self._start_engine()
-        for member in self._fleet.members:
-            self._start_server(member)
-        let_go_of_code()  # while the engine loads
+        for slot in self._api_processes.slots:
+            self._start_server(slot)
+        drop_library_pages()  # while the engine loads
         while not self._is_over:
             for key, _ in self._selector.select(LOOK_SECONDS):
                 key.data()
@@ -165,7 +167,7 @@ class _Supervisor:
         self._restart_at = None
         self._is_engine_ready = False
         self._engine_started = time.monotonic()
-        order = EngineOrder(
+        order = EngineLaunch(
             self._config,
             str(self._source.path),
             self._source.kind,
@@ -173,17 +175,17 @@ class _Supervisor:
             self._served_name,
             self._engine_address(),
             self._num_servers,
-            self._pulse_fd,
+            self._heartbeat_fd,
             self._num_engines,
-            str(self._flights.live or ""),
-            *self._flights.box_fds,
+            str(self._crash_files.live or ""),
+            *self._crash_files.ring_fds,
         )
-        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._pulse_fd, *self._flights.box_fds))
+        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
         self._listen_to(self._engine, self._engine_spoke)
 
-    def _start_server(self, member: Member) -> None:
-        server = self._fleet.start(member, self._engine_address(), self._num_engines)
-        self._listen_to(server, partial(self._server_spoke, member))
+    def _start_server(self, slot: ApiProcess) -> None:
+        server = self._api_processes.start(slot, self._engine_address(), self._num_engines)
+        self._listen_to(server, partial(self._server_spoke, slot))
 
     def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
         assert process.stdout is not None
@@ -205,50 +207,50 @@ class _Supervisor:
         self._was_engine_ready = True
         # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
         try:
-            self._reception.open(BACKLOG)
+            self._acceptor.open(BACKLOG)
         except OSError as error:
             raise cannot_listen(self._config.server.host, self._config.server.port, error) from None
         self._say(f"model {self._served_name} from {self._source.path}")
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
-        self._say(self._flights.words)
+        self._say(self._crash_files.words)
         self._say_if_ready()
 
-    def _server_spoke(self, member: Member) -> None:
-        assert member.process is not None and member.process.stdout is not None
-        if member.process.stdout.readline():
-            self._fleet.welcome(member)
+    def _server_spoke(self, slot: ApiProcess) -> None:
+        assert slot.process is not None and slot.process.stdout is not None
+        if slot.process.stdout.readline():
+            self._api_processes.welcome(slot)
             if self._has_served:
-                say(f"API process {member.origin} is back after {time.monotonic() - member.started:.1f} s")
+                say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
             return self._say_if_ready()
-        self._selector.unregister(member.process.stdout)
-        code = member.process.wait()
+        self._selector.unregister(slot.process.stdout)
+        code = slot.process.wait()
         if self._exit_code is None:
-            self._server_ended(member, code)
+            self._server_ended(slot, code)
         elif self._exit_code == 0 and code:
             self._exit_code = 3
-        if self._exit_code is not None and self._fleet.has_ended:
+        if self._exit_code is not None and self._api_processes.has_ended:
             self._close_engine()
 
-    def _server_ended(self, member: Member, code: int) -> None:
+    def _server_ended(self, slot: ApiProcess, code: int) -> None:
         """Its clients' connections are closed with it. The others serve on."""
         if code == 2 and not self._has_served:  # a start-up mistake: it has said so
             self._exit_code, self._is_over = 2, True
             return
-        message = member.verdict or f"API process {member.origin} ended unexpectedly ({describe_exit(code)})"
-        delay = member.restarts.delay(time.monotonic(), member.is_ready) if self._has_served else None
+        message = slot.verdict or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
+        delay = slot.restarts.delay(time.monotonic(), slot.is_ready) if self._has_served else None
         if delay is None:
-            why = f"; no other is started: {member.restarts.why_not}" if self._has_served else ""
+            why = f"; no other is started: {slot.restarts.why_not}" if self._has_served else ""
             self._complain(message + why)
             return self._drain(1)
         self._complain(f"{message}: its connections are closed, and another is started")
-        cause = "start" if not member.is_ready else "hung" if member.verdict else "killed" if code < 0 else "failed"
-        self._pulse.count_restart("api", cause)
+        cause = "start" if not slot.is_ready else "hung" if slot.verdict else "killed" if code < 0 else "failed"
+        self._heartbeat.count_restart("api", cause)
         if self._engine is not None and self._engine.poll() is None:
-            self._fleet.tell_engine_of(member, self._engine_address(), self._num_engines)
-        member.is_ready = False
-        member.restart_at = time.monotonic() + delay
+            self._api_processes.tell_engine_of(slot, self._engine_address(), self._num_engines)
+        slot.is_ready = False
+        slot.restart_at = time.monotonic() + delay
 
     def _engine_ended(self, code: int) -> None:
         if self._close_until is not None:
@@ -263,15 +265,15 @@ class _Supervisor:
         )
         self._verdict = ""
         self._complain(message)
-        self._flights.seal_aside(self._num_engines)
+        self._crash_files.seal_aside(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._fleet.tell(EngineGone(message + why))
+            self._api_processes.tell(EngineGone(message + why))
             return self._drain(1)
-        self._pulse.count_restart("engine", cause)
+        self._heartbeat.count_restart("engine", cause)
         # A start that failed computed nothing: nobody is to blame for it.
-        self._fleet.tell(EngineLost(message, self._pulse.seated() if self._is_engine_ready else []))
+        self._api_processes.tell(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
         self._is_engine_ready = False
         self._restart_at = time.monotonic() + delay
         self._say("starting another engine; requests wait for it")
@@ -280,11 +282,11 @@ class _Supervisor:
         now = time.monotonic()
         if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
             self._start_engine()
-            self._fleet.tell_of_engine(self._engine_address(), self._num_engines)
+            self._api_processes.tell_of_engine(self._engine_address(), self._num_engines)
         if self._exit_code is None:
-            for member in self._fleet.due(now):
-                self._start_server(member)
-            self._fleet.look(self._engine_ready_at if self._is_engine_ready else None)
+            for slot in self._api_processes.due(now):
+                self._start_server(slot)
+            self._api_processes.look(self._engine_ready_at if self._is_engine_ready else None)
         if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
             self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
@@ -292,7 +294,7 @@ class _Supervisor:
             self._engine.kill()
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
-            self._fleet.kill()
+            self._api_processes.kill()
         if self._close_until is not None and now >= self._close_until:
             self._is_over = True  # and whoever is left is killed
 
@@ -319,9 +321,9 @@ class _Supervisor:
         """API processes first: they refuse what is new and finish what runs; then the engine."""
         if self._exit_code is None:
             self._exit_code = exit_code
-            self._fleet.terminate()
+            self._api_processes.terminate()
             self._drain_until = time.monotonic() + self._config.server.shutdown_timeout + 3
-        if self._fleet.has_ended:
+        if self._api_processes.has_ended:
             self._close_engine()
 
     def _close_engine(self) -> None:
@@ -336,7 +338,7 @@ class _Supervisor:
     # ── words ──
 
     def _say_if_ready(self) -> None:
-        if not self._has_served and self._is_engine_ready and self._fleet.num_ready == self._num_servers:
+        if not self._has_served and self._is_engine_ready and self._api_processes.num_ready == self._num_servers:
             self._has_served = True
             self._say(
                 f"ready after {time.monotonic() - self._started:.1f} s: {url_of(self._listener, self._config.server)}"
@@ -352,7 +354,7 @@ class _Supervisor:
         return f"ipc://{self._folder}/engine-{self._num_engines}"
 
     def _all(self) -> list[subprocess.Popen[bytes]]:
-        return ([self._engine] if self._engine is not None else []) + self._fleet.processes
+        return ([self._engine] if self._engine is not None else []) + self._api_processes.processes
 
 
 def _check_parsers(server: ServerConfig) -> None:

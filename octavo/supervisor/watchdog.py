@@ -6,7 +6,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 
 LOOK_SECONDS = 0.5
 WINDOW_SECONDS = 600.0
@@ -85,39 +85,39 @@ class Silence:
 class ServerWatch:
     """Looks at an API process every LOOK_SECONDS."""
 
-    def __init__(self, pulse: Pulse, origin: int, step_timeout: float) -> None:
-        self._pulse, self._origin, self._timeout = pulse, origin, step_timeout
+    def __init__(self, heartbeat: Heartbeat, origin: int, step_timeout: float) -> None:
+        self._heartbeat, self._origin, self._timeout = heartbeat, origin, step_timeout
         self._silence = Silence()
 
     def look(self, pid: int) -> str | None:
         """What is wrong, in words: the process is to be killed. None: nothing is."""
-        self._silence.look(self._pulse.beat_of(self._origin), pid)
+        self._silence.look(self._heartbeat.beat_of(self._origin), pid)
         return self._silence.problem("its event loop has not turned", self._timeout)
 
 
 class Watch:
     """Looks at an engine's pulse every LOOK_SECONDS."""
 
-    def __init__(self, pulse: Pulse, step_timeout: float) -> None:
-        self._pulse, self._timeout = pulse, step_timeout
+    def __init__(self, heartbeat: Heartbeat, step_timeout: float) -> None:
+        self._heartbeat, self._timeout = heartbeat, step_timeout
         self._silence = Silence()
 
     def look(self) -> str | None:
         """What is wrong, in words: the engine is to be killed. None: nothing is."""
         silence, before = self._silence, self._silence.stalled
-        silence.look(self._pulse.beat, self._pulse.pid)
+        silence.look(self._heartbeat.beat, self._heartbeat.pid)
         if silence.stalled != before:
-            self._pulse.stalled(silence.stalled)
+            self._heartbeat.stalled(silence.stalled)
         problem = silence.problem(self._what(), self._timeout)
         return None if problem is None else f"{problem}; {self._who()}"
 
     def _what(self) -> str:
-        if self._pulse.is_stepping:
-            return f"step {self._pulse.num_steps} has not ended"
+        if self._heartbeat.is_stepping:
+            return f"step {self._heartbeat.num_steps} has not ended"
         return "the idle engine has not turned"
 
     def _who(self) -> str:
-        names = self._pulse.seated() if self._pulse.is_stepping else []
+        names = self._heartbeat.seated() if self._heartbeat.is_stepping else []
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         return f"requests in it: {', '.join(names[:_NAMES]) or 'none'}{more}"
 
@@ -142,8 +142,8 @@ def _computed(pid: int) -> int | None:
 
 def _family(pid: int) -> list[int]:
     found = [pid]
-    for member in found:
-        for children in Path(f"/proc/{member}/task").glob("*/children"):
+    for slot in found:
+        for children in Path(f"/proc/{slot}/task").glob("*/children"):
             with contextlib.suppress(FileNotFoundError):  # a thread that has ended
                 found += map(int, children.read_text().split())
     return found

@@ -13,7 +13,7 @@ from octavo.gguf import GGUFFile
 from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.formats import choose_formats
-from octavo.text.pooling_config import Sentence, gguf_sentence, read_sentence
+from octavo.text.pooling_config import PoolingConfig, gguf_pooling_config, read_pooling_config
 from octavo.text.text import Text
 from octavo.text.tokenize.gguf_vocab import (
     gguf_chat_templates,
@@ -64,10 +64,10 @@ def load_text(
     elif words_path != model_path:  # the ids at which the model stops are its own, whoever spells them
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
-    sentence: Sentence | None = None
+    pooling_config: PoolingConfig | None = None
     if words_path.is_file() and _is_gguf(words_path):
         metadata = GGUFFile(words_path).metadata
-        sentence = gguf_sentence(metadata) if words_path == model_path else None
+        pooling_config = gguf_pooling_config(metadata) if words_path == model_path else None
         vocabulary = read_vocabulary(metadata)
         words = gguf_tokenizer(vocabulary)
         sources = gguf_chat_templates(metadata)
@@ -84,10 +84,12 @@ def load_text(
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
-    if sentence is None:  # a vocabulary's own file has its advice beside it
-        sentence = read_sentence(model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent)
+    if pooling_config is None:  # a vocabulary's own file has its advice beside it
+        pooling_config = read_pooling_config(
+            model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent
+        )
     formats = choose_formats(template, tool_call_parser, reasoning_parser)
-    return Text(words, template, sorted(stop_ids), sampling, sentence, formats)
+    return Text(words, template, sorted(stop_ids), sampling, pooling_config, formats)
 
 
 def _is_gguf(path: Path) -> bool:

@@ -20,7 +20,7 @@ _GGUF_TYPES: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 
 
 @dataclass(frozen=True, slots=True)
-class Sentence:
+class PoolingConfig:
     """The makers' advice. `kind` None: they say nothing."""
 
     kind: Pooling | None = None
@@ -29,13 +29,13 @@ class Sentence:
     unsupported: str = ""  # what happens to vectors besides, which is not offered; in words
 
 
-def read_sentence(path: Path) -> Sentence:
+def read_pooling_config(path: Path) -> PoolingConfig:
     """`path`: the model's folder, or its .gguf file."""
     if path.is_file():
-        return gguf_sentence(GGUFFile(path).metadata)
+        return gguf_pooling_config(GGUFFile(path).metadata)
     modules = _read(path / "modules.json")
     if not isinstance(modules, list):
-        return Sentence()
+        return PoolingConfig()
     settings = _object(path / "sentence_bert_config.json")
     max_len = settings.get("max_seq_length")
     kind: Pooling | None = None
@@ -52,12 +52,12 @@ def read_sentence(path: Path) -> Sentence:
                 normalize = True
             case _:
                 unsupported = f"a module of type {name or module!r}"
-    return Sentence(kind, normalize, max_len if isinstance(max_len, int) and max_len > 0 else None, unsupported)
+    return PoolingConfig(kind, normalize, max_len if isinstance(max_len, int) and max_len > 0 else None, unsupported)
 
 
-def gguf_sentence(metadata: dict[str, Any]) -> Sentence:
+def gguf_pooling_config(metadata: dict[str, Any]) -> PoolingConfig:
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    return Sentence(_GGUF_TYPES.get(kind)) if isinstance(kind, int) else Sentence()
+    return PoolingConfig(_GGUF_TYPES.get(kind)) if isinstance(kind, int) else PoolingConfig()
 
 
 def _inside(path: Path, name: Any) -> Path:

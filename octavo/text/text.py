@@ -10,7 +10,7 @@ from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.chat.tool_prompt import spell_out
 from octavo.text.formats import AnswerFormats, choose_formats
-from octavo.text.pooling_config import Sentence
+from octavo.text.pooling_config import PoolingConfig
 from octavo.text.stream import TextStream
 from octavo.text.tokenize.tokenizer import Tokenizer
 from octavo.text.tokenize.vocabulary import Vocabulary
@@ -32,13 +32,13 @@ class Text:
         template: ChatTemplate,
         eos_ids: Sequence[int],
         default_sampling: Mapping[str, float | int] | None = None,
-        sentence: Sentence | None = None,
+        pooling_config: PoolingConfig | None = None,
         formats: AnswerFormats | None = None,
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
-        self.sentence = sentence or Sentence()
+        self.pooling_config = pooling_config or PoolingConfig()
         self.formats = formats or choose_formats(template)  # of its tool calls and its reasoning
         self._tokenizer = tokenizer
         self._template = template
@@ -144,7 +144,7 @@ class Text:
         shown, own = choose_formats(template), self.formats
         takes_tools = shown.template_takes_tools and shown.tools is own.tools
         formats = AnswerFormats(own.tools, own.thinking, takes_tools)
-        return Text(self._tokenizer, template, self.eos_ids, self.default_sampling, self.sentence, formats)
+        return Text(self._tokenizer, template, self.eos_ids, self.default_sampling, self.pooling_config, formats)
 
     def render_chat(
         self,

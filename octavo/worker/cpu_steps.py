@@ -82,7 +82,7 @@ def _words(kind: Kind) -> str:
 _INPUTS = ("input_ids", "positions", "slots", "sample_at")
 
 
-class WholeSteps:
+class CpuSteps:
     """A model's steps, from token ids to logits, each in one native call."""
 
     def __init__(self, native: Native, tape: Tape, logits: torch.Tensor) -> None:
@@ -103,9 +103,7 @@ class WholeSteps:
         return [(name, took / num_runs) for name, took in zip(self._tape.names(), seconds, strict=True)]
 
 
-def record(
-    model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1
-) -> WholeSteps | str:
+def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1) -> CpuSteps | str:
     """Or why the model's steps cannot be recorded: then they run operation by operation. `num_groups`: of layers that
     have page tables of their own."""
     tape = Tape(max_tokens, max_rows)
@@ -118,7 +116,7 @@ def record(
     except NotRecordable as error:
         return str(error)
     (logits,) = tape.finish([logits])
-    return WholeSteps(native, tape, logits)
+    return CpuSteps(native, tape, logits)
 
 
 def _stand_in(tape: Tape, num_groups: int) -> Batch:

@@ -19,7 +19,7 @@ from octavo.worker.runner import Runner
 _META = torch.device("meta")  # tensors that have a shape and no numbers
 
 
-class Checkup:
+class DryRun:
     """One verb after the other, in this order. Each says in words what it found, or raises ConfigError as serving would."""
 
     spec: ModelSpec

@@ -41,7 +41,7 @@ class Graphs:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
         # In a step each row may get a page in each group, and one more where it copies the page it shares.
-        self._letter = graph_inputs.Letter(max_rows, 2 * max_rows * rows.num_groups)
+        self._letter = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
         self._letters = device.pinned((graph_inputs.NUM_SLOTS, self._letter.size), torch.int32)
         self._letters_here = self._letters.numpy()
         self._answers = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
@@ -87,7 +87,7 @@ class Graphs:
         further steps are started as there are slots."""
         return self._answers[(self._num_sent - 1) % len(self._answers), :num_rows]
 
-    def rehearse(self, num_rows: int, is_shared: bool) -> None:
+    def warm_up(self, num_rows: int, is_shared: bool) -> None:
         """Make the calls of a step without capturing it."""
         key = _Key(num_rows, True, is_shared)
         self._step(key, self._batch(key))

@@ -11,7 +11,7 @@ from octavo.cache.span import longest
 from octavo.spec import ModelSpec, PageLayout
 
 
-class Stores:
+class KVBuffers:
     def __init__(
         self,
         spec: ModelSpec,

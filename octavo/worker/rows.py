@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from octavo.device import Device
-from octavo.messages import PoolingParams, StepPlan, Turn
+from octavo.messages import ForcedToken, PoolingParams, StepPlan
 from octavo.sampling.grammar.masks import Grammars
 from octavo.sampling.state import Ints, SamplingState
 from octavo.worker.staging import Staging
@@ -65,11 +65,11 @@ class Rows:
             self.pooling.pop(row, None)
             self.sampling.leave(row)
 
-    def turn(self, turns: list[Turn]) -> None:
+    def force(self, forced: list[ForcedToken]) -> None:
         """Rows go on with tokens that were chosen elsewhere."""
-        if not turns:
+        if not forced:
             return
-        rows, positions, tokens = np.array([(turn.row, turn.position, turn.token) for turn in turns], dtype=np.int64).T
+        rows, positions, tokens = np.array([(one.row, one.position, one.token) for one in forced], dtype=np.int64).T
         cells, chosen = self._staging.send([self.cells(rows, positions), tokens.astype(np.int32)])
         self.tokens.view(-1).index_copy_(0, cells, chosen)
 

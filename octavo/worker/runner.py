@@ -17,7 +17,7 @@ from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
 from octavo.layers.fp8 import check_fp8
-from octavo.layers.mlp import rehearse_gates
+from octavo.layers.mlp import warm_up_gates
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
 from octavo.messages import DeviceMemory, LoadReport, PoolingParams, SamplingParams, StepPlan
@@ -30,11 +30,11 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
 from octavo.worker.choices import gpu_kernels, name_of, page_dtype
 from octavo.worker.cores import usable_cores
-from octavo.worker.cpu_steps import WholeSteps, find_native, held, record
+from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
 from octavo.worker.determinism import about_determinism
 from octavo.worker.fingerprint import fingerprint_of
 from octavo.worker.graphs import Graphs, is_plain_greedy
-from octavo.worker.kv_buffers import Stores
+from octavo.worker.kv_buffers import KVBuffers
 from octavo.worker.memory.measure import DEMANDING, measure, memory_errors, trial_columns
 from octavo.worker.pages import STAGING_BYTES, Pages
 from octavo.worker.pooling import take_pooled
@@ -47,7 +47,7 @@ from octavo.worker.weights import Weights
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
 
-_REHEARSED_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
+_WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
 _GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
 _START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
 _MAX_UNCOLLECTED = 2  # as executor.base says
@@ -62,7 +62,7 @@ class Runner:
     weights: Weights
     layout: PageLayout
     attention: AttentionBackend
-    stores: Stores
+    stores: KVBuffers
     rows: Rows
     pages: Pages
     staging: Staging
@@ -73,7 +73,7 @@ class Runner:
         self.group = group or Group.single()
         self.device: Device = pick(config.model.device, rank)
         self.graphs: Graphs | None = None
-        self.steps: WholeSteps | None = None
+        self.steps: CpuSteps | None = None
         self._notes: list[str] = []
 
     def load(self) -> LoadReport:
@@ -150,7 +150,7 @@ class Runner:
         )  # fmt: skip
         zeros = self.device.zeros if self._native is None else self._native.zeros
         page_size, ranks = config.cache.page_size, self.group.size
-        self.stores = Stores(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
+        self.stores = KVBuffers(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
@@ -179,7 +179,7 @@ class Runner:
         with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
             self._seat(limits.max_model_len)
             self.stores.allocate(1, limits.max_num_seqs)
-            self._rehearse()
+            self._warm_up()
             return measure(
                 self.device,
                 self._try,
@@ -194,22 +194,22 @@ class Runner:
         """What a step can have: a prompt is in it once."""
         return min(self.limits.max_num_batched_tokens, self.limits.max_num_seqs * self.limits.max_model_len)
 
-    def _rehearse(self) -> None:
+    def _warm_up(self) -> None:
         """Compile the kernels that first requests need, all at once: one after the other they take several times as long."""
         if self._kernels is None:
             return
         num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
         chunk = max(1, min(32, self.limits.max_model_len // 2))
-        with importlib.import_module("octavo.kernels.triton.runtime.warmup").rehearsal(usable_cores()):
+        with importlib.import_module("octavo.kernels.triton.runtime.warmup").warmup(usable_cores()):
             sizes = ((1, 1, 0), (num_rows, num_rows, 0), (num_tokens, num_rows, 0), (chunk, 1, chunk))
             for tokens, rows, prefix_len in sizes:
                 self._try(tokens, rows, rows > 1, prefix_len)
                 self.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
-            rehearse_gates(self.model, num_tokens)
-            for size in _REHEARSED_SIZES:
+            warm_up_gates(self.model, num_tokens)
+            for size in _WARMUP_SIZES:
                 if self.graphs is not None and size <= self.limits.max_num_seqs:
-                    self.graphs.rehearse(size, is_shared=False)
-                    self.graphs.rehearse(size, is_shared=True)
+                    self.graphs.warm_up(size, is_shared=False)
+                    self.graphs.warm_up(size, is_shared=True)
         self.rows.tokens.zero_()
 
     def _try(self, num_tokens: int, num_rows: int, is_plain: bool, prefix_len: int = 0) -> None:
@@ -243,7 +243,7 @@ class Runner:
         # Ranks talk to each other in the middle of a step, which no tape can hold.
         if self._native is None or self.config.model.enforce_eager or self.group.size > 1 or self.spec.is_encoder:
             return []
-        steps: WholeSteps | str = f"attention is by {self.attention.name}"
+        steps: CpuSteps | str = f"attention is by {self.attention.name}"
         if self.attention.name == NativeCpuAttention.name:
             num_rows, num_groups = self.limits.max_num_seqs, len(self.layout.windows)
             steps = record(self.model, self._native, self._most_tokens(), num_rows, num_groups)
@@ -286,7 +286,7 @@ class Runner:
         with torch.inference_mode():
             self.pages.move(plan.moves)
             self.rows.leave(plan.leaves)
-            self.rows.turn(plan.turns)
+            self.rows.force(plan.forced)
             columns = Columns.of(plan)
             can_repeat = not plan.enters and self.rows.pooling.keys().isdisjoint(plan.rows)
             if self.graphs is not None and can_repeat and columns.is_steady:

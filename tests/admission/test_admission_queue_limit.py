@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from octavo.admission.finish_errors import failure_of
-from octavo.admission.queue_limit import MAX_RETRY_SECONDS, Backlog
+from octavo.admission.queue_limit import MAX_RETRY_SECONDS, QueueLimit
 from octavo.engine.build import Engine
 from octavo.errors import DeadlineExceeded, OctavoError, Overloaded, RequestFailed
 from octavo.messages import Finish, Ping, ReadPlace, ReadProgress, StepResult
@@ -20,9 +20,9 @@ class SlowExecutor(CountingExecutor):
         return super().collect()
 
 
-def slow_engine(backlog: Backlog) -> Engine:
+def slow_engine(queue_limit: QueueLimit) -> Engine:
     engine = make_engine(report=msgspec.structs.replace(REPORT, max_model_len=4096, num_pages=10_000))
-    engine.loop.executor, engine.loop.backlog = SlowExecutor(False), backlog
+    engine.loop.executor, engine.loop.queue_limit = SlowExecutor(False), queue_limit
     return engine
 
 
@@ -51,7 +51,7 @@ def long(name: str, **options):
 
 
 async def test_a_full_queue_refuses_with_the_time_to_come_again():
-    async with client_of(slow_engine(Backlog(max_requests=3))) as client:
+    async with client_of(slow_engine(QueueLimit(max_requests=3))) as client:
         running = [long(f"run{i}") for i in range(4)]  # as many as there are rows
         for each in running:
             client.submit(each)
@@ -67,7 +67,7 @@ async def test_a_full_queue_refuses_with_the_time_to_come_again():
 
 
 async def test_tokens_that_wait_are_limited_too_but_an_empty_queue_takes_anything():
-    engine = slow_engine(Backlog(max_tokens=5))
+    engine = slow_engine(QueueLimit(max_tokens=5))
     async with client_of(engine) as client:
         for number in range(4):
             client.submit(long(f"run{number}"))
@@ -82,7 +82,7 @@ async def test_tokens_that_wait_are_limited_too_but_an_empty_queue_takes_anythin
 
 
 async def test_a_deadline_ends_what_runs_and_what_waits():
-    engine = slow_engine(Backlog())
+    engine = slow_engine(QueueLimit())
     async with client_of(engine) as client:
         soon = time.monotonic() + 0.1
         running = [long(f"run{i}", num_tokens=3000, deadline=soon) for i in range(4)]
@@ -99,7 +99,7 @@ async def test_a_deadline_ends_what_runs_and_what_waits():
 
 
 async def test_who_has_no_row_in_time_leaves_the_queue_and_who_has_stays():
-    async with client_of(slow_engine(Backlog())) as client:
+    async with client_of(slow_engine(QueueLimit())) as client:
         soon = time.monotonic() + 0.1
         running = [long(f"run{i}", queue_until=soon) for i in range(4)]  # as many as there are rows
         waiting = long("wait", queue_until=soon)
@@ -115,7 +115,7 @@ async def test_who_has_no_row_in_time_leaves_the_queue_and_who_has_stays():
 
 
 async def test_who_waits_and_why_can_be_read():
-    async with client_of(slow_engine(Backlog())) as client:
+    async with client_of(slow_engine(QueueLimit())) as client:
         before = time.monotonic() - 60
         for number in range(6):
             client.submit(msgspec.structs.replace(long(f"r{number}"), arrived=before))
@@ -127,14 +127,14 @@ async def test_who_waits_and_why_can_be_read():
 
 
 def test_the_pace_is_that_of_the_last_minute():
-    backlog = Backlog()
-    assert backlog.seconds_for(10, 5.0) == 10  # nothing to go by
+    queue_limit = QueueLimit()
+    assert queue_limit.seconds_for(10, 5.0) == 10  # nothing to go by
     for second in range(100, 200):
-        backlog.moved(float(second), 4)
-    assert backlog.seconds_for(40, 199.0) == pytest.approx(10, rel=0.05)
-    assert backlog.retry_after(400, 199.0) == pytest.approx(50, abs=3)
-    assert backlog.retry_after(10**9, 199.0) == MAX_RETRY_SECONDS and backlog.retry_after(0, 199.0) == 1
-    assert backlog.seconds_for(3, 400.0) == 3  # that was long ago
+        queue_limit.moved(float(second), 4)
+    assert queue_limit.seconds_for(40, 199.0) == pytest.approx(10, rel=0.05)
+    assert queue_limit.retry_after(400, 199.0) == pytest.approx(50, abs=3)
+    assert queue_limit.retry_after(10**9, 199.0) == MAX_RETRY_SECONDS and queue_limit.retry_after(0, 199.0) == 1
+    assert queue_limit.seconds_for(3, 400.0) == 3  # that was long ago
 
 
 def test_a_failure_is_what_its_cause_says():

@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import zmq
 
-from octavo.admission.queue_limit import Backlog
+from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import audit
 from octavo.client import inflight_limit
 from octavo.client.client import ZmqClient
-from octavo.client.inflight_limit import Anteroom
+from octavo.client.inflight_limit import InflightLimit
 from octavo.engine.build import Engine
 from octavo.engine.driver import Driver, Inbox
 from octavo.engine.process import ZmqOutbox
-from octavo.engine.recovery import Reunion
+from octavo.engine.recovery import Recovery
 from octavo.errors import EngineDead, EngineUnavailable, Overloaded
-from octavo.ipc.heartbeat import Pulse, shared_memory
+from octavo.ipc.heartbeat import Heartbeat, shared_memory
 from octavo.messages import (
     Answered,
     EngineGone,
@@ -60,8 +60,8 @@ class House:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.fd = shared_memory()
-        self.pulse = Pulse(self.fd)
-        self.backlog = Backlog()
+        self.heartbeat = Heartbeat(self.fd)
+        self.queue_limit = QueueLimit()
         self.gate = threading.Event()
         self.gate.set()
         self.num_engines = 0
@@ -73,16 +73,16 @@ class House:
         self.orders = []
         for origin in range(2):
             address = f"ipc://{folder}/orders-{origin}"
-            inflight_limit = Anteroom(self.pulse, origin, 0, 0, 2)
-            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.pulse, inflight_limit))
+            inflight_limit = InflightLimit(self.heartbeat, origin, 0, 0, 2)
+            self.clients.append(ZmqClient(*self.addresses(origin, 1), origin, address, self.heartbeat, inflight_limit))
             self.orders.append(self.context.socket(zmq.PUSH))
             self.orders[-1].connect(address)
 
     def bound(self, max_requests: int) -> None:
         """So many may wait, here and in engines that start from now on."""
-        self.backlog = Backlog(max_requests)
+        self.queue_limit = QueueLimit(max_requests)
         for origin, client in enumerate(self.clients):
-            client._anteroom = Anteroom(self.pulse, origin, max_requests, 0, 2)
+            client._inflight_limit = InflightLimit(self.heartbeat, origin, max_requests, 0, 2)
 
     def addresses(self, origin: int, number: int) -> tuple[str, str]:
         return f"ipc://{self.folder}/engine-{number}", f"ipc://{self.folder}/api-{origin}-{number}"
@@ -91,10 +91,10 @@ class House:
         self.num_engines += 1
         engine = make_engine(overlap, fail_at)
         loop = engine.loop
-        loop.executor, loop.backlog = Mortal(overlap, fail_at), self.backlog
+        loop.executor, loop.queue_limit = Mortal(overlap, fail_at), self.queue_limit
         loop.executor.gate = self.gate
-        loop.pulse = Pulse(self.fd)
-        loop.pulse.reset()
+        loop.heartbeat = Heartbeat(self.fd)
+        loop.heartbeat.reset()
         self.inbox = queue.SimpleQueue()
         self.ended = threading.Event()
         receiver = threading.Thread(target=self.receive, args=(self.addresses(0, self.num_engines)[0], self.inbox))
@@ -128,7 +128,7 @@ class House:
     async def replace_engine(self, **options) -> None:
         """Wait for its end, and start another."""
         await asyncio.to_thread(self.ended.wait)
-        self.tell(EngineLost("it ended", self.pulse.seated()))
+        self.tell(EngineLost("it ended", self.heartbeat.seated()))
         self.start_engine(**options)
         for origin, orders in enumerate(self.orders):
             orders.send(msgspec.msgpack.encode(EngineStarted(*self.addresses(origin, self.num_engines))))
@@ -225,10 +225,10 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
     while house.num_received < 1 + len(taken):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await second.ready()
-    while first._anteroom._sent:
-        first._anteroom._let_in()
+    while first._inflight_limit._sent:
+        first._inflight_limit._let_in()
         await asyncio.sleep(0.01)
-    while not second._anteroom._is_silent():  # noqa: ASYNC110
+    while not second._inflight_limit._is_silent():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(Overloaded, match="does not answer, and each of 2"):
         first.submit(request("refused"))
@@ -249,7 +249,7 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
     assert all(
         isinstance(answer, AssertionError) and "6 requests wait already" in str(answer) for answer in answers[10:]
     )
-    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._anteroom._num_sent_tokens
+    assert await submit(second, "c") == {0: list(range(3, 10))} and not second._inflight_limit._num_sent_tokens
 
 
 async def test_what_ends_engines_is_failed_alone(house):
@@ -311,7 +311,7 @@ def test_what_an_ended_process_asked_for_is_let_go():
             inbox.put(message)
         inbox.put(None)
         driver.run()
-        driver._reunite(driver._reunion or Reunion(0))
+        driver._reunite(driver._recovery or Recovery(0))
         driver._send(engine.loop.step())
         return scheduler.request_ids()
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from octavo.client.streams import PROOF_TOKENS, Streams, joined
-from octavo.engine.recovery import Reunion, trials
+from octavo.engine.recovery import Recovery, trials
 from octavo.errors import EngineDead, RequestFailed
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, SamplingParams, TokenDelta
 
@@ -21,69 +21,69 @@ def names(requests) -> list[str]:
 
 
 def test_survivors_come_in_the_order_of_their_arrival_over_all_processes():
-    reunion = Reunion(2)
-    reunion.hello(Hello(0, "", [request("a", 1.0), request("d", 4.0)]))
-    reunion.hold(request("e", 5.0))  # came to the new engine directly
-    assert reunion.next_group() == [] and not reunion.is_over  # another process has not spoken
-    reunion.hello(Hello(1, "", [request("c", 3.0), request("b", 2.0)]))
-    assert names(reunion.next_group()) == ["a", "b", "c", "d"]
-    assert names(reunion.next_group()) == ["e"]
-    assert reunion.next_group() == [] and reunion.is_over
+    recovery = Recovery(2)
+    recovery.hello(Hello(0, "", [request("a", 1.0), request("d", 4.0)]))
+    recovery.hold(request("e", 5.0))  # came to the new engine directly
+    assert recovery.next_group() == [] and not recovery.is_over  # another process has not spoken
+    recovery.hello(Hello(1, "", [request("c", 3.0), request("b", 2.0)]))
+    assert names(recovery.next_group()) == ["a", "b", "c", "d"]
+    assert names(recovery.next_group()) == ["e"]
+    assert recovery.next_group() == [] and recovery.is_over
 
 
 def test_the_first_engine_has_nothing_to_wait_for_but_hellos():
-    reunion = Reunion(1)
-    assert not reunion.is_over
-    reunion.hello(Hello(0, ""))
-    assert reunion.next_group() == [] and reunion.is_over
+    recovery = Recovery(1)
+    assert not recovery.is_over
+    recovery.hello(Hello(0, ""))
+    assert recovery.next_group() == [] and recovery.is_over
 
 
 def test_a_client_that_leaves_meanwhile_is_not_taken_along():
-    reunion = Reunion(1)
-    reunion.hello(Hello(0, "", [request("a"), request("b", n=2, begun=[[7], [8]]), request("c")]))
-    reunion.hold(request("d"))
-    reunion.drop(Abort("a"))
-    reunion.drop(Abort("b", 0))
-    reunion.drop(Abort("c", 0))  # its only choice
-    reunion.drop(Abort("d"))
-    (left,) = reunion.next_group()
+    recovery = Recovery(1)
+    recovery.hello(Hello(0, "", [request("a"), request("b", n=2, begun=[[7], [8]]), request("c")]))
+    recovery.hold(request("d"))
+    recovery.drop(Abort("a"))
+    recovery.drop(Abort("b", 0))
+    recovery.drop(Abort("c", 0))  # its only choice
+    recovery.drop(Abort("d"))
+    (left,) = recovery.next_group()
     assert left.id == "b" and left.begun == [None, [8]]
-    assert reunion.next_group() == [] and reunion.is_over
+    assert recovery.next_group() == [] and recovery.is_over
 
 
 def test_a_group_whose_last_client_left_is_passed_over():
-    reunion = Reunion(1)
-    reunion.hello(Hello(0, "", [request("a", 1.0, strikes=2), request("b", 2.0, strikes=2), request("c", 3.0)]))
-    assert names(reunion.next_group()) == ["b"]
-    reunion.drop(Abort("a"))
-    reunion.note([TokenDelta("b", 0, [1] * PROOF_TOKENS)])
-    assert names(reunion.next_group()) == ["c"] and reunion.is_over
+    recovery = Recovery(1)
+    recovery.hello(Hello(0, "", [request("a", 1.0, strikes=2), request("b", 2.0, strikes=2), request("c", 3.0)]))
+    assert names(recovery.next_group()) == ["b"]
+    recovery.drop(Abort("a"))
+    recovery.note([TokenDelta("b", 0, [1] * PROOF_TOKENS)])
+    assert names(recovery.next_group()) == ["c"] and recovery.is_over
 
 
 def test_who_ends_takes_what_it_brought_along():
-    reunion = Reunion(2)
+    recovery = Recovery(2)
     mine, theirs = [request("a", 1.0), request("b", 2.0)], [msgspec.structs.replace(request("c", 3.0), origin=1)]
-    reunion.hello(Hello(0, "", mine))
-    reunion.hello(Hello(1, "", theirs))
-    reunion.hold(msgspec.structs.replace(request("d", 4.0), origin=1))
-    reunion.lose(1)
-    assert names(reunion.next_group()) == ["a", "b"] and not reunion.next_group() and reunion.is_over
+    recovery.hello(Hello(0, "", mine))
+    recovery.hello(Hello(1, "", theirs))
+    recovery.hold(msgspec.structs.replace(request("d", 4.0), origin=1))
+    recovery.lose(1)
+    assert names(recovery.next_group()) == ["a", "b"] and not recovery.next_group() and recovery.is_over
 
 
 def test_suspects_are_tried_by_halves_before_the_others():
     survivors = [request(str(i), i, strikes=2 if i in (1, 3, 5, 7) else i % 2) for i in range(9)]
     assert [names(group) for group in trials(survivors)] == [["5", "7"], ["1", "3"], ["0", "2", "4", "6", "8"]]
-    reunion = Reunion(1)
-    reunion.hello(Hello(0, "", survivors))
-    assert names(reunion.next_group()) == ["5", "7"]
-    reunion.note([TokenDelta("5", 0, [1])] * PROOF_TOKENS + [TokenDelta("7", 0, [1])])
-    assert reunion.next_group() == []  # 7 has proved nothing yet
-    reunion.note([TokenDelta("7", 0, [], Finish("stop"))])
-    assert names(reunion.next_group()) == ["1", "3"]
-    reunion.forget("1")  # its client left
-    reunion.note([TokenDelta("3", 0, [1] * PROOF_TOKENS)])
-    assert names(reunion.next_group()) == ["0", "2", "4", "6", "8"]
-    assert reunion.is_over
+    recovery = Recovery(1)
+    recovery.hello(Hello(0, "", survivors))
+    assert names(recovery.next_group()) == ["5", "7"]
+    recovery.note([TokenDelta("5", 0, [1])] * PROOF_TOKENS + [TokenDelta("7", 0, [1])])
+    assert recovery.next_group() == []  # 7 has proved nothing yet
+    recovery.note([TokenDelta("7", 0, [], Finish("stop"))])
+    assert names(recovery.next_group()) == ["1", "3"]
+    recovery.forget("1")  # its client left
+    recovery.note([TokenDelta("3", 0, [1] * PROOF_TOKENS)])
+    assert names(recovery.next_group()) == ["0", "2", "4", "6", "8"]
+    assert recovery.is_over
 
 
 class Server:
@@ -102,16 +102,16 @@ class Server:
     def run_engine(self) -> list[str]:
         """→ who was seated when it ended; nobody: all work is done."""
         self.num_engines += 1
-        reunion = Reunion(2)
+        recovery = Recovery(2)
         for origin, streams in enumerate(self.streams):
-            reunion.hello(Hello(origin, "", streams.survivors()))
+            recovery.hello(Hello(origin, "", streams.survivors()))
         waiting: list[str] = []
         seated: list[str] = []
         while True:
-            while group := reunion.next_group():
+            while group := recovery.next_group():
                 waiting += names(group)
             if not waiting and not seated:
-                assert reunion.is_over
+                assert recovery.is_over
                 return []
             while waiting and len(seated) < self.rows:
                 seated.append(waiting.pop(0))
@@ -122,7 +122,7 @@ class Server:
                 delta = TokenDelta(name, 0, [5], Finish("length") if self.given[name] == 20 else None)
                 if delta.finish is not None:
                     seated.remove(name)
-                reunion.note([delta])
+                recovery.note([delta])
                 for streams in self.streams:
                     streams.deliver([delta])
 

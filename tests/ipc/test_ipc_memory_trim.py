@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.ipc.memory_trim import give_back
+from octavo.ipc.memory_trim import trim_heap
 
 
 def resident() -> int:
@@ -22,7 +22,7 @@ def test_what_was_freed_between_what_is_used_goes_back() -> None:
     kept = blocks[::200]
     full = resident()
     del blocks
-    give_back()
+    trim_heap()
     assert len(kept) == 100 and full - resident() > 40 * 2**20
 
 

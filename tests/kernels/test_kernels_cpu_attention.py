@@ -11,7 +11,7 @@ from octavo.attention.base import LayerHeads
 from octavo.attention.qk_norm_rope import HeadNorms
 from octavo.attention.reference import ReferenceAttention
 from octavo.batch import Batch
-from octavo.kernels.cpu.attention import attend, new_pages, page_bytes, turn_and_store
+from octavo.kernels.cpu.attention import attend, new_pages, page_bytes, qk_norm_rope_store
 from octavo.kernels.cpu.build import NoCompiler, find_compiler
 from octavo.kernels.cpu.library import Threads, use_isa
 from octavo.kernels.cpu.library import isa as chosen_isa
@@ -73,7 +73,7 @@ class NativeAttention:
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         norms = layer.norms
-        turn_and_store(
+        qk_norm_rope_store(
             self.pool, heads, layer.num_heads, self.pages, batch.slots, rotation,
             (norms.q, norms.k) if norms else None, norms.epsilon if norms else 0.0,
         )  # fmt: skip
@@ -166,7 +166,7 @@ def test_pages_of_16_bits_hold_the_nearest_numbers(isa, pool) -> None:
     heads = torch.randn(page_size, 3, head_size, generator=generator)
     heads *= 2.0 ** torch.randint(-27, 20, heads.shape, generator=generator)
     pages = new_pages(1, 1, head_size, page_size, torch.float16)
-    turn_and_store(pool, heads, 1, pages, torch.arange(page_size))
+    qk_norm_rope_store(pool, heads, 1, pages, torch.arange(page_size))
     expected = heads.clamp(-65504, 65504).half()
     keys, values = pages.store[0, :, 0]
     assert torch.equal(values.view(page_size, head_size).view(torch.int16), expected[:, 2].view(torch.int16))
@@ -261,7 +261,7 @@ def test_rows_that_begin_with_the_same_pages_get_the_bits_they_get_alone(isa, po
     backend = bound(NativeAttention(pool, dtype), layer, 400, page_size)
     shape = (heads[0] + 2 * heads[1], heads[2])
     everywhere = torch.randn(400 * page_size, *shape, generator=generator)
-    turn_and_store(pool, everywhere, heads[0], backend.pages, torch.arange(400 * page_size))
+    qk_norm_rope_store(pool, everywhere, heads[0], backend.pages, torch.arange(400 * page_size))
     queries = torch.randn(len(rows), *shape, generator=generator)
 
     def attended(which: list[int]) -> torch.Tensor:
@@ -318,6 +318,6 @@ def test_what_it_cannot_do_is_refused(pool, head_size, page_size) -> None:
         torch.ones(1, dtype=torch.int32),
     )
     with pytest.raises(AssertionError, match="too large"):
-        turn_and_store(pool, heads, 1, pages, slots)
+        qk_norm_rope_store(pool, heads, 1, pages, slots)
     with pytest.raises(AssertionError, match="too large"):
         attend(pool, heads, 1, pages, torch.tensor([0, 1], dtype=torch.int32), one, one[None] - 1, 1.0)

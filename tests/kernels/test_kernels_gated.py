@@ -20,7 +20,7 @@ from octavo.kernels.triton import kernel_set
 from octavo.kernels.triton.gemm import gated, gated_hopper
 from octavo.kernels.triton.gemm.gated import BLOCK_K, TILES, Tile, choose_tile, gated_linear, gated_row_counts, pays
 from octavo.layers.context import BuildContext
-from octavo.layers.mlp import GatedMLP, rehearse_gates
+from octavo.layers.mlp import GatedMLP, warm_up_gates
 from octavo.layers.norm import RMSNorm
 from octavo.parallel import Group
 from tests.kernels import gluon_model
@@ -231,7 +231,7 @@ def test_a_layer_takes_it(act, bias, device, launched):
         assert error(ours(x.clone()), plain(x.float())) < 3e-3
         assert launched.num_launches - before == (is_taken and not bias)
     before, launched.is_rehearsal = launched.num_launches, True
-    rehearse_gates(nn.ModuleList([ours, ours]), 200)
+    warm_up_gates(nn.ModuleList([ours, ours]), 200)
     counts = gated_row_counts(ours.gate_up.weight, "silu", 200)
     assert counts and launched.num_launches - before == (0 if bias else len(counts))
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from octavo.kernels.triton.runtime.graph_inputs import NUM_SLOTS, Letter, gather_inputs, receive, scatter_tokens
+from octavo.kernels.triton.runtime.graph_inputs import NUM_SLOTS, InputSlot, gather_inputs, receive, scatter_tokens
 from tests.interpreter import mend
 
 MAX_ROWS, WIDTH, PAGES, PAGE_SIZE = 6, 70, 9, 8
-LETTER = Letter(MAX_ROWS, 17)
+LETTER = InputSlot(MAX_ROWS, 17)
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from octavo.kernels.triton.gemm import gated_hopper
 from octavo.kernels.triton.gemm.gated import TILES, choose_tile
 from octavo.kernels.triton.runtime import launch
 from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
-from octavo.kernels.triton.runtime.warmup import rehearsal
+from octavo.kernels.triton.runtime.warmup import warmup
 
 # Compiled kernels keep the driver that loaded them: this one must not be left to the tests of a process with a GPU.
 IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
@@ -212,7 +212,7 @@ def test_a_rehearsal_launches_nothing(gpu):
     x, y = torch.zeros(64), torch.zeros(64)
     launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})
     Recorder.calls.clear()
-    with rehearsal(2):
+    with warmup(2):
         launcher((1, 1, 1), (x, y, 4, 4, 1.0), (16, False), {})  # launched before
         launcher((1, 1, 1), (x, y, 4, 4, 1.0), (128, False), {})  # not launched before
     assert not Recorder.calls
@@ -267,7 +267,9 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
         check(inner, lambda: activation.gate_mul(gate_up, "silu", pdl=pdl))
         check(
             inner,
-            lambda: qk_norm_rope_store.turn_and_store(heads, 4, 2, factors, scale, None, 1e-6, pages, slots, pdl=pdl),
+            lambda: qk_norm_rope_store.qk_norm_rope_store(
+                heads, 4, 2, factors, scale, None, 1e-6, pages, slots, pdl=pdl
+            ),
         )
         check(inner, lambda: rotation.rotation(slots, frequencies, 1.0))
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from octavo.kernels.triton.attention.qk_norm_rope_store import turn_and_store
+from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store
 from tests.interpreter import cases
 
 EPSILON = 1e-6
@@ -75,7 +75,7 @@ def test_turns_and_stores(page_size, heads_of, has_rotation, has_norms, device):
     expected = turned(heads, num_heads, num_kv_heads, rotation, q_norm, k_norm)
     store = stored(expected, kv, slots, num_heads, num_kv_heads)
 
-    turn_and_store(heads, num_heads, num_kv_heads, rotation, q_norm, k_norm, EPSILON, kv, slots)
+    qk_norm_rope_store(heads, num_heads, num_kv_heads, rotation, q_norm, k_norm, EPSILON, kv, slots)
     assert distance(heads[:, :num_heads], expected[:, :num_heads]) < 1e-6
     assert torch.equal(heads[:, num_heads:], before[:, num_heads:]), "k and v in heads are not to be touched"
     assert distance(kv, store) < 1e-6
@@ -96,7 +96,7 @@ def test_half_precision_norms_and_kept_keys(dtype, only, device):
     kv = torch.zeros(2, 2, 2, 4, 32, device=device, dtype=dtype)
     slots = torch.tensor([5, 2, -1], device=device)
     expected = turned(heads, 4, 2, rotation, q_norm, k_norm)
-    turn_and_store(heads, 4, 2, rotation, q_norm, k_norm, EPSILON, kv, slots, keep_keys=True)
+    qk_norm_rope_store(heads, 4, 2, rotation, q_norm, k_norm, EPSILON, kv, slots, keep_keys=True)
     assert distance(heads[:, :6], expected[:, :6]) < 3e-3
     assert torch.equal(heads[:, 6:], before[:, 6:])
     assert torch.equal(kv[1, 0, :, 1], heads[0, 4:6]), "the store and heads hold the same keys"
@@ -114,7 +114,7 @@ def test_nothing_that_is_not_finite_is_stored(device):
     slots = torch.tensor([0, 1, 2], device=device)
     expected = turned(heads, 2, 1, rotation, None, None)
     store = stored(expected, kv, slots, 2, 1)
-    turn_and_store(heads, 2, 1, rotation, None, None, EPSILON, kv, slots, keep_keys=True)
+    qk_norm_rope_store(heads, 2, 1, rotation, None, None, EPSILON, kv, slots, keep_keys=True)
     assert torch.isfinite(kv).all()
     assert distance(kv, store) < 1e-6
     assert kv[0, 0, 0, 0, 2] == 0 and kv[0, 0, 0, 0, 3] == 0 and kv[0, 0, 0, 0, 4] != 0, "the pair is lost, no more"
@@ -128,7 +128,7 @@ def test_a_half_that_overflows_is_stored_as_zero(device):
     heads = torch.full((1, 3, 2), 60000.0, device=device).half()
     rotation = torch.tensor([[[1.25, 0.0]]], device=device)
     kv = torch.ones(1, 2, 1, 1, 2, device=device).half()
-    turn_and_store(heads, 1, 1, rotation, None, None, EPSILON, kv, torch.tensor([0], device=device))
+    qk_norm_rope_store(heads, 1, 1, rotation, None, None, EPSILON, kv, torch.tensor([0], device=device))
     assert not kv[0, 0].any() and (kv[0, 1] == 60000).all()
 
 
@@ -143,7 +143,7 @@ def test_eight_bit_store_saturates(device):
     kv = torch.zeros(3, 2, 2, 2, 32, device=device).to(torch.float8_e4m3fn)
     slots = torch.tensor([5, -1, 1, 2], device=device)
     store = stored(turned(heads, 2, 2, rotation, None, None), kv, slots, 2, 2).float()
-    turn_and_store(heads, 2, 2, rotation, None, None, EPSILON, kv, slots)
+    qk_norm_rope_store(heads, 2, 2, rotation, None, None, EPSILON, kv, slots)
     assert torch.equal(kv.float(), store)
     assert kv[2, 1, :, 1, :4].float().tolist() == [[448.0, -448.0, 0.0, 0.0]] * 2
     assert kv[2, 0, 0, 1, 6:8].float().tolist() == [448.0, 448.0]
@@ -160,7 +160,7 @@ def test_rows_further_apart_and_pages_further_apart(device):
     slots = torch.tensor([6, 0, 3], device=device)
     expected = turned(heads, 2, 2, rotation, None, None)
     store = stored(expected, kv, slots, 2, 2)
-    turn_and_store(heads, 2, 2, rotation, None, None, EPSILON, kv, slots)
+    qk_norm_rope_store(heads, 2, 2, rotation, None, None, EPSILON, kv, slots)
     assert distance(heads[:, :2], expected[:, :2]) < 1e-6
     assert torch.equal(wide[:, 32:], before[:, 32:])
     assert distance(kv, store) < 1e-6
@@ -170,5 +170,5 @@ def test_rows_further_apart_and_pages_further_apart(device):
 def test_no_tokens(device):
     kv = torch.ones(1, 2, 1, 4, 8, device=device)
     slots = torch.empty(0, dtype=torch.int64, device=device)
-    turn_and_store(torch.empty(0, 3, 8, device=device), 1, 1, None, None, None, EPSILON, kv, slots)
+    qk_norm_rope_store(torch.empty(0, 3, 8, device=device), 1, 1, None, None, None, EPSILON, kv, slots)
     assert (kv == 1).all()

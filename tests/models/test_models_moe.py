@@ -30,7 +30,7 @@ from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
-from octavo.worker.cpu_steps import WholeSteps, record
+from octavo.worker.cpu_steps import CpuSteps, record
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.batches import Store
@@ -310,7 +310,7 @@ def test_whole_steps_give_a_request_the_same_bits_in_any_company(make: Any, quan
         store = Store(spec, attention)
         with torch.inference_mode():
             steps = record(model, kernels, MAX_TOKENS, MAX_ROWS)
-        assert isinstance(steps, WholeSteps), steps
+        assert isinstance(steps, CpuSteps), steps
         found.append([last_logits(steps, store, [tokens], [MAX_TOKENS])[0] for tokens in prompted])
         found.append(last_logits(steps, store, prompted, [7, 1, 30]))
     for others in found[1:]:

@@ -13,7 +13,7 @@ from octavo.engine.loop import EngineLoop
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
-from octavo.observe.journeys.step_totals import Look, StepTally, between, histogram
+from octavo.observe.journeys.step_totals import Look, StepTotals, between, histogram
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
@@ -339,7 +339,7 @@ def test_many_stages_are_folded_and_still_sum() -> None:
 
 
 def test_a_difference_of_totals_tells_of_the_steps_between() -> None:
-    tally = StepTally()
+    tally = StepTotals()
     tally.add(0.004, 2, 2)
     first = tally.look()
     tally.add(0.005, 3, 3)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.admission.queue_limit import Backlog
+from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.engine.loop import EngineLoop
 from octavo.errors import Overloaded
@@ -195,10 +195,10 @@ def life() -> EngineLoop:
     device = ByTheClock()
     scheduler = Scheduler(KVCache(REPORT.num_pages, REPORT.page_size), REPORT.max_num_seqs, 64)
     loop = EngineLoop(
-        scheduler, device, EngineMetrics("m", REPORT), lambda: device.now, backlog=Backlog(max_requests=1)
+        scheduler, device, EngineMetrics("m", REPORT), lambda: device.now, queue_limit=QueueLimit(max_requests=1)
     )
     for process in ("engine", "api", "engine"):
-        loop.pulse.count_restart(process, "killed")
+        loop.heartbeat.count_restart(process, "killed")
     loop.add(ask("A", list(range(20)), 3, 99.5))
     loop.step()  # … 100.5: A's first token
     loop.add(ask("B", [*range(16), 90, 91, 92, 93], 2, 100.5))

@@ -11,9 +11,9 @@ from octavo.messages import Abort, EngineReport, ResetPrefixCache, StepPlan, Ste
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
-from octavo.recording.ring import BlackBox
+from octavo.recording.ring import RecordingRing
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.grammar_cache import Shelf
+from octavo.schedule.grammar_cache import GrammarCache
 from tests.schedule.oracle import OracleDevice
 from tests.schedule.workload import Workload
 
@@ -80,7 +80,7 @@ class Recorded:
         with_tokens: bool,
         roll: float = 0.0,
         limit: int = 2**24,
-        box: BlackBox | None = None,
+        ring: RecordingRing | None = None,
         name: str = "1",
         aborts: bool = True,
     ) -> None:
@@ -91,12 +91,12 @@ class Recorded:
         )
         policy = POLICIES[load.policy]
         scheduler = Scheduler(cache, load.rows, load.budget, load.page_size, policy)
-        shelf = load.scheduler.shelf
-        scheduler.shelf = Shelf(shelf._max_used, shelf._max_unused)
+        grammar_cache = load.scheduler.grammar_cache
+        scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
         self.executor = OracleExecutor(OracleDevice(load.page_size, load.rows, load.windows), bool(load.depth))
         self.loop = EngineLoop(scheduler, self.executor, EngineMetrics("none", self.report))
         header = header_of(self.report, load.shares, with_tokens)
-        self.recorder = Recorder(Segments(folder, name, limit), header, box or BlackBox())
+        self.recorder = Recorder(Segments(folder, name, limit), header, ring or RecordingRing())
         self.loop.record(self.recorder)
         self._roll, self._aborts = roll, aborts
 

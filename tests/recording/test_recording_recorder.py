@@ -17,17 +17,17 @@ from octavo.config import Config, RecorderConfig, replace
 from octavo.engine.build import start_engine
 from octavo.engine.process import start_recorder
 from octavo.errors import ConfigError
-from octavo.ipc.launch import EngineOrder
+from octavo.ipc.launch import EngineLaunch
 from octavo.messages import Abort, GenerateRequest, RepetitionDetectionParams, SamplingParams
 from octavo.recording import format as recording_file
 from octavo.recording import recorder as recorder_file
-from octavo.recording.crash_files import MOST_KEPT, Flights
+from octavo.recording.crash_files import MOST_KEPT, CrashFiles
 from octavo.recording.format import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk
 from octavo.recording.recorder import PLAIN_TURNS, RETRY_SECONDS, Segments
-from octavo.recording.ring import BlackBox
+from octavo.recording.ring import RecordingRing
 from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Planned, Replay
-from octavo.replay.simulate import Imagined
+from octavo.replay.simulate import SimulatedRun
 from octavo.replay.what_if import Settings, fit, learn
 from tests.recording.recorded import Recorded
 from tests.schedule.workload import Workload
@@ -101,7 +101,7 @@ def test_files_roll_under_a_load_that_never_rests(tmp_path):
         recorded.loop.step()
         if number % 100 == 0:
             recorded.recorder._wake.set()
-            while recorded.recorder._box.tail < recorded.recorder._box.head:
+            while recorded.recorder._ring.tail < recorded.recorder._ring.head:
                 time.sleep(0.0001)
             sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
     recorded.loop.close()
@@ -219,18 +219,18 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     """Nothing but the state reached a file: the supervisor has the rest from the memory that it shares, and the next engine,
     which begins anew there, need not wait until the file is written."""
     monkeypatch.setattr(recorder_file, "FLUSH_SECONDS", 1000)
-    flights = Flights(RecorderConfig(record_folder=str(tmp_path)))
-    recorded = Recorded(Workload(13), flights.live, False, box=BlackBox(flights._box_fd), name="001")
-    while not [chunk for file in flights.live.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
+    crash_files = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
+    recorded = Recorded(Workload(13), crash_files.live, False, ring=RecordingRing(crash_files._ring_fd), name="001")
+    while not [chunk for file in crash_files.live.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
         pass
     recorded.run(most_turns=20)
-    with flights._sealing:  # as long as a disk likes
-        flights.seal_aside(1)
-        box = BlackBox(flights._box_fd)
-        box.reset()
-        box.put(b"another engine")
+    with crash_files._sealing:  # as long as a disk likes
+        crash_files.seal_aside(1)
+        ring = RecordingRing(crash_files._ring_fd)
+        ring.reset()
+        ring.put(b"another engine")
         assert not list(tmp_path.glob("crash-*"))
-    flights.close(2)
+    crash_files.close(2)
     (path,) = tmp_path.iterdir()  # a running server's folder goes with it
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
     assert f"what led to it is recorded: octavo replay {path}" in capfd.readouterr().err
@@ -240,7 +240,7 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
 
 
 def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_path, capfd):
-    first = Flights(RecorderConfig(record_folder=str(tmp_path)))
+    first = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     for number in range(1, MOST_KEPT + 3):
         (first.live / f"{number:03d}-000001.segment").write_bytes(b"x")
         first.seal_aside(number)
@@ -248,7 +248,7 @@ def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_pa
     assert len(list(tmp_path.glob("crash-*"))) == MOST_KEPT
     (first.live / "009-000001.segment").write_bytes(b"the last")
     os.close(first._lock)  # as when all of its processes are killed
-    second = Flights(RecorderConfig(record_folder=str(tmp_path)))
+    second = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     (left,) = (file for file in tmp_path.glob("crash-*") if file.read_bytes() == b"the last")
     assert f"octavo replay {left}" in capfd.readouterr().err
     second.close(1)
@@ -315,7 +315,7 @@ def test_other_settings_serve_the_same_requests(tmp_path_factory, seed, has_wind
     learned = learn(recording)
     truth = Settings.of(recording)
     for changes in ([], ["max_num_seqs=4"], ["max_num_batched_tokens=3"], [f"num_pages={2 * truth.num_pages}"]):
-        tally = Imagined(learned, truth.changed(changes), fit(learned.samples)).run()
+        tally = SimulatedRun(learned, truth.changed(changes), fit(learned.samples)).run()
         assert tally.num_refused + tally.num_requests == len(learned.requests)
         if not tally.num_refused:
             assert tally.num_output == learned.tally.num_output, changes
@@ -410,7 +410,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from its beginning, and from that file on
         replay = replayed(read(path))
         assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
-        assert replay.scheduler.shelf._ready == names and not replay.scheduler.shelf._ordered
+        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._ordered
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
@@ -420,7 +420,7 @@ def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
     config = replace(Config(), record_tokens=True, max_model_len=96, **options)
     engine = start_engine(config, source, "tiny")
     (tmp_path / "recording").mkdir()
-    order = EngineOrder(
+    order = EngineLaunch(
         config, str(source.path), source.kind, "tiny", "tiny", "", record_to=str(tmp_path / "recording")
     )
     recorder = start_recorder(order, engine)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
-from octavo.sampling.grammar.budgeted_end import Closing, Ends
-from octavo.sampling.grammar.shortest_completion import Shortest
+from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.text.grammar.build import grammar_of, schema_grammar
 from tests.walks import EOS, SIZE, TOKENS, VOCABULARY
 
@@ -28,15 +28,19 @@ def matcher(schema: object = SCHEMA) -> LLMatcher:
 
 
 def answer(
-    seed: int, max_tokens: int, comes_back: float, start: LLMatcher | None = None, shortest: Shortest | None = None
+    seed: int,
+    max_tokens: int,
+    comes_back: float,
+    start: LLMatcher | None = None,
+    shortest: ShortestCompletion | None = None,
 ) -> bytes:
     """By chance; `comes_back`: so often all but the tokens is forgotten, as when a row is left and entered again."""
     start = start or matcher()
-    rng, ends, closing, at, said = random.Random(seed), ENDS, Closing.of(shortest), start.deep_copy(), []
+    rng, ends, closing, at, said = random.Random(seed), ENDS, BudgetedEnd.of(shortest), start.deep_copy(), []
     leaves = random.Random(-seed)
     for left in range(max_tokens, 0, -1):
         if leaves.random() < comes_back:
-            closing, at = Closing.of(shortest), start.deep_copy()
+            closing, at = BudgetedEnd.of(shortest), start.deep_copy()
             assert ends.recall(closing, at, said, max_tokens)
         bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
         at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -103,7 +107,7 @@ def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool
     """Answers by chance, and whether each ends because of its limit."""
     found, ends = set(), Ends(VOCABULARY, SIZE)
     for seed in range(count):
-        rng, closing, at, said = random.Random(seed), Closing(), LLMatcher(TOKENIZER, grammar, log_level=0), []
+        rng, closing, at, said = random.Random(seed), BudgetedEnd(), LLMatcher(TOKENIZER, grammar, log_level=0), []
         is_limited = True
         for left in range(max_tokens, 0, -1):
             bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
@@ -142,7 +146,7 @@ def test_a_short_answer_is_chosen_and_not_made() -> None:
 def test_texts_that_must_be_long_or_hold_a_certain_character_come_to_an_end() -> None:
     for schema in ({"type": "string", "minLength": 90}, {"type": "string", "format": "email"}):
         at = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
-        assert Ends(VOCABULARY, SIZE)._find(Closing(), at, 120) is not None, schema
+        assert Ends(VOCABULARY, SIZE)._find(BudgetedEnd(), at, 120) is not None, schema
 
 
 @pytest.mark.parametrize(
@@ -171,7 +175,7 @@ def test_a_number_makes_room_for_the_next() -> None:
 
 def test_the_end_that_is_looked_for_is_short() -> None:
     """A comma that is due is no detour; space would be one."""
-    found = Ends(VOCABULARY, SIZE)._find(Closing(), matcher(), 100)
+    found = Ends(VOCABULARY, SIZE)._find(BudgetedEnd(), matcher(), 100)
     assert found is not None and b"".join(TOKENS[token] for token in found) == b'{"names":[],"size":0}'
 
 
@@ -180,7 +184,7 @@ def test_a_text_that_has_to_be_long_harms_no_one() -> None:
     schema = {"type": "object", "properties": {"a": {"const": "xy" * 60_000}}, "required": ["a"]}
     base = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
     row, bits = base.deep_copy(), np.full(-(-SIZE // 32), -1, dtype=np.int32)
-    assert not Ends(VOCABULARY, SIZE).restrict(Closing(), row, bits, 150)
+    assert not Ends(VOCABULARY, SIZE).restrict(BudgetedEnd(), row, bits, 150)
     assert row.consume_tokens(list(b'{"a":"xyx')) and base.deep_copy().consume_tokens(list(b'{"a":"xyx'))
 
 
@@ -204,7 +208,7 @@ def test_little_is_done_where_no_end_is_in_reach() -> None:
         def deep_copy(self) -> "Counted":
             return Counted(self._matcher.deep_copy())
 
-    rng, ends, closing, max_tokens = random.Random(1), Ends(VOCABULARY, SIZE), Closing(), 100
+    rng, ends, closing, max_tokens = random.Random(1), Ends(VOCABULARY, SIZE), BudgetedEnd(), 100
     at = LLMatcher(TOKENIZER, schema_grammar(PEOPLE, VOCABULARY, param="schema"), log_level=0)
     for left in range(max_tokens, 0, -1):
         bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)

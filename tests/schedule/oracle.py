@@ -91,7 +91,7 @@ class OracleDevice:
             self.tokens.pop(row, None), self.tables.pop(row, None)
         for move in plan.moves:
             self._move(move.kind, move.source, move.target)
-        for turn in plan.turns:
+        for turn in plan.forced:
             self.tokens[turn.row] = {turn.position: turn.token}
         for enter in plan.enters:
             assert 0 <= enter.row < self.max_rows and enter.row not in self.tables, "row is occupied"

@@ -8,14 +8,14 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.schedule.grammar_cache import MAX_ORDERED, Shelf
+from octavo.schedule.grammar_cache import MAX_ORDERED, GrammarCache
 
 
 class Watched:
     """A shelf, whose orders are carried out one after the other, and what each request was promised when it came."""
 
     def __init__(self, max_used: int, max_unused: int) -> None:
-        self.shelf = Shelf(max_used, max_unused)
+        self.grammar_cache = GrammarCache(max_used, max_unused)
         self.making: deque[str] = deque()
         self.num_made = self.num_freed = self.num_requests = 0
         self.closest = 1000  # promises that were left when one was kept
@@ -26,11 +26,11 @@ class Watched:
     def come(self, grammar: str) -> str:
         self.num_requests += 1
         name = f"r{self.num_requests}"
-        lacks_room = [*self.shelf._later.values()]
-        is_ready = self.shelf.hold(name, grammar)
+        lacks_room = [*self.grammar_cache._later.values()]
+        is_ready = self.grammar_cache.hold(name, grammar)
         self.open[name] = grammar
-        assert is_ready == self.shelf.is_ready(name)
-        if name in self.shelf._later:
+        assert is_ready == self.grammar_cache.is_ready(name)
+        if name in self.grammar_cache._later:
             self.freed_by[name] = self.num_freed + len({*lacks_room, grammar})
         else:
             self._promise(name)
@@ -38,13 +38,13 @@ class Watched:
         return name
 
     def go(self, name: str) -> None:
-        grammar, held = self.open.pop(name), {*self.shelf._held} - {name}
-        self.num_freed += name in self.shelf._held and all(self.open[other] != grammar for other in held)
+        grammar, held = self.open.pop(name), {*self.grammar_cache._held} - {name}
+        self.num_freed += name in self.grammar_cache._held and all(self.open[other] != grammar for other in held)
         self.made_by.pop(name, None)
         self.freed_by.pop(name, None)
-        ready = self.shelf.drop(name)
-        let_in = [other for other in self.shelf._held if other not in held]
-        assert ready == [other for other in let_in if self.shelf.is_ready(other)]
+        ready = self.grammar_cache.drop(name)
+        let_in = [other for other in self.grammar_cache._held if other not in held]
+        assert ready == [other for other in let_in if self.grammar_cache.is_ready(other)]
         for other in let_in:
             del self.freed_by[other]
             self._promise(other)
@@ -53,31 +53,33 @@ class Watched:
     def make(self) -> None:
         if self.making:
             self.num_made += 1
-            self.shelf.prepared(self.making.popleft())
+            self.grammar_cache.prepared(self.making.popleft())
             self._look()
 
     def _promise(self, name: str) -> None:
         """The bound, counted apart from how the shelf goes about it."""
         grammar, ahead = self.open[name], []
-        if self.shelf.is_ready(name):
+        if self.grammar_cache.is_ready(name):
             return
-        for other, its in self.shelf._held.items():
+        for other, its in self.grammar_cache._held.items():
             if other == name:
                 break
             ahead.append(its)
-        ordered = {*self.making, *(order.grammar for order in self.shelf.orders)}
-        missing = {*ahead, grammar} - ordered - self.shelf._ready
+        ordered = {*self.making, *(order.grammar for order in self.grammar_cache.orders)}
+        missing = {*ahead, grammar} - ordered - self.grammar_cache._ready
         self.made_by[name] = self.num_made + len(ordered) + len(missing)
 
     def _look(self) -> None:
-        self.making += [order.grammar for order in self.shelf.orders]
-        self.shelf.orders = []
+        self.making += [order.grammar for order in self.grammar_cache.orders]
+        self.grammar_cache.orders = []
         assert len(self.making) <= MAX_ORDERED
         for name, bound in [*self.made_by.items()]:
-            if self.shelf.is_ready(name):
+            if self.grammar_cache.is_ready(name):
                 self.closest = min(self.closest, bound - self.num_made)
                 del self.made_by[name]
-            assert self.num_made < bound or self.shelf.is_ready(name), "all that stood before it are made, and it waits"
+            assert self.num_made < bound or self.grammar_cache.is_ready(name), (
+                "all that stood before it are made, and it waits"
+            )
         for bound in self.freed_by.values():
             assert self.num_freed < bound, "there is room for it, and it does not have it"
 

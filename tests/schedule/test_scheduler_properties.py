@@ -49,7 +49,7 @@ def test_a_thousand_seeded_workloads_with_beam_searches_and_priorities(has_windo
         except BaseException:
             print(f"workload seed {seed}")
             raise
-    for what in ("preemptions", "copies", "aborts", "beams", "turns", "overtaken"):
+    for what in ("preemptions", "copies", "aborts", "beams", "forced", "overtaken"):
         assert total[what] > 100, (what, total)
     assert total["beams_again"] > 20, total
 

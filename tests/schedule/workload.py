@@ -11,7 +11,7 @@ from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.grammar_cache import MAX_ORDERED, Shelf
+from octavo.schedule.grammar_cache import MAX_ORDERED, GrammarCache
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -26,7 +26,7 @@ class Tally:
     vectors: int = 0
     passed: int = 0  # pages that a window has passed
     beams: int = 0  # answers of beam searches
-    turns: int = 0  # rows of beams that went on with a token that was chosen
+    forced: int = 0  # rows of beams that went on with a token that was chosen
     beams_again: int = 0  # searches that were thrown out and went on
     overtaken: int = 0  # admissions that a priority put before an older request
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
@@ -101,7 +101,7 @@ class Workload:
         self.compiling: deque[str] = deque()  # one after the other
         if self.has_grammars:
             dice = random.Random(self.seed + 5 * 10**9)
-            self.scheduler.shelf = Shelf(dice.choice([1, 2, 4]), dice.choice([0, 1, 3]))
+            self.scheduler.grammar_cache = GrammarCache(dice.choice([1, 2, 4]), dice.choice([0, 1, 3]))
 
     def _keep_to_grammars(self, r: random.Random) -> None:
         for at, (step, source) in enumerate(self.arrivals):
@@ -112,8 +112,8 @@ class Workload:
 
     def _take_orders(self) -> None:
         """What the shelf orders is begun at once."""
-        shelf = self.scheduler.shelf
-        for order in shelf.orders:
+        grammar_cache = self.scheduler.grammar_cache
+        for order in grammar_cache.orders:
             assert order.grammar not in self.ready and order.grammar not in self.compiling, "made ready twice"
             users = {request.params.grammar for request in self.scheduler.running}
             assert users.isdisjoint(order.forgets), "who runs may have to come back"
@@ -121,9 +121,9 @@ class Workload:
             self.ready -= set(order.forgets)
             self.tally.forgotten += len(order.forgets)
             self.compiling.append(order.grammar)
-        shelf.orders = []
+        grammar_cache.orders = []
         assert len(self.compiling) <= MAX_ORDERED, "more than may be out"
-        missing = shelf._users.keys() - self.ready - set(self.compiling)
+        missing = grammar_cache._users.keys() - self.ready - set(self.compiling)
         assert not missing or len(self.compiling) == MAX_ORDERED, "nobody makes it ready"
         self.tally.delayed += bool(missing)
 
@@ -141,9 +141,13 @@ class Workload:
         admitted = [(request.rank, request.sequence) for request in scheduler.admitted]
         waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
         assert not admitted or not waiting or max(admitted) < min(waiting), "overtaking"
-        aside = scheduler.aside.values()
-        assert all(request.params.grammar not in self.ready or scheduler.shelf._later for request in aside), "kept out"
-        self.tally.passed_by += bool(admitted) and any(request.sequence < max(admitted)[1] for request in aside)
+        awaiting_grammar = scheduler.awaiting_grammar.values()
+        assert all(
+            request.params.grammar not in self.ready or scheduler.grammar_cache._later for request in awaiting_grammar
+        ), "kept out"
+        self.tally.passed_by += bool(admitted) and any(
+            request.sequence < max(admitted)[1] for request in awaiting_grammar
+        )
 
     def _want_vectors(self, r: random.Random) -> None:
         """Of some requests a vector is wanted: whole where a step has room for it, or in chunks. By dice of its own, so that
@@ -204,7 +208,7 @@ class Workload:
         while self.arrivals or not scheduler.is_idle or flight:
             while self.arrivals and self.arrivals[0][0] <= step:
                 scheduler.add(self.arrivals.pop(0)[1])
-                self.tally.asides += len(scheduler.aside)
+                self.tally.asides += len(scheduler.awaiting_grammar)
             self._take_orders()
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
@@ -328,13 +332,13 @@ class Workload:
         assert not audit(self.cache, is_idle=True)
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
         assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
-        assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.aside
-        shelf = self.scheduler.shelf
-        assert not (shelf._held or shelf._later or shelf._users), "grammars leaked"
+        assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.awaiting_grammar
+        grammar_cache = self.scheduler.grammar_cache
+        assert not (grammar_cache._held or grammar_cache._later or grammar_cache._users), "grammars leaked"
 
     def _count(self, plan) -> None:
         self.tally.swaps += sum(move.kind == "out" for move in plan.moves)
-        self.tally.turns += len(plan.turns)
+        self.tally.forced += len(plan.forced)
         self.tally.copies += sum(move.kind == "copy" for move in plan.moves)
         entering = [pages for enter in plan.enters if enter.row in plan.rows for pages in enter.pages]
         self.tally.short_hits += sum(pages[:1] == [0] and pages.count(0) > 1 for pages in entering)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.server.endpoints import health
 from octavo.server.state import service
 from tests.doubles import ScriptedEngine
@@ -68,12 +68,12 @@ async def test_live_ready_and_the_whole(serve: Serve, monkeypatch: pytest.Monkey
     monkeypatch.setattr(health, "FRESH_SECONDS", 60.0)
     engine = ScriptedEngine()
     client = serve(engine)
-    engine.pulse = pulse = Pulse()
-    pulse.rest()
+    engine.heartbeat = heartbeat = Heartbeat()
+    heartbeat.rest()
     for path in ("/health", "/health/live", "/health/ready"):
         assert (await client.get(path)).json() == {"status": "ok"}
     assert engine.num_pings == 0  # its pulse is proof enough
-    pulse.stalled(3.0)
+    heartbeat.stalled(3.0)
     assert "neither turned nor computed" in error_of(await client.get("/health"), 503)["message"]
     assert (await client.get("/health/ready")).status_code == 200
     engine.is_recovering = True
@@ -88,10 +88,10 @@ async def test_a_long_step_that_computes_is_no_fault(serve: Serve, monkeypatch: 
     engine = ScriptedEngine()
     engine.answers_control = False
     client = serve(engine, step_timeout=3600.0)
-    engine.pulse = Pulse()
-    engine.pulse.begin()
+    engine.heartbeat = Heartbeat()
+    engine.heartbeat.begin()
     assert (await client.get("/health")).status_code == 200
-    engine.pulse.rest()  # idle, and still it does not answer
+    engine.heartbeat.rest()  # idle, and still it does not answer
     assert (await client.get("/health")).status_code == 503
 
 
@@ -100,16 +100,16 @@ async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch
     engine = ScriptedEngine()
     engine.answers_control = False
     client = serve(engine)
-    engine.pulse = pulse = Pulse()
-    pulse.seat([], [(0, "cmpl-a")])
+    engine.heartbeat = heartbeat = Heartbeat()
+    heartbeat.seat([], [(0, "cmpl-a")])
 
     def step(num_tokens: int, seconds: float, ends: bool = False) -> None:
         """One that has run for so long."""
-        pulse.size(num_tokens)
-        pulse.begin()
-        pulse._words[1] -= int(seconds * 1e9)
+        heartbeat.size(num_tokens)
+        heartbeat.begin()
+        heartbeat._words[1] -= int(seconds * 1e9)
         if ends:
-            pulse.end(7, 1, 0)
+            heartbeat.end(7, 1, 0)
 
     async def told() -> set[int]:
         return {(await client.get(path)).status_code for path in ("/health", "/health/ready", "/health/progress")}
@@ -138,7 +138,7 @@ async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch
     assert await told() == {503}
     step(4, 11)
     assert await told() == {503}  # what a long prompt takes is no measure for a token
-    pulse.reset()  # another engine, which has computed nothing
+    heartbeat.reset()  # another engine, which has computed nothing
     step(4, 50)
     assert await told() == {200}
     assert {(await serve(engine, slow_step_seconds=0.0).get("/health")).status_code} == {200}
@@ -160,12 +160,12 @@ async def test_progress_of_an_engine_that_hangs_names_who_is_in_its_step(
     engine = ScriptedEngine()
     engine.answers_control = False
     client = serve(engine)
-    engine.pulse = pulse = Pulse()
-    pulse.seat([], [(0, "cmpl-a"), (1, "cmpl-b")])
-    pulse.begin()
-    pulse.end(5, 2, 1)
-    pulse.begin()
-    pulse.stalled(10.0)
+    engine.heartbeat = heartbeat = Heartbeat()
+    heartbeat.seat([], [(0, "cmpl-a"), (1, "cmpl-b")])
+    heartbeat.begin()
+    heartbeat.end(5, 2, 1)
+    heartbeat.begin()
+    heartbeat.stalled(10.0)
     response = await client.get("/health/progress")
     body = response.json()
     assert response.status_code == 503 and body["status"] == "stuck" and body["steps"] == 5

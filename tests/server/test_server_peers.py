@@ -8,17 +8,17 @@ import pytest
 
 from octavo.errors import EngineUnavailable, InvalidRequest
 from octavo.server.state import peers as module
-from octavo.server.state.peers import Siblings
+from octavo.server.state.peers import Peers
 
 
 @pytest.fixture
-async def three(tmp_path: Path) -> AsyncIterator[list[Siblings]]:
-    made = [Siblings() for _ in range(3)]
-    for number, siblings in enumerate(made):
-        await siblings.open(tmp_path, number)
+async def three(tmp_path: Path) -> AsyncIterator[list[Peers]]:
+    made = [Peers() for _ in range(3)]
+    for number, peers in enumerate(made):
+        await peers.open(tmp_path, number)
     yield made
-    for siblings in made:
-        siblings.close()
+    for peers in made:
+        peers.close()
 
 
 async def says(*chunks: bytes) -> AsyncGenerator[bytes, None]:
@@ -26,7 +26,7 @@ async def says(*chunks: bytes) -> AsyncGenerator[bytes, None]:
         yield chunk
 
 
-async def test_the_first_who_knows_answers(three: list[Siblings]) -> None:
+async def test_the_first_who_knows_answers(three: list[Peers]) -> None:
     long = b"x" * 300_000
     three[1].answer("numbers", lambda body: says(body, long) if body == b"one" else None)
     three[2].answer("numbers", lambda body: says(b"two") if body == b"two" else None)
@@ -37,7 +37,7 @@ async def test_the_first_who_knows_answers(three: list[Siblings]) -> None:
     assert await three[1].ask_whole("numbers", b"one") is None, "nobody asks himself"
 
 
-async def test_a_refusal_is_told(three: list[Siblings]) -> None:
+async def test_a_refusal_is_told(three: list[Peers]) -> None:
     def refuse(body: bytes) -> AsyncGenerator[bytes, None]:
         raise InvalidRequest("not this part", param="from")
 
@@ -47,7 +47,7 @@ async def test_a_refusal_is_told(three: list[Siblings]) -> None:
     assert caught.value.param == "from"
 
 
-async def test_an_answer_without_its_end_is_no_answer(three: list[Siblings]) -> None:
+async def test_an_answer_without_its_end_is_no_answer(three: list[Peers]) -> None:
     async def breaks() -> AsyncGenerator[bytes, None]:
         yield b"half"
         raise ValueError("broken")
@@ -58,7 +58,7 @@ async def test_an_answer_without_its_end_is_no_answer(three: list[Siblings]) -> 
 
 
 async def test_one_that_is_stuck_is_passed_over(
-    three: list[Siblings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three: list[Peers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.05)
     three[2].answer("numbers", lambda body: says(b"yes"))
@@ -77,4 +77,4 @@ async def test_one_that_is_stuck_is_passed_over(
 
 
 async def test_alone_there_is_nobody_to_ask() -> None:
-    assert await Siblings().ask("numbers", b"a") is None
+    assert await Peers().ask("numbers", b"a") is None

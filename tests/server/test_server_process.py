@@ -21,9 +21,9 @@ import pytest
 import zmq
 
 from octavo.errors import ConfigError
-from octavo.ipc.launch import Patience, ServerOrder
+from octavo.ipc.launch import ApiLaunch, Patience
 from octavo.messages import Abort, Finish, GenerateRequest, Hello, Ping, Reply, StepDeltas, ToEngine, TokenDelta
-from octavo.supervisor.acceptor import Reception
+from octavo.supervisor.acceptor import Acceptor
 from tests.certificates import make_certificates
 from tests.doubles import EOS, REPORT, config, write_byte_tokenizer
 
@@ -93,10 +93,10 @@ class Server:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)  # for its connections, too
         listener.bind(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        self.reception = Reception(listener)
-        ours, channel = self.reception.channel()
-        self.reception.deal_to(ours)
-        order = ServerOrder(
+        self.acceptor = Acceptor(listener)
+        ours, channel = self.acceptor.channel()
+        self.acceptor.deal_to(ours)
+        order = ApiLaunch(
             config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m",
             patience=patience or Patience(),
         )  # fmt: skip
@@ -111,7 +111,7 @@ class Server:
         channel.close()
         if num_descriptors:
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (num_descriptors, num_descriptors))
-        self.reception.open(128)
+        self.acceptor.open(128)
         assert self.process.stdin is not None and self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout
         self.stdin.write(msgspec.json.encode(order) + b"\n")
@@ -164,7 +164,7 @@ class Server:
             pipe.close()
         self.engine.ending.set()
         self.engine.join()
-        self.reception.close()
+        self.acceptor.close()
 
 
 @pytest.fixture

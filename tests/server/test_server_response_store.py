@@ -12,7 +12,7 @@ from openai.types.responses import ResponseItemList
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse
 from octavo.server.dialects.openai_responses.types import InputText, MessageItem
-from octavo.server.state.peers import Siblings
+from octavo.server.state.peers import Peers
 from tests.doubles import AsgiCall, ScriptedEngine, says
 from tests.server.conftest import Serve, error_of
 from tests.server.openai_schema import check_response, typed_events
@@ -158,10 +158,10 @@ async def test_another_key_sees_none_of_it(serve: Serve) -> None:
 
 
 async def test_any_process_finds_what_another_keeps(tmp_path: Path) -> None:
-    made = [Siblings() for _ in range(3)]
-    kept = [KeptResponses(ResponseStore(10, 10**6), siblings) for siblings in made]
-    for number, siblings in enumerate(made):
-        await siblings.open(tmp_path, number)
+    made = [Peers() for _ in range(3)]
+    kept = [KeptResponses(ResponseStore(10, 10**6), peers) for peers in made]
+    for number, peers in enumerate(made):
+        await peers.open(tmp_path, number)
     item = MessageItem("msg_1", "user", [InputText("a")])
     response = StoredResponse("resp_1", b"me", b"{}", msgspec.json.encode([item]), 0)
     kept[1].own.put(response, ["msg_1"])
@@ -172,8 +172,8 @@ async def test_any_process_finds_what_another_keeps(tmp_path: Path) -> None:
         assert not await one.delete("resp_1", b"you")
     assert await kept[0].delete("resp_1", b"me") and not await kept[2].delete("resp_1", b"me")
     assert await kept[1].get("resp_1", b"me") is None
-    for siblings in made:
-        siblings.close()
+    for peers in made:
+        peers.close()
 
 
 class TestResuming:
@@ -219,7 +219,7 @@ class TestResuming:
         clients = [serve(engine), serve()][:num_processes]
         apps = [client.app for client in clients]  # type: ignore[attr-defined]
         for number, app in enumerate(apps):
-            await app.state.service.siblings.open(tmp_path, number)
+            await app.state.service.peers.open(tmp_path, number)
         for verb in ("cancel", "delete"):
             call = AsgiCall(apps[0], "POST", URL, self.BODY)
             await call.until(lambda call: len(call.sent) >= 5)
@@ -240,7 +240,7 @@ class TestResuming:
                     await asyncio.sleep(0)
             error_of(await clients[-1].get(path, params={"stream": "true"}), 404)
         for app in apps:
-            app.state.service.siblings.close()
+            app.state.service.peers.close()
 
     async def test_what_is_deleted_cannot_be_read_as_a_stream(self, serve: Serve) -> None:
         client = serve()

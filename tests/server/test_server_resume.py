@@ -328,10 +328,10 @@ class TestSeveralProcesses:
     async def apps(self, tmp_path: Path) -> object:
         apps = [build(ScriptedEngine(says(TEXT))) for _ in range(3)]
         for number, app in enumerate(apps):
-            await app.state.service.siblings.open(tmp_path, number)
+            await app.state.service.peers.open(tmp_path, number)
         yield apps
         for app in apps:
-            app.state.service.siblings.close()
+            app.state.service.peers.close()
             app.state.service.engine.close()
 
     async def test_any_of_them_has_it(self, apps: list[FastAPI]) -> None:
@@ -374,7 +374,7 @@ class TestSeveralProcesses:
 
     async def test_a_process_that_has_ended_is_passed_over(self, apps: list[FastAPI], tmp_path: Path) -> None:
         _, stream_id = await cut_off(apps[2], apps[2].state.service.engine)
-        apps[1].state.service.siblings.close()
+        apps[1].state.service.peers.close()
         again = get(apps[0], stream_id)
         await again.done()
         assert text_of(numbered(again)) == TEXT

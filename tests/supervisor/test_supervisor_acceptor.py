@@ -7,29 +7,29 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from octavo.supervisor.acceptor import Reception, raise_descriptor_limit, take_connections
+from octavo.supervisor.acceptor import Acceptor, raise_descriptor_limit, take_connections
 
 SECONDS = 20.0
 
 
-def add(reception: Reception) -> socket.socket:
+def add(acceptor: Acceptor) -> socket.socket:
     """The end of a process that is ready."""
-    ours, theirs = reception.channel()
-    reception.deal_to(ours)
+    ours, theirs = acceptor.channel()
+    acceptor.deal_to(ours)
     return theirs
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
+def acceptor() -> Iterator[Acceptor]:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    reception = Reception(listener)
-    yield reception
-    reception.close()
+    acceptor = Acceptor(listener)
+    yield acceptor
+    acceptor.close()
 
 
-def connect(reception: Reception, num: int) -> list[socket.socket]:
-    return [socket.create_connection(reception._listener.getsockname(), SECONDS) for _ in range(num)]
+def connect(acceptor: Acceptor, num: int) -> list[socket.socket]:
+    return [socket.create_connection(acceptor._listener.getsockname(), SECONDS) for _ in range(num)]
 
 
 def take(channel: socket.socket, num: int) -> list[socket.socket]:
@@ -54,10 +54,10 @@ def until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_a_burst_is_shared_evenly(reception: Reception) -> None:
-    channels = [add(reception) for _ in range(3)]
-    reception.open(64)
-    clients = connect(reception, 30)
+def test_a_burst_is_shared_evenly(acceptor: Acceptor) -> None:
+    channels = [add(acceptor) for _ in range(3)]
+    acceptor.open(64)
+    clients = connect(acceptor, 30)
     shares = [take(channel, 10) for channel in channels]
     assert [len(share) for share in shares] == [10, 10, 10]
     ports = {connection.getpeername()[1] for share in shares for connection in share}
@@ -72,52 +72,52 @@ def test_a_burst_is_shared_evenly(reception: Reception) -> None:
     close(clients, *shares, channels)
 
 
-def test_a_process_that_ended_is_passed_over(reception: Reception) -> None:
-    gone, alive = add(reception), add(reception)
-    reception.open(64)
+def test_a_process_that_ended_is_passed_over(acceptor: Acceptor) -> None:
+    gone, alive = add(acceptor), add(acceptor)
+    acceptor.open(64)
     gone.close()
-    clients = connect(reception, 6)
+    clients = connect(acceptor, 6)
     taken = take(alive, 6)
     assert len(taken) == 6
     close(clients, taken, [alive])
 
 
-def test_with_nobody_left_a_client_waits_for_the_next(reception: Reception) -> None:
-    add(reception).close()
-    reception.open(64)
-    clients = connect(reception, 3)
-    until(lambda: not reception._channels)
-    channel = add(reception)
+def test_with_nobody_left_a_client_waits_for_the_next(acceptor: Acceptor) -> None:
+    add(acceptor).close()
+    acceptor.open(64)
+    clients = connect(acceptor, 3)
+    until(lambda: not acceptor._channels)
+    channel = add(acceptor)
     taken = take(channel, 3)
     assert len(taken) == 3
     close(clients, taken, [channel])
 
 
-def test_what_finds_no_room_waits(reception: Reception) -> None:
-    channel = add(reception)
-    reception._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few messages
-    reception.open(64)
-    clients = connect(reception, 40)
+def test_what_finds_no_room_waits(acceptor: Acceptor) -> None:
+    channel = add(acceptor)
+    acceptor._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few messages
+    acceptor.open(64)
+    clients = connect(acceptor, 40)
     taken = take(channel, 40)
     assert len(taken) == 40
     close(clients, taken, [channel])
 
 
-def test_the_end_of_the_channel_is_told(reception: Reception) -> None:
-    channel = add(reception)
+def test_the_end_of_the_channel_is_told(acceptor: Acceptor) -> None:
+    channel = add(acceptor)
     channel.setblocking(False)
     assert take_connections(channel) == []
-    reception._channels[0].close()
+    acceptor._channels[0].close()
     with pytest.raises(EOFError):
         take_connections(channel)
     channel.close()
 
 
-def test_closing_frees_the_port(reception: Reception) -> None:
-    add(reception).close()
-    reception.open(64)
-    address = reception._listener.getsockname()
-    reception.close()
+def test_closing_frees_the_port(acceptor: Acceptor) -> None:
+    add(acceptor).close()
+    acceptor.open(64)
+    address = acceptor._listener.getsockname()
+    acceptor.close()
 
     def is_free() -> bool:
         with socket.socket() as probe:

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from octavo.ipc import heartbeat as pulse_module
-from octavo.ipc.heartbeat import Pulse, is_named, shared_memory
+from octavo.ipc import heartbeat as heartbeat_module
+from octavo.ipc.heartbeat import Heartbeat, is_named, shared_memory
 from octavo.supervisor import watchdog
-from octavo.supervisor.runtime_dir import SocketFolder, remove_abandoned
+from octavo.supervisor.runtime_dir import RuntimeDir, remove_abandoned
 from octavo.supervisor.watchdog import MAX_FAILED_STARTS, WINDOW_SECONDS, Restarts, ServerWatch, Watch
 
 
@@ -51,30 +51,30 @@ def looks(watch: Watch | SimpleNamespace, clock: Clock, seconds: float) -> str |
     return None
 
 
-def pulse_of(pid: int) -> Pulse:
-    pulse = Pulse()
-    pulse.reset()
-    pulse._words[0] = pid
-    pulse.begin()
-    return pulse
+def heartbeat_of(pid: int) -> Heartbeat:
+    heartbeat = Heartbeat()
+    heartbeat.reset()
+    heartbeat._words[0] = pid
+    heartbeat.begin()
+    return heartbeat
 
 
 def test_a_step_that_computes_nothing_is_found_soon(clock: Clock) -> None:
     process = started("import time; time.sleep(1000)")
     try:
-        pulse = pulse_of(process.pid)
-        pulse.seat([], [(0, "cmpl-a"), (3, "cmpl-b"), (4, "cmpl-b")])
-        watch = Watch(pulse, step_timeout=100)
-        assert looks(watch, clock, 9) is None and pulse.stalled_seconds > 5
-        pulse.begin()  # it turned: all is well, for another ten seconds
+        heartbeat = heartbeat_of(process.pid)
+        heartbeat.seat([], [(0, "cmpl-a"), (3, "cmpl-b"), (4, "cmpl-b")])
+        watch = Watch(heartbeat, step_timeout=100)
+        assert looks(watch, clock, 9) is None and heartbeat.stalled_seconds > 5
+        heartbeat.begin()  # it turned: all is well, for another ten seconds
         assert looks(watch, clock, 9) is None
         problem = looks(watch, clock, 10)
         assert problem is not None and "step 0 has not ended" in problem and "nothing is computed" in problem
         assert problem.endswith("requests in it: cmpl-a, cmpl-b")
-        pulse.rest()
+        heartbeat.rest()
         problem = looks(watch, clock, 20)
         assert problem is not None and "the idle engine has not turned" in problem
-        assert looks(Watch(pulse, step_timeout=0), clock, 1000) is None  # nobody wants it watched
+        assert looks(Watch(heartbeat, step_timeout=0), clock, 1000) is None  # nobody wants it watched
     finally:
         process.kill()
         process.wait()
@@ -83,7 +83,7 @@ def test_a_step_that_computes_nothing_is_found_soon(clock: Clock) -> None:
 def test_a_slow_step_gets_its_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10**6))
     monkeypatch.setattr(watchdog, "_computed", lambda pid: next(ticks))
-    watch = Watch(pulse_of(os.getpid()), step_timeout=100)
+    watch = Watch(heartbeat_of(os.getpid()), step_timeout=100)
     assert looks(watch, clock, 99) is None
     problem = looks(watch, clock, 5)
     assert problem is not None and "--step-timeout" in problem
@@ -107,36 +107,36 @@ def test_what_the_kernel_tells() -> None:
 
 
 def test_time_in_which_the_watch_did_not_run_does_not_count(clock: Clock) -> None:
-    watch = Watch(pulse_of(os.getpid()), step_timeout=100)
+    watch = Watch(heartbeat_of(os.getpid()), step_timeout=100)
     for _ in range(3):
         clock.now += 10_000  # the whole server was stopped, or the machine slept
         assert watch.look() is None
 
 
 def test_an_engine_that_loads_is_let_be(clock: Clock) -> None:
-    pulse = Pulse()
-    pulse.reset()
-    assert looks(Watch(pulse, step_timeout=1), clock, 1000) is None
+    heartbeat = Heartbeat()
+    heartbeat.reset()
+    assert looks(Watch(heartbeat, step_timeout=1), clock, 1000) is None
 
 
 def test_an_api_process_whose_event_loop_does_not_turn_is_found(clock: Clock) -> None:
     process = started("import time; time.sleep(1000)")
     try:
-        pulse = Pulse()
-        watch = ServerWatch(pulse, 3, step_timeout=100)
+        heartbeat = Heartbeat()
+        watch = ServerWatch(heartbeat, 3, step_timeout=100)
 
         def look(seconds: float) -> str | None:
             return looks(SimpleNamespace(look=lambda: watch.look(process.pid)), clock, seconds)
 
         assert look(1000) is None  # it loads
-        pulse.turn(3)
-        pulse.reset()  # an engine's beginning is none of an API process
+        heartbeat.turn(3)
+        heartbeat.reset()  # an engine's beginning is none of an API process
         assert look(9) is None
-        pulse.turn(3)
+        heartbeat.turn(3)
         assert look(9) is None
         problem = look(10)
         assert problem is not None and problem.startswith("its event loop has not turned") and "computed" in problem
-        pulse.forget(3)
+        heartbeat.forget(3)
         assert look(1000) is None
     finally:
         process.kill()
@@ -157,59 +157,59 @@ def test_restarts_are_limited_in_number_and_in_a_row() -> None:
 
 def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
     fd = shared_memory()
-    pulse, other = Pulse(fd), Pulse(fd)
+    heartbeat, other = Heartbeat(fd), Heartbeat(fd)
     os.close(fd)
     long = "cmpl-" + "x" * 100
-    pulse.seat([], [(0, "a"), (1, long), (5000, "beyond")])
-    pulse.seat([0], [(0, "b")])
-    pulse.begin()
+    heartbeat.seat([], [(0, "a"), (1, long), (5000, "beyond")])
+    heartbeat.seat([0], [(0, "b")])
+    heartbeat.begin()
     assert other.seated() == ["b", long[:63]] and other.is_stepping and other.beat
     assert is_named(long, other.seated()) and not is_named("a", other.seated())
-    pulse.end(7, 2, 3)
+    heartbeat.end(7, 2, 3)
     assert (other.num_steps, other.num_running, other.num_waiting) == (7, 2, 3)
-    pulse.reset()
+    heartbeat.reset()
     assert other.seated() == [] and not other.beat
-    pulse.close(), other.close()
+    heartbeat.close(), other.close()
 
 
 def test_what_is_usual_follows_the_longest_steps_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10**12
-    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic_ns=lambda: now))
-    pulse = Pulse()
+    monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic_ns=lambda: now))
+    heartbeat = Heartbeat()
 
     def step(num_tokens: int, seconds: float) -> None:
         nonlocal now
-        pulse.size(num_tokens)
-        pulse.begin()
+        heartbeat.size(num_tokens)
+        heartbeat.begin()
         now += int(seconds * 1e9)
-        pulse.end(1, 1, 0)
+        heartbeat.end(1, 1, 0)
 
-    assert pulse.usual() is None
+    assert heartbeat.usual() is None
     step(1, 30.0)  # compiled something
-    assert pulse.usual() == (30.0, True)
-    pulse.size(64)
-    assert pulse.usual() == (30.0 * 64, False)
+    assert heartbeat.usual() == (30.0, True)
+    heartbeat.size(64)
+    assert heartbeat.usual() == (30.0 * 64, False)
     for _ in range(300):
         step(1, 0.005)
-    assert pulse.usual() == (0.1, True)
+    assert heartbeat.usual() == (0.1, True)
     step(1000, 8.0)
     for _ in range(300):
         step(1, 0.005)
         step(700, 6.0)
-    pulse.size(600)
-    seconds, is_known = pulse.usual() or (0.0, False)
+    heartbeat.size(600)
+    seconds, is_known = heartbeat.usual() or (0.0, False)
     assert is_known and seconds == pytest.approx(6.0)
-    pulse.size(100)  # between two that are known
-    assert pulse.usual() == (pytest.approx(6.0), False)
+    heartbeat.size(100)  # between two that are known
+    assert heartbeat.usual() == (pytest.approx(6.0), False)
 
 
 def test_folders_of_servers_that_were_killed_are_removed_by_the_next(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    in_use = SocketFolder()
+    in_use = RuntimeDir()
     code = f"import tempfile; tempfile.tempdir = {str(short_path)!r}\n"
-    code += "from octavo.supervisor.runtime_dir import SocketFolder\nfolder = SocketFolder()\nimport os, signal; os.kill(os.getpid(), 9)"
+    code += "from octavo.supervisor.runtime_dir import RuntimeDir\nfolder = RuntimeDir()\nimport os, signal; os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", code], check=False)
     stranger = short_path / "octavo-of-somebody-else"
     stranger.mkdir()

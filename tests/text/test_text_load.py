@@ -24,7 +24,7 @@ from vocabularies import (
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.messages import SamplingParams
 from octavo.text import load_text
-from octavo.text.pooling_config import read_sentence
+from octavo.text.pooling_config import read_pooling_config
 from octavo.text.tokenize.gguf_vocab import gguf_chat_templates, gguf_tokenizer, read_vocabulary
 
 HI = [{"role": "user", "content": "hi"}]
@@ -376,11 +376,11 @@ def test_what_happens_to_vectors_before_they_are_pooled_is_not_forgotten(tmp_pat
     write(tmp_path, modules=[{"type": f"x.{kind}", "path": kind} for kind in ("Transformer", "Dense", "Pooling")])
     (tmp_path / "Pooling").mkdir()
     write(tmp_path / "Pooling", config={"pooling_mode": "mean"})
-    sentence = read_sentence(tmp_path)
+    sentence = read_pooling_config(tmp_path)
     assert (sentence.kind, sentence.unsupported) == ("mean", "a module of type 'Dense'")
     write(tmp_path, modules=[{"type": "x.Pooling", "path": ".."}])
     with pytest.raises(ConfigError, match=r"it puts a module into '\.\.'"):
-        read_sentence(tmp_path)
+        read_pooling_config(tmp_path)
 
 
 @pytest.mark.parametrize(

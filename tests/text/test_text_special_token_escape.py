@@ -27,7 +27,7 @@ from vocabularies import (
 
 from octavo.errors import ConfigError, InvalidRequest
 from octavo.text import Text, load_text
-from octavo.text.tokenize.special_token_escape import LookAlikes, any_of
+from octavo.text.tokenize.special_token_escape import SpecialTokenEscape, any_of
 
 TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>{% endfor %}"
 
@@ -158,7 +158,7 @@ def test_a_template_may_do_with_the_words_what_it_likes(source: str) -> None:
     messages = [{"role": "<|end|>", "content": "\\ufdd0 é \U0002a000 <|start|>", "name": "<|end|>"}]
     arguments: dict[str, Any] = {"tools": TOOLS, "extra": {"deep": ["<|end|>"]}}
     # Without look-alikes to hide the template sees the words as they are.
-    plain._tokenizer.lookalikes = LookAlikes([])
+    plain._tokenizer.lookalikes = SpecialTokenEscape([])
     expected = plain.render_chat(messages, **arguments)
     assert text.render_chat(messages, **arguments) == expected.replace("&lt;|", "<|")
     assert not {0, 1} & set(text.encode_chat(messages, **arguments))
@@ -226,7 +226,7 @@ def test_any_of_matches_the_longest() -> None:
 
 def test_a_vocabulary_of_too_many_control_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="1000 different characters"):
-        LookAlikes([chr(0x4E00 + at) for at in range(1000)])
+        SpecialTokenEscape([chr(0x4E00 + at) for at in range(1000)])
 
 
 def test_words_nested_too_deeply_are_the_callers_mistake() -> None:

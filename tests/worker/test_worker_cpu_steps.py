@@ -16,7 +16,7 @@ from octavo.kernels.cpu.library import Kind, library
 from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
-from octavo.worker.cpu_steps import WholeSteps, _words, record
+from octavo.worker.cpu_steps import CpuSteps, _words, record
 from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
 from tests.models.batches import Row, Store, make_batch
@@ -38,7 +38,7 @@ KV_DTYPES = (torch.float32, torch.float16, torch.int8)
 MAX_TOKENS, MAX_ROWS = 64, 8
 
 
-def build(family_name: str, held: str, num_threads: int, kv_dtype: torch.dtype) -> tuple[WholeSteps, Store]:
+def build(family_name: str, held: str, num_threads: int, kv_dtype: torch.dtype) -> tuple[CpuSteps, Store]:
     kernels, (weight_dtype, quantization) = native(num_threads), HELD[held]
     reference = (MAKERS | OTHERS)[family_name]()
     config = reference.config.to_dict()
@@ -54,11 +54,11 @@ def build(family_name: str, held: str, num_threads: int, kv_dtype: torch.dtype) 
     store = Store(spec, attention, dtype=kv_dtype)
     with torch.inference_mode():
         steps = record(model, kernels, MAX_TOKENS, MAX_ROWS)
-    assert isinstance(steps, WholeSteps), steps
+    assert isinstance(steps, CpuSteps), steps
     return steps, store
 
 
-def last_logits(steps: WholeSteps, store: Store, prompts: list[list[int]], chunks: list[int]) -> list[torch.Tensor]:
+def last_logits(steps: CpuSteps, store: Store, prompts: list[list[int]], chunks: list[int]) -> list[torch.Tensor]:
     """Of each prompt's last token, the prompts going side by side, cut as `chunks` say."""
     rows = [store.row(tokens) for tokens in prompts]
     found: dict[int, torch.Tensor] = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from octavo.attention.base import AttentionBackend
-from octavo.worker.kv_buffers import Stores
+from octavo.worker.kv_buffers import KVBuffers
 from tests.attention.test_attention_contract import chosen, make_spec
 from tests.native import native
 
@@ -14,9 +14,9 @@ SPEC = make_spec((4, 2, 64), NUM_LAYERS)
 PART_BYTES = 2 * 2 * PAGE_SIZE * 64 * 4
 
 
-def stores_of(attention: AttentionBackend) -> tuple[Stores, list[torch.Tensor]]:
+def stores_of(attention: AttentionBackend) -> tuple[KVBuffers, list[torch.Tensor]]:
     zeros = native().zeros
-    stores = Stores(SPEC, SPEC.page_layout(4096), attention, torch.float32, PAGE_SIZE, 1, zeros)
+    stores = KVBuffers(SPEC, SPEC.page_layout(4096), attention, torch.float32, PAGE_SIZE, 1, zeros)
     return stores, stores.allocate(NUM_PAGES, 8)
 
 

@@ -48,7 +48,7 @@ class Diagnosis:
         return next((finding for finding in self.findings if finding.status == "failed"), None)
 
 
-class _Checkup(Protocol):
+class _DryRun(Protocol):
     """worker/dry_run.py, as it is seen from here."""
 
     spec: ModelSpec
@@ -97,16 +97,16 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
     yield from _words(config, source, spec)
 
 
-def _load_checkup(config: Config, source: ModelSource) -> _Checkup:
+def _load_checkup(config: Config, source: ModelSource) -> _DryRun:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine does: read when torch is first imported
-    checkup: _Checkup = importlib.import_module("octavo.worker.dry_run").Checkup(config, source)
+    checkup: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
     return checkup
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model(checkup: _Checkup, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+def _model(checkup: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
     steps: list[tuple[str, Callable[[], str]]] = [
         ("configuration", checkup.configuration),
         ("arithmetic", checkup.arithmetic),
@@ -128,7 +128,7 @@ def _model(checkup: _Checkup, diagnosis: Diagnosis, *, deep: bool) -> Iterator[F
         yield Finding("numbers", "skipped", "not looked at: --deep reads every weight and looks for NaN")
 
 
-def _memory(checkup: _Checkup, diagnosis: Diagnosis) -> str:
+def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
     needs = checkup.needs()
     settled = checkup.settled(needs)
     diagnosis.memory = {
@@ -216,14 +216,16 @@ def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
 
 
 def _pooling(text: Text) -> Finding:
-    sentence = text.sentence
-    if sentence.unsupported:
+    pooling_config = text.pooling_config
+    if pooling_config.unsupported:
         return Finding(
-            "pooling", "warning", f"{sentence.unsupported} is not offered: every request must name a pooling of its own"
+            "pooling",
+            "warning",
+            f"{pooling_config.unsupported} is not offered: every request must name a pooling of its own",
         )
-    how = f"by {sentence.kind or 'mean'}{', normalised' if sentence.normalize else ''}"
-    longest = f", of up to {sentence.max_len:,} tokens" if sentence.max_len else ""
-    return Finding("pooling", "ok", f"{how}{longest}{'' if sentence.kind else ' (the model says nothing of it)'}")
+    how = f"by {pooling_config.kind or 'mean'}{', normalised' if pooling_config.normalize else ''}"
+    longest = f", of up to {pooling_config.max_len:,} tokens" if pooling_config.max_len else ""
+    return Finding("pooling", "ok", f"{how}{longest}{'' if pooling_config.kind else ' (the model says nothing of it)'}")
 
 
 def _chat(text: Text) -> Finding:

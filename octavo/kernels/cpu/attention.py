@@ -29,7 +29,7 @@ class AttentionCall(ctypes.Structure):
     )  # fmt: skip
 
 
-class TurnCall(ctypes.Structure):
+class QkNormRopeCall(ctypes.Structure):
     """OctavoTurn of attention.h, field by field."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ class TurnCall(ctypes.Structure):
 @functools.cache
 def functions() -> ctypes.CDLL:
     library().octavo_attention.argtypes = (c_void_p, POINTER(AttentionCall))
-    library().octavo_turn.argtypes = (c_void_p, POINTER(TurnCall))
+    library().octavo_turn.argtypes = (c_void_p, POINTER(QkNormRopeCall))
     return library()
 
 
@@ -96,7 +96,7 @@ def new_pages(
     return Pages(store, num_kv_heads, head_size, page_size)
 
 
-def turn_and_store(
+def qk_norm_rope_store(
     threads: Threads,
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q is changed in place
     num_heads: int,
@@ -107,7 +107,7 @@ def turn_and_store(
     epsilon: float = 0.0,
 ) -> None:
     q_norm, k_norm = norms if norms is not None else (None, None)
-    call = TurnCall(
+    call = QkNormRopeCall(
         pointer(heads), heads.stride(0), pointer(rotation), pointer(q_norm), pointer(k_norm), epsilon, pointer(slots),
         pointer(pages.store), pages.stride, heads.shape[0], num_heads, pages.num_kv_heads, pages.head_size,
         pages.page_size, pages.is_int8, pages.is_float16,

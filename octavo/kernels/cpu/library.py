@@ -243,7 +243,7 @@ def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
 
 
 def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) -> PackedWeight:
-    memory = _shelf(library().octavo_packed_bytes(kind, len(rows), depth))
+    memory = _arena(library().octavo_packed_bytes(kind, len(rows), depth))
     function(threads.pointer, kind, rows.data_ptr(), len(rows), depth, memory.data_ptr())
     return PackedWeight(memory, kind, len(rows), depth)
 
@@ -329,19 +329,19 @@ def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
 
 
 _HUGE_PAGE = 2 << 20
-_SHELF_BYTES = 32 << 20
-_shelf_left: list[Tensor] = []  # what is left of the newest shelf, if there is one
+_ARENA_BYTES = 32 << 20
+_arena_left: list[Tensor] = []  # what is left of the newest shelf, if there is one
 
 
-def _shelf(num_bytes: int) -> Tensor:
+def _arena(num_bytes: int) -> Tensor:
     """uint8 [num_bytes] for a weight. Small weights stand side by side, so that they too are on huge pages."""
-    if num_bytes >= _SHELF_BYTES // 4:
+    if num_bytes >= _ARENA_BYTES // 4:
         return aligned(num_bytes)
     taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    left = _shelf_left.pop() if _shelf_left else aligned(_SHELF_BYTES)
+    left = _arena_left.pop() if _arena_left else aligned(_ARENA_BYTES)
     if len(left) < taken:
-        left = aligned(_SHELF_BYTES)
-    _shelf_left.append(left[taken:])
+        left = aligned(_ARENA_BYTES)
+    _arena_left.append(left[taken:])
     return left[:num_bytes]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu import ops
-from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.attention import AttentionCall, QkNormRopeCall
 from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, zeros
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
@@ -250,7 +250,7 @@ class Native:
         self._about_pages(call, layer)
         return op
 
-    def _about_pages(self, call: AttentionCall | TurnCall, layer: Heads) -> None:
+    def _about_pages(self, call: AttentionCall | QkNormRopeCall, layer: Heads) -> None:
         call.pages, call.page_stride = _address(layer.store), layer.page_stride
         call.is_int8, call.is_float16 = layer.store.dtype == torch.int8, layer.store.dtype == torch.float16
         call.num_heads, call.num_kv_heads = layer.num_heads, layer.num_kv_heads

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-from octavo.kernels.cpu.attention import AttentionCall, TurnCall
+from octavo.kernels.cpu.attention import AttentionCall, QkNormRopeCall
 from octavo.kernels.cpu.experts import ExpertsCall
 from octavo.kernels.cpu.library import Kind, Product, Threads, library
 
@@ -99,7 +99,7 @@ class Cap(ctypes.Structure):
 
 class _Body(ctypes.Union):
     _fields_ = (
-        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", TurnCall),
+        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", QkNormRopeCall),
         ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall), ("cap", Cap),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ from octavo.observe.journeys.stages import (
     WaitReason,
     fold,
 )
-from octavo.observe.journeys.step_totals import MS_BOUNDS, ROW_BOUNDS, Look, StepTally, between, histogram
+from octavo.observe.journeys.step_totals import MS_BOUNDS, ROW_BOUNDS, Look, StepTotals, between, histogram
 
 
 class Sequenced(Protocol):
@@ -73,8 +73,29 @@ class _Track:
     """One choice on its way."""
 
     __slots__ = (
-        "aside_since", "cached", "chunks", "computed", "dropped", "epoch", "first_look", "grammar_at", "has_grammar", "index", "is_ended", "is_pooled", "name", "num_output",
-        "output_at", "own_waits", "preemptions", "queue_look", "reason", "stages", "start", "step_at", "swapped",
+        "cached",
+        "chunks",
+        "computed",
+        "dropped",
+        "epoch",
+        "first_look",
+        "grammar_at",
+        "grammar_wait_since",
+        "has_grammar",
+        "index",
+        "is_ended",
+        "is_pooled",
+        "name",
+        "num_output",
+        "output_at",
+        "own_waits",
+        "preemptions",
+        "queue_look",
+        "reason",
+        "stages",
+        "start",
+        "step_at",
+        "swapped",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +113,7 @@ class _Track:
         self.reason: str | None = None
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
-        self.aside_since: float | None = None  # None: nothing must be made ready before it may enter
+        self.grammar_wait_since: float | None = None  # None: nothing must be made ready before it may enter
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
 
@@ -140,7 +161,7 @@ class EngineJournal:
         self.on_end: Callable[[EngineJourney], None] | None = None  # None: nobody wants to know
         self._journeys: dict[str, _Journey] = {}
         self.grammar_seconds = 0.0  # that grammars took in all steps, for whoever had one
-        self._tally = StepTally()
+        self._tally = StepTotals()
         self._queue = _Queue()
         self._num_plans = 0
         self._last_commit = 0.0
@@ -149,8 +170,8 @@ class EngineJournal:
 
     # ── called by the loop ──
 
-    def queued(self, request: GenerateRequest, now: float, is_aside: bool = False) -> None:
-        """`is_aside`: its grammar must be made ready before it waits for anything else."""
+    def queued(self, request: GenerateRequest, now: float, awaits_grammar: bool = False) -> None:
+        """`awaits_grammar`: its grammar must be made ready before it waits for anything else."""
         look = self._queue.look(now)
         tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
         journey = self._journeys[request.id] = _Journey(request, tracks)
@@ -160,8 +181,8 @@ class EngineJournal:
                 journey.num_open -= 1
             else:
                 track.num_output = track.output_at = len(begun)
-        for track in tracks if is_aside else ():
-            track.aside_since = now
+        for track in tracks if awaits_grammar else ():
+            track.grammar_wait_since = now
 
     def readied(self, requests: Iterable[Sequenced], now: float) -> None:
         """Their grammars are ready: from now on they wait as all others do."""
@@ -169,8 +190,8 @@ class EngineJournal:
         for request_id in dict.fromkeys(request.id for request in requests):
             journey = self._journeys.get(request_id)
             for track in () if journey is None else journey.tracks:
-                if track.aside_since is not None:
-                    since, track.aside_since = track.aside_since, None
+                if track.grammar_wait_since is not None:
+                    since, track.grammar_wait_since = track.grammar_wait_since, None
                     track.queue_look, track.step_at = look, self._num_plans
                     track.wait("grammar", now - since, 0)
 
@@ -354,8 +375,8 @@ class EngineJournal:
     def _waits(self, track: _Track, now: float) -> list[Wait]:
         """The time in the queue, divided by reason."""
         own = dict(track.own_waits)
-        if track.aside_since is not None:
-            return [Wait("grammar", now - track.aside_since)]
+        if track.grammar_wait_since is not None:
+            return [Wait("grammar", now - track.grammar_wait_since)]
         queue = self._queue
         if queue.head is track and queue.reason is not None:
             before = own.get(queue.reason, (0.0, 0))

@@ -1,4 +1,4 @@
-"""StepTally: running totals over all steps, so that the difference of two looks tells of any run of steps, however long.
+"""StepTotals: running totals over all steps, so that the difference of two looks tells of any run of steps, however long.
 Knows nothing of requests: adding a step costs the same whatever its rows are."""
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ class Look(NamedTuple):
     by_rows: tuple[int, ...] = (0,) * (len(ROW_BOUNDS) + 1)
 
 
-class StepTally:
+class StepTotals:
     __slots__ = ("_by_ms", "_by_rows", "_num_mixed", "_num_rows", "num_steps")
 
     def __init__(self) -> None:

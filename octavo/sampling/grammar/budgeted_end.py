@@ -26,7 +26,7 @@ import numpy as np
 
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, leave, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
-from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, Shortest
+from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -70,7 +70,7 @@ class _Miss(Enum):
 
 
 @dataclass(slots=True)
-class Closing:
+class BudgetedEnd:
     """Of one row."""
 
     looks_at: int = _LOOKS_FROM  # tokens left when its end is looked for next
@@ -79,14 +79,18 @@ class Closing:
     num_masks: int = 0  # looks in vain, at all tokens or at one after the other
     # What had to follow some tokens, as the rest of a name.
     spelled: dict[tuple[int, ...], int] = field(default_factory=dict)
-    shortest: Shortest | None = None  # of its grammar, where that is long
+    shortest: ShortestCompletion | None = None  # of its grammar, where that is long
     is_far: bool = False  # its end, close to the limit
     is_cut: bool = False  # tokens were ruled out because of the limit, a few tokens before it
 
     @staticmethod
-    def of(shortest: Shortest | None) -> "Closing":
+    def of(shortest: ShortestCompletion | None) -> "BudgetedEnd":
         """At the beginning of an answer whose grammar has that."""
-        return Closing() if shortest is None else Closing(shortest.looks_from, known=shortest.tokens, shortest=shortest)
+        return (
+            BudgetedEnd()
+            if shortest is None
+            else BudgetedEnd(shortest.looks_from, known=shortest.tokens, shortest=shortest)
+        )
 
 
 class Ends:
@@ -142,18 +146,18 @@ class Ends:
                 groups.setdefault(single.get(self._spell(token)[:1], token), []).append(token)
         return [([first], tokens) for first, tokens in groups.items()]
 
-    def shortest(self, matcher: "LLMatcher") -> Shortest | None:
+    def shortest(self, matcher: "LLMatcher") -> ShortestCompletion | None:
         """Of the grammar at whose beginning `matcher` stands. None: it is so short, or so long, or so hard to find that nothing is to
         be gained by it. For a thread of its own, beside those that restrict() answers."""
         own = copy.copy(self)
         own._bits = np.empty_like(self._bits)
         own._bits_at = own._bits.ctypes.data
         own._num_masks, own._num_spelled, own._max_looks = 0, 0, _MAX_LOOKS
-        found = own._find(Closing(), matcher, LONGEST)
-        shortest = Shortest(found) if found else None
+        found = own._find(BudgetedEnd(), matcher, LONGEST)
+        shortest = ShortestCompletion(found) if found else None
         return shortest if shortest is not None and shortest.looks_from > _LOOKS_FROM else None
 
-    def restrict(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def restrict(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """Of the tokens that `matcher` leaves, those that lead to an end in time; `num_left` with this one. True: it is the last,
         because of the limit."""
         if closing.end:
@@ -188,7 +192,7 @@ class Ends:
         self._narrow(closing, bits, self._fitting(closing, matcher, bits, end, num_left))
         return False
 
-    def recall(self, closing: Closing, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
+    def recall(self, closing: BudgetedEnd, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
         """What restrict() came to before each of `tokens`, when it was asked elsewhere; `num_left` before the first. The matcher
         takes them in. False: it does not."""
         quiet = max(0, num_left - closing.looks_at)  # before that nothing is looked for
@@ -202,7 +206,7 @@ class Ends:
                 return False
         return True
 
-    def _make_do(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> None:
+    def _make_do(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> None:
         """No end is in reach on the way that was tried. There may be another, where there is a choice."""
         if not closing.is_far:  # the way to an end is clear, and longer than that
             way = self._try(closing, matcher.deep_copy(), 2, _GROWTH * num_left, _LONGEST_TEXT)
@@ -217,11 +221,11 @@ class Ends:
         elif is_text:  # it has to be longer than what is left
             closing.looks_at = 0
 
-    def _say(self, closing: Closing, bits: Words) -> bool:
+    def _say(self, closing: BudgetedEnd, bits: Words) -> bool:
         leave(bits, [closing.end.pop(0)])
         return not closing.end
 
-    def _may_end(self, closing: Closing, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def _may_end(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """The answer may end here, and soon must. It may go on with what leaves it an end."""
         others = tokens_of(bits, self._vocab_size, self._eos_ids)
         if not len(others):  # the grammar's own end; whoever was led here by the limit ends by it
@@ -234,11 +238,13 @@ class Ends:
         self._narrow(closing, bits, [*fitting, *ends])
         return False
 
-    def _narrow(self, closing: Closing, bits: Words, tokens: list[int]) -> None:
+    def _narrow(self, closing: BudgetedEnd, bits: Words, tokens: list[int]) -> None:
         closing.is_cut |= len(tokens_of(bits, self._vocab_size)) > len(tokens)
         leave(bits, tokens)
 
-    def _fitting(self, closing: Closing, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int) -> list[int]:
+    def _fitting(
+        self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int
+    ) -> list[int]:
         """Tokens after which an end is still in reach, of the first few that the bits leave: a vocabulary begins with what is
         common. `end`: one that is known, whose first token is among them."""
         fitting = end[:1]
@@ -256,7 +262,7 @@ class Ends:
             fitting.append(token)
         return fitting
 
-    def _end_of(self, closing: Closing, matcher: "LLMatcher", num_left: int) -> list[int] | None:
+    def _end_of(self, closing: BudgetedEnd, matcher: "LLMatcher", num_left: int) -> list[int] | None:
         """One that is known from before, if it still is one: a text goes on, and what closes it stays the same. Of a long one the
         first token may just have been said."""
         if matcher.is_accepting():
@@ -274,7 +280,7 @@ class Ends:
         closing.known = found or []
         return found
 
-    def _find(self, closing: Closing, matcher: "LLMatcher", longest: int) -> list[int] | None:
+    def _find(self, closing: BudgetedEnd, matcher: "LLMatcher", longest: int) -> list[int] | None:
         """Tokens after which the answer may end, at most so many. None: none were found."""
         # A map may show a detour: where little is left the way is looked for without it too.
         for shortest in [closing.shortest] + [None] * (closing.shortest is not None and longest <= _LOOKS_FROM):
@@ -288,12 +294,12 @@ class Ends:
 
     def _try(
         self,
-        closing: Closing,
+        closing: BudgetedEnd,
         matcher: "LLMatcher",
         text_order: int,
         longest: int,
         longest_text: int,
-        shortest: Shortest | None = None,
+        shortest: ShortestCompletion | None = None,
         repeats: int = _REPEATS,
     ) -> list[int] | _Miss:
         found: list[int] = []
@@ -360,7 +366,7 @@ class Ends:
                     return sign[0]
         return -1
 
-    def _nearest(self, closing: Closing, matcher: "LLMatcher", order: int, after: tuple[int, ...]) -> int:
+    def _nearest(self, closing: BudgetedEnd, matcher: "LLMatcher", order: int, after: tuple[int, ...]) -> int:
         """Of the tokens that may follow and do not close, the one that is nearest to an end by this order. −1: there is none.
         What has to follow is noted, as lists want the same again and again. (The library would say at once how a text has to go
         on, all of it, however long: its lexer is the whole grammar's, and does not outlive that.)"""

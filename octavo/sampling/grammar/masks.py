@@ -22,8 +22,8 @@ import torch
 from octavo.errors import ConfigError, OctavoError
 from octavo.messages import SamplingParams
 from octavo.sampling.grammar.bitmask import WORD, Ints, Words, any_set, clear_bits, set_bits
-from octavo.sampling.grammar.budgeted_end import Closing, Ends
-from octavo.sampling.grammar.shortest_completion import Shortest
+from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
+from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -60,7 +60,7 @@ class Masks:
 
 class _Compiled(NamedTuple):
     matcher: "LLMatcher"
-    shortest: Shortest | None  # answer, where even that is long
+    shortest: ShortestCompletion | None  # answer, where even that is long
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class _Row:
     ignores_eos: bool  # it ends only where its grammar leaves nothing else
     ends_by_eos: bool  # and by no other token
     num_past: int  # of the tokens: those that were sampled before this row, or its matcher, was there
-    closing: Closing = field(default_factory=Closing)
+    closing: BudgetedEnd = field(default_factory=BudgetedEnd)
     may_be_used: bool = True  # its matcher may have served others before
     ready: "LLMatcher | None" = None  # once it is compiled
     is_over: bool = False  # what ends it has been sampled: nothing that follows counts
@@ -236,7 +236,7 @@ class Grammars:
     def _compiled_for(self, row: _Row) -> "LLMatcher | None":
         try:
             row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
-            row.closing = Closing.of(shortest)
+            row.closing = BudgetedEnd.of(shortest)
         except Exception as error:
             row.failure = f"the grammar could not be compiled: {error}"
         return row.ready

@@ -12,7 +12,7 @@ _AHEAD = 8  # tokens by which a place proves to be the right one
 _MAX_PLACES = 64  # with the same tokens before them, as items of a list have
 
 
-class Shortest:
+class ShortestCompletion:
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         # Tokens left when an answer's end is first looked for: it may have said some more than it had to by then.

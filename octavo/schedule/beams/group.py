@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from octavo.cache import KVCache
 from octavo.cache.span import pages_of_beams
-from octavo.messages import Candidates, Finish, GenerateRequest, StepPlan, TokenDelta, Turn
+from octavo.messages import Candidates, Finish, ForcedToken, GenerateRequest, StepPlan, TokenDelta
 from octavo.schedule.beams.search import BeamSearch, Continuation
 from octavo.schedule.request import Request
 
@@ -77,7 +77,7 @@ class BeamGroup:
                 entering.append((request, pages))
                 continue
             if has_turned:
-                draft.turns.append(Turn(request.row, len(request.tokens) - 1, request.tokens[-1]))
+                draft.forced.append(ForcedToken(request.row, len(request.tokens) - 1, request.tokens[-1]))
             for group, slot, page in self._changed_pages(request, cache):
                 draft.page_rows.append(request.row)
                 draft.page_slots.append(slot)

@@ -142,8 +142,8 @@ def _runner(service: Service, stores: Stores) -> BatchRunner:
     lock = stores.root / "runner.lock"
 
     def is_crowded() -> bool:
-        pulse = service.engine.pulse
-        return pulse is not None and pulse.num_waiting > 0
+        heartbeat = service.engine.heartbeat
+        return heartbeat is not None and heartbeat.num_waiting > 0
 
     return BatchRunner(stores.files, stores.batches, service.ask, rules, service.model_name, lock, is_crowded)
 

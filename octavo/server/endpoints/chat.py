@@ -26,9 +26,9 @@ from octavo.server.generate.chat import (
 from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse
 from octavo.server.generate.generation import PromptProgress, Usage
 from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
-from octavo.server.generate.offload import aside
+from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import build_requests, new_id
-from octavo.server.http.respond import give
+from octavo.server.http.respond import respond
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
@@ -70,7 +70,7 @@ def router(service: Service) -> APIRouter:
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
         response_id = new_id("chatcmpl")
         response = _Response(service, fields, response_id, prompt, arrived, grammar)
-        return await give(service, request, fields, response_id, response)
+        return await respond(service, request, fields, response_id, response)
 
     return router
 
@@ -145,11 +145,11 @@ class _Response:
     async def collect(self) -> ChatCompletion:
         answers = await self._answers.whole()
         size = sum(num_told(answer.logprobs) for answer in answers)
-        choices = await aside(size, lambda: [self._choice(answer) for answer in answers])
+        choices = await offload(size, lambda: [self._choice(answer) for answer in answers])
         scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
         if self._fields.prompt_logprobs is not None:
             entries = self._answers.generation.prompt_logprobs[0]
-            scores = await aside(num_told(entries), lambda: prompt_logprobs(self._text, entries))
+            scores = await offload(num_told(entries), lambda: prompt_logprobs(self._text, entries))
         return ChatCompletion(*self._head, choices, self._answers.usage(), scores, self._prompt_ids())
 
     def _choice(self, answer: WholeAnswer) -> Choice:

@@ -22,10 +22,10 @@ from octavo.server.generate.logprobs import (
     num_told,
     prompt_logprobs,
 )
-from octavo.server.generate.offload import aside
+from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import LONG_TEXT, Prompt, build_requests, cut_prompt, new_id
 from octavo.server.generate.structured import read_grammar
-from octavo.server.http.respond import give
+from octavo.server.http.respond import respond
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.schema.fields import Dialect, GenerationFields, read_fields
 from octavo.server.schema.shapes import EVENTS, Prompts, Shape
@@ -89,7 +89,7 @@ def router(service: Service) -> APIRouter:
         grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("cmpl")
         response = _Response(service, fields, response_id, await parse(service, fields), arrived, grammar)
-        return await give(service, request, fields, response_id, response)
+        return await respond(service, request, fields, response_id, response)
 
     return router
 
@@ -185,7 +185,7 @@ class _Response:
                 num_scored = self._num_scored(pieces)
                 if every or num_scored:
                     usage = self._usage() if every else quiet
-                    yield await aside(num_scored, functools.partial(self._events, pieces, usage))
+                    yield await offload(num_scored, functools.partial(self._events, pieces, usage))
                 else:
                     yield b"".join(
                         [
@@ -202,7 +202,7 @@ class _Response:
         wholes = await self._generation.whole()
         pieces = [whole.as_piece() for whole in wholes]
         size = self._num_scored(pieces) + sum(num_told(piece.logprobs) for piece in pieces)
-        choices = await aside(size, lambda: [self._choice(piece) for piece in pieces])
+        choices = await offload(size, lambda: [self._choice(piece) for piece in pieces])
         return Completion(*self._head, choices, self._usage())
 
     def _events(self, pieces: list[Piece], usage: Usage | UnsetType | None) -> bytes:

@@ -85,9 +85,9 @@ def router(service: Service) -> APIRouter:
 
 
 async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> list[GenerateRequest]:
-    sentence, report = service.text.sentence, service.report
-    pooling = choose_pooling(sentence, report, fields.pooling, fields.normalize, fields.dimensions)
-    longest = longest_embedding(pooling, sentence, report)
+    pooling_config, report = service.text.pooling_config, service.report
+    pooling = choose_pooling(pooling_config, report, fields.pooling, fields.normalize, fields.dimensions)
+    longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     inputs = _inputs(fields.input)
     # Many inputs hold up the streams of this process as one long one does: what counts is all of their text.
@@ -103,7 +103,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
             f"{response_id}-{number}",
             ids,
             pooling,
-            sentence,
+            pooling_config,
             report,
             param=param,
             arrived=arrived,

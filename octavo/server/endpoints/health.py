@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 
 from octavo.engine.progress import Progress, Quiet, Status
 from octavo.errors import EngineDead, EngineError, EngineUnavailable
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import Ping, ReadProgress
 from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service
@@ -76,39 +76,41 @@ def check_ready(service: Service) -> None:
 
 def check_step(service: Service) -> None:
     """Raises EngineUnavailable where a step takes far longer than usual. Nothing else comes of it: the supervisor has its own limit."""
-    pulse, seconds = service.engine.pulse, service.config.server.slow_step_seconds
-    if pulse is None or not seconds or not pulse.is_stepping or (usual := pulse.usual()) is None:
+    heartbeat, seconds = service.engine.heartbeat, service.config.server.slow_step_seconds
+    if heartbeat is None or not seconds or not heartbeat.is_stepping or (usual := heartbeat.usual()) is None:
         return
     longest, is_known = usual
-    age = _age(pulse.beat)
+    age = _age(heartbeat.beat)
     if age > max(seconds if is_known else FIRST_TIMES * seconds, SLOW_TIMES * longest):
-        raise EngineUnavailable(f"step {pulse.num_steps} has run for {age:.1f} s, usually {longest:.1f} s at most", 5)
+        raise EngineUnavailable(
+            f"step {heartbeat.num_steps} has run for {age:.1f} s, usually {longest:.1f} s at most", 5
+        )
 
 
 async def check_turning(service: Service) -> None:
     """Raises EngineUnavailable unless the step loop turns."""
     if time.monotonic() - service.last_heard <= FRESH_SECONDS:
         return
-    pulse = service.engine.pulse
-    if pulse is not None and _is_seen_turning(pulse, service.config.server.step_timeout):
+    heartbeat = service.engine.heartbeat
+    if heartbeat is not None and _is_seen_turning(heartbeat, service.config.server.step_timeout):
         return
     await service.query(Ping(call=0), PING_SECONDS)
     service.heard()
 
 
-def _is_seen_turning(pulse: Pulse, step_timeout: float) -> bool:
+def _is_seen_turning(heartbeat: Heartbeat, step_timeout: float) -> bool:
     """False: it must be asked. Raises EngineUnavailable where asking is in vain."""
-    if (stalled := pulse.stalled_seconds) > STALLED_SECONDS:
+    if (stalled := heartbeat.stalled_seconds) > STALLED_SECONDS:
         raise EngineUnavailable(f"the engine has neither turned nor computed anything for {stalled:.1f} s", 5)
-    age = _age(pulse.beat)
+    age = _age(heartbeat.beat)
     if age <= FRESH_SECONDS:
         return True
     # A long step: the supervisor would have noted if nothing was computed, where the kernel tells.
-    return pulse.is_stepping and sys.platform == "linux" and age < (step_timeout or float("inf"))
+    return heartbeat.is_stepping and sys.platform == "linux" and age < (step_timeout or float("inf"))
 
 
 async def tell_progress(service: Service) -> Progress:
-    engine, pulse = service.engine, service.engine.pulse
+    engine, heartbeat = service.engine, service.engine.heartbeat
     told = Progress()
     status: Status = "ok"
     problem = ""
@@ -129,31 +131,31 @@ async def tell_progress(service: Service) -> Progress:
             await check_turning(service)
         except EngineError as error:
             status, problem = "stuck", error.message
-    seen = {} if pulse is None else _seen(pulse)
-    if status == "stuck" and pulse is not None and pulse.is_stepping:
-        running = _age(pulse.beat)
+    seen = {} if heartbeat is None else _seen(heartbeat)
+    if status == "stuck" and heartbeat is not None and heartbeat.is_stepping:
+        running = _age(heartbeat.beat)
         why = f"its step has not ended for {running:.1f} s: {problem}"
-        seen["without_progress"] = [Quiet(name, round(running, 3), why) for name in pulse.seated()]
+        seen["without_progress"] = [Quiet(name, round(running, 3), why) for name in heartbeat.seated()]
     if status == "recovering":
         waiting = engine.num_open
         seen |= {"waiting": waiting, "running": 0, "step_running_s": None, "stalled_s": 0.0}
     return msgspec.structs.replace(told, status=status, **{"restarts": engine.num_restarts, **seen})
 
 
-def _seen(pulse: Pulse) -> dict[str, object]:
+def _seen(heartbeat: Heartbeat) -> dict[str, object]:
     """What the engine's pulse tells, whether it answers or not."""
     restarts = Counter[str]()
-    for (process, _), count in pulse.restarts().items():
+    for (process, _), count in heartbeat.restarts().items():
         restarts[process] += count
     return {
         "restarts": restarts["engine"],
         "api_restarts": restarts["api"],
-        "steps": pulse.num_steps,
-        "last_step_age_s": round(_age(pulse.last_step), 3) if pulse.last_step else None,
-        "step_running_s": round(_age(pulse.beat), 3) if pulse.is_stepping and pulse.beat else None,
-        "stalled_s": round(pulse.stalled_seconds, 3),
-        "running": pulse.num_running,
-        "waiting": pulse.num_waiting,
+        "steps": heartbeat.num_steps,
+        "last_step_age_s": round(_age(heartbeat.last_step), 3) if heartbeat.last_step else None,
+        "step_running_s": round(_age(heartbeat.beat), 3) if heartbeat.is_stepping and heartbeat.beat else None,
+        "stalled_s": round(heartbeat.stalled_seconds, 3),
+        "running": heartbeat.num_running,
+        "waiting": heartbeat.num_waiting,
     }
 
 

@@ -14,7 +14,7 @@ from octavo.errors import InvalidRequest
 from octavo.server.dialects.anthropic import output
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import Turn, ignored_fields, named
+from octavo.server.generate.chat_task import ChatTask, ignored_fields, named
 from octavo.server.generate.requests import new_id
 from octavo.server.http.errors import ERROR_SHAPES, ErrorDetail, describe
 from octavo.server.http.sse import EventStream, typed_event, until_gone
@@ -112,7 +112,7 @@ def router(service: Service) -> APIRouter:
         asked, prompt = await parse(service, fields)
         message_id = new_id("msg").replace("-", "_", 1)
         with named(NAMES):
-            turn = await Turn.begin(
+            turn = await ChatTask.begin(
                 service, asked, prompt, response_id=message_id, max_tokens=fields.max_tokens, arrived=arrived
             )
         answer = _Answer(message_id, service.model_name, turn)
@@ -256,7 +256,7 @@ def _response_format(format: dict[str, Any]) -> dict[str, Any]:
 class _Answer:
     """One message, streamed or whole."""
 
-    def __init__(self, message_id: str, model: str, turn: Turn) -> None:
+    def __init__(self, message_id: str, model: str, turn: ChatTask) -> None:
         self._id, self._model, self._turn = message_id, model, turn
         self._blocks = output.Blocks()
 

@@ -22,7 +22,7 @@ from octavo.server.dialects.openai_responses.store import KeptResponses, Respons
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import Turn, ignored_fields, named, parse_cut
+from octavo.server.generate.chat_task import ChatTask, ignored_fields, named, parse_cut
 from octavo.server.http.errors import describe
 from octavo.server.http.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
 from octavo.server.schema.fields import Dialect, read_fields
@@ -69,7 +69,7 @@ def router(service: Service) -> APIRouter:
         service.logs.end(response_id, owner)
         return msgspec.json.encode(answer.cancelled())
 
-    kept = KeptResponses(own, service.siblings, cancel_here, service.logs.end)
+    kept = KeptResponses(own, service.peers, cancel_here, service.logs.end)
 
     @router.post("/v1/responses")
     async def create(request: Request) -> HttpResponse:
@@ -81,7 +81,7 @@ def router(service: Service) -> APIRouter:
         question = await _Question.read(service, kept, fields, owner)
         response_id = item_id("resp")
         with named(NAMES):
-            turn = await Turn.begin(
+            turn = await ChatTask.begin(
                 service,
                 question.fields,
                 question.prompt,
@@ -266,7 +266,7 @@ class _Answer:
         store: ResponseStore,
         fields: ResponsesRequest,
         question: _Question,
-        turn: Turn,
+        turn: ChatTask,
         response_id: str,
         owner: bytes,
         is_of_batch: bool,

@@ -31,7 +31,7 @@ SHAPES = {"GET /v1/stream/{stream_id}": Shape(media=EVENTS)}
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
-    service.siblings.answer(KIND, lambda body: find_here(service, msgspec.json.decode(body, type=Wanted)))
+    service.peers.answer(KIND, lambda body: find_here(service, msgspec.json.decode(body, type=Wanted)))
 
     @router.get("/v1/stream/{stream_id}")
     async def resume(request: Request, stream_id: str) -> Response:
@@ -46,7 +46,7 @@ async def find(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None]:
     if log is not None:
         log.check(wanted.start)
         return log.read(wanted.start)
-    events = await service.siblings.ask(KIND, msgspec.json.encode(wanted))
+    events = await service.peers.ask(KIND, msgspec.json.encode(wanted))
     if events is None:
         raise service.logs.missing()
     return events

@@ -11,7 +11,7 @@ from octavo.admission.validate import check_ids
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.generate.chat import Chat, check_variables, encode, read_ending, text_for
 from octavo.server.generate.messages import parse_messages
-from octavo.server.generate.offload import aside
+from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import LONG_TEXT
 from octavo.server.schema.fields import Dialect, RequestFields, read_fields
 from octavo.server.schema.shapes import Messages, Shape, Tools
@@ -77,7 +77,7 @@ def router(service: Service) -> APIRouter:
             names = service.text.token_names(ids) if fields.return_token_strs else None
             return json_answer(Tokens(len(ids), longest, ids, names), fields.ignored)
 
-        return await aside(len(ids), tell)
+        return await offload(len(ids), tell)
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -90,7 +90,7 @@ def router(service: Service) -> APIRouter:
             check_ids(fields.tokens, report, "tokens")
             return json_answer(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
 
-        return await aside(len(fields.tokens), tell)
+        return await offload(len(fields.tokens), tell)
 
     return router
 

@@ -28,7 +28,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     logprobs: Sequence[TokenLogprob] = ()  # of the tokens behind it, where asked for
 
 
-class Turn:
+class ChatTask:
     @staticmethod
     async def begin(
         service: Service,
@@ -38,10 +38,10 @@ class Turn:
         response_id: str,
         max_tokens: int | None,
         arrived: float,
-    ) -> "Turn":
+    ) -> "ChatTask":
         """`max_tokens`: an upper bound, which shrinks to the room that the prompt leaves; None: all of it."""
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
-        return Turn(service, fields, prompt, response_id, max_tokens, arrived, grammar)
+        return ChatTask(service, fields, prompt, response_id, max_tokens, arrived, grammar)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ LONG_LIST = 4_000
 _encode = msgspec.json.Encoder().encode
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
+async def offload(size: int, work: Callable[[], T]) -> T:
     """What `work` gives; it has to do with `size` items."""
     return await asyncio.to_thread(work) if size > LONG_LIST else work()
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.errors import EngineUnavailable, InvalidRequest, OctavoError, RequestTimeout
-from octavo.ipc.launch import Patience, ServerOrder
+from octavo.ipc.launch import ApiLaunch, Patience
 from octavo.server.http.errors import error_response
 from octavo.server.http.middleware import new_request_id
 from octavo.supervisor.acceptor import take_connections
@@ -262,7 +262,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(order: ServerOrder, app: object) -> HttpServer:
+def http_server(order: ApiLaunch, app: object) -> HttpServer:
     server = order.config.server
     return HttpServer(
         uvicorn.Config(

@@ -32,7 +32,7 @@ MAX_REQUEST_ID_LEN = 200
 BODY_STEP = 1024  # bytes of a body that must come in the time that a client gets, unless it is whole
 
 
-class Door:
+class RequestMiddleware:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         server = service.config.server
         self._app = app
@@ -79,7 +79,7 @@ class Door:
 class _Passage:
     """One request on its way through the door."""
 
-    def __init__(self, door: Door, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, door: RequestMiddleware, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         self._door = door
         self._journeys = service.journeys

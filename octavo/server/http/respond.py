@@ -23,7 +23,7 @@ class Answer(Protocol):
     async def collect(self) -> msgspec.Struct: ...
 
 
-async def give(
+async def respond(
     service: Service, request: Request, fields: GenerationFields, response_id: str, answer: Answer
 ) -> Response:
     if fields.stream:

@@ -35,7 +35,7 @@ class _Answer(msgspec.Struct, frozen=True):
     param: str | None = None  # what the refusal is about
 
 
-class Siblings:
+class Peers:
     """Until it is opened there are no others to ask."""
 
     def __init__(self) -> None:

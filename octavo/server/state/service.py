@@ -20,7 +20,7 @@ from octavo.observe.metrics.http_metrics import UNCOUNTED
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
 from octavo.server.state.loopback import Answer
-from octavo.server.state.peers import Siblings
+from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
 from octavo.server.state.traces import Traces
 from octavo.text import Text
@@ -60,7 +60,7 @@ class Service:
         self.patience = Patience()
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
-        self.siblings = Siblings()  # the other API processes
+        self.peers = Peers()  # the other API processes
         self.ask: Ask | None = None  # build_app knows how
         self.openapi: Callable[[], dict[str, Any]] = dict  # build_app sets it
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 import tokenizers
 from tokenizers import AddedToken, normalizers
 
-from octavo.text.tokenize.special_token_escape import LookAlikes, reads_like_control
+from octavo.text.tokenize.special_token_escape import SpecialTokenEscape, reads_like_control
 
 
 def is_control(token: AddedToken) -> bool:
     return token.special or reads_like_control(token.content)
 
 
-class ChatTwin:
+class ChatTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         by_id = tokenizer.get_added_tokens_decoder()
         self._added = [by_id[token_id] for token_id in sorted(by_id)]  # the order in which they get the ids they have
         control = {token.content: token_id for token_id, token in by_id.items() if is_control(token)}
-        self.lookalikes = LookAlikes(control.keys())
+        self.lookalikes = SpecialTokenEscape(control.keys())
         self._id_of: dict[int, int] = {}  # ids of the twin that are others in the vocabulary
         self.tokenizer = self._twin(tokenizer, tokenizer.model)  # shares the tables
         if self._spells(control):

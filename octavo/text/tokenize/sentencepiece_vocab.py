@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer
-from octavo.text.tokenize.special_token_escape import LookAlikes, any_of, reads_like_control
+from octavo.text.tokenize.special_token_escape import SpecialTokenEscape, any_of, reads_like_control
 from octavo.text.tokenize.tokenizer import SPACE_MARK, spell_marked
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class SentencePieceTokenizer:
         self.vocab_size = max(self.num_ordinary, 1 + max(self._names, default=-1))
         self._pieces = BytePieces(self.vocab_size, self._spell, added.special_ids, strips_first_space=prefixes)
         self._insists = _found_by_the_package(self._processor)
-        self.lookalikes = LookAlikes([*added.control_tokens, *self._insists])
+        self.lookalikes = SpecialTokenEscape([*added.control_tokens, *self._insists])
 
     @property
     def pieces(self) -> BytePieces:

@@ -61,7 +61,7 @@ def _unused(used: str) -> Iterator[str]:
     return (character for character in map(chr, _MARKS) if character not in used)
 
 
-class LookAlikes:
+class SpecialTokenEscape:
     """`control_tokens`: as they are written in a text."""
 
     def __init__(self, control_tokens: Collection[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import tokenizers
 
 from octavo.errors import ConfigError
-from octavo.text.tokenize.chat_tokenizer import ChatTwin
+from octavo.text.tokenize.chat_tokenizer import ChatTokenizer
 from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
-from octavo.text.tokenize.special_token_escape import LookAlikes
+from octavo.text.tokenize.special_token_escape import SpecialTokenEscape
 
 SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
 
@@ -24,7 +24,7 @@ _LONG_TEXT = 4_000  # characters
 class Tokenizer(Protocol):
     vocab_size: int  # added tokens included
     num_ordinary: int  # without those that were added behind the vocabulary's own
-    lookalikes: LookAlikes  # of the vocabulary's control tokens
+    lookalikes: SpecialTokenEscape  # of the vocabulary's control tokens
 
     @property
     def longest_token(self) -> int:
@@ -79,7 +79,7 @@ class LibraryTokenizer:
         self._pieces = pieces
         self._before = list(before)
         self._after = list(after)
-        self._chat = ChatTwin(tokenizer)
+        self._chat = ChatTokenizer(tokenizer)
         self.lookalikes = self._chat.lookalikes
 
     @property

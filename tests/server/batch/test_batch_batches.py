@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.ipc.heartbeat import Pulse
+from octavo.ipc.heartbeat import Heartbeat
 from octavo.server.batch import runner as runner_module
 from octavo.server.batch.batches import BatchStore
 from octavo.server.batch.files import FileStore
@@ -197,8 +197,8 @@ async def test_lines_go_to_the_engine_so_many_at_once_and_batches_in_turn(serve:
 @pytest.mark.parametrize("num_waiting", [0, 3])
 async def test_while_others_wait_for_the_engine_one_line_at_a_time_is_enough(serve: Serve, tmp_path, num_waiting):
     engine = ScriptedEngine(says("hello"))
-    engine.pulse = Pulse()
-    engine.pulse.end(1, 8, num_waiting)  # what the engine last said of its rows and its queue
+    engine.heartbeat = Heartbeat()
+    engine.heartbeat.end(1, 8, num_waiting)  # what the engine last said of its rows and its queue
     most = 0
 
     def watch(request, step):

@@ -90,7 +90,7 @@ def _turn(  # type: ignore[no-untyped-def]
 _launch_turn = Launcher(_turn)
 
 
-def turn_and_store(
+def qk_norm_rope_store(
     heads: torch.Tensor,
     num_heads: int,
     num_kv_heads: int,

@@ -18,7 +18,7 @@ NUM_SLOTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class InputSlot:
     """Where things are in a letter of int32 numbers, for steps of at most `max_rows` rows."""
 
     max_rows: int
@@ -116,7 +116,7 @@ def receive(
     lens: torch.Tensor,  # [B] int32
     prefix_len: torch.Tensor,  # [1] int32
     pages: torch.Tensor,  # [rows, P] int32, or several of these behind each other: the changes are made
-    layout: Letter,
+    layout: InputSlot,
 ) -> None:
     _receive[(1,)](
         letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], layout.max_rows, layout.max_changes,

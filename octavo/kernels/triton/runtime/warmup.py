@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 
 @contextmanager
-def rehearsal(num_threads: int) -> Iterator[None]:
+def warmup(num_threads: int) -> Iterator[None]:
     """Returns when all kernels that were called inside are compiled. Nothing that they would have written is there."""
     in_earnest = JITFunction.run
 

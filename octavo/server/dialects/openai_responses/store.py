@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from octavo.server.dialects.openai_responses.types import Item
-from octavo.server.state.peers import Siblings
+from octavo.server.state.peers import Peers
 
 _OVERHEAD = 1024  # bytes that an entry takes beside its text
 MAX_ID_LEN = 100
@@ -105,7 +105,7 @@ class KeptResponses:
     def __init__(
         self,
         store: ResponseStore,
-        siblings: Siblings,
+        peers: Peers,
         cancel: Callable[[str, bytes], bytes | None] = lambda response_id, owner: None,
         end: Callable[[str, bytes], bool] = lambda response_id, owner: False,
     ) -> None:
@@ -113,8 +113,8 @@ class KeptResponses:
         there was one."""
         self.own = store
         self._cancel, self._end = cancel, end
-        self._siblings = siblings
-        siblings.answer(self.KIND, self._answer)
+        self._peers = peers
+        peers.answer(self.KIND, self._answer)
 
     async def get(self, response_id: str, owner: bytes) -> StoredResponse | None:
         found = await self._find("get", response_id, owner)
@@ -136,7 +136,7 @@ class KeptResponses:
         found = self._find_here(wanted)
         if found is not None or len(wanted_id) > MAX_ID_LEN:
             return found
-        return await self._siblings.ask_whole(self.KIND, msgspec.json.encode(wanted))
+        return await self._peers.ask_whole(self.KIND, msgspec.json.encode(wanted))
 
     def _find_here(self, wanted: _Wanted) -> bytes | None:
         match wanted.verb:
