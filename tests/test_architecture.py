@@ -1,5 +1,5 @@
-"""The house's own rules: who may import whom, words that must not appear, what an import may drag in.
-Knows nothing of behaviour. Every rule is also shown a planted fault, so that a rule that sleeps is noticed."""
+"""Rules of the code base: which room may import which, words that must not appear, what an import may load.
+Every rule is also given a planted fault, so that a rule that finds nothing is noticed."""
 
 import ast
 import functools
@@ -205,9 +205,8 @@ def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
 def introduces_itself(module: str, tree: ast.Module) -> Iterator[str]:
     if not tree.body and module.endswith("__init__"):
         return
-    text = ast.get_docstring(tree) or ""
-    if len(text.splitlines()) < 2:
-        yield "needs a docstring: what the file does; in the second line what it knows nothing of"
+    if not ast.get_docstring(tree):
+        yield "needs a docstring that says what the file does"
 
 
 def stdout_is_for_answers(module: str, tree: ast.Module) -> Iterator[str]:
@@ -303,7 +302,6 @@ PLANTED = [
     (families_at_home, "octavo.worker.runner", "if model_type == 'llama': pass"),
     (families_at_home, "octavo.layers.rope", "class GPT2: pass\ngpt2 = 1"),
     (endpoints_at_home, "octavo.server.app", "path = '/v1/completions'"),
-    (introduces_itself, "octavo.engine.loop", "'''One line.'''"),
     (introduces_itself, "octavo.engine.loop", ""),
     (stdout_is_for_answers, "octavo.worker.runner", "print('here')"),
     (stdout_is_for_answers, "octavo.engine.process", "import sys\nprint('here', file=sys.stdout)"),

@@ -21,12 +21,12 @@ from octavo.text.parsers import (
     CallBegin,
     CallEnd,
     Content,
-    EncoderCall,
     Event,
     Reasoning,
     Schemas,
     ThinkFormat,
     ToolFormat,
+    WholeCall,
 )
 from octavo.text.parsers.thinking import ThinkParser
 
@@ -70,7 +70,7 @@ class WholeAnswer:
     index: int
     content: str = ""
     reasoning: str = ""
-    calls: list[EncoderCall] = field(default_factory=list)
+    calls: list[WholeCall] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class WholeAnswer:
                 case Reasoning(text):
                     self.reasoning += text
                 case CallBegin(_, call_id, name):
-                    self.calls.append(EncoderCall(call_id, name, ""))
+                    self.calls.append(WholeCall(call_id, name, ""))
                 case CallArguments(index, text):
                     call = self.calls[index]
                     self.calls[index] = msgspec.structs.replace(call, arguments=call.arguments + text)

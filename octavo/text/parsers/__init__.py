@@ -13,7 +13,7 @@ from types import ModuleType
 from octavo.errors import ConfigError
 from octavo.text.parsers import reasoning as reasoning_folder
 from octavo.text.parsers import tools as tools_folder
-from octavo.text.parsers.answer import Answer, AnswerParser, EncoderCall, collect
+from octavo.text.parsers.answer import Answer, AnswerParser, WholeCall, collect
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from octavo.text.parsers.thinking import ThinkFormat
@@ -25,12 +25,12 @@ __all__ = [
     "CallBegin",
     "CallEnd",
     "Content",
-    "EncoderCall",
     "Event",
     "Reasoning",
     "Schemas",
     "ThinkFormat",
     "ToolFormat",
+    "WholeCall",
     "collect",
     "find_reasoning_format",
     "find_tool_format",

@@ -48,7 +48,7 @@ class AnswerParser:
         return given
 
 
-class EncoderCall(msgspec.Struct, frozen=True):
+class WholeCall(msgspec.Struct, frozen=True):
     id: str
     name: str
     arguments: str  # the text of a JSON object
@@ -57,7 +57,7 @@ class EncoderCall(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     content: str
     reasoning: str
-    calls: list[EncoderCall]
+    calls: list[WholeCall]
 
 
 def collect(events: Iterable[Event]) -> Answer:
@@ -79,5 +79,5 @@ def collect(events: Iterable[Event]) -> Answer:
                 arguments[index].append(text)
             case CallEnd():
                 pass
-    calls = [EncoderCall(call.id, call.name, "".join(parts)) for call, parts in zip(begun, arguments, strict=True)]
+    calls = [WholeCall(call.id, call.name, "".join(parts)) for call, parts in zip(begun, arguments, strict=True)]
     return Answer("".join(content), "".join(reasoning), calls)
