@@ -16,6 +16,12 @@ from octavo.server.state.service import Service, version
 
 REF = "#/components/schemas/{name}"
 Schema = dict[str, Any]
+# Prefixes that are not made from a module's name: generated clients use these names as they are.
+_PREFIXES = {
+    "octavo.server.dialects.openai_chat.output": "Chat_Output",
+    "octavo.server.dialects.openai_responses.types": "Response_Types",
+    "octavo.server.dialects.anthropic.output": "Message_Output",
+}
 
 
 def build_document(app: FastAPI, service: Service) -> Schema:
@@ -110,11 +116,14 @@ def _tidy(schema: Schema) -> Schema:
     return {**schema, "properties": properties} if properties else schema
 
 
+def _short_name(name: str) -> str:
+    module, _, own = name.rpartition(".")
+    return _PREFIXES.get(module, module.rpartition(".")[2].title()) + own.title() if module else name
+
+
 def _with_plain_names(references: Iterable[Schema], components: Mapping[str, Schema]) -> tuple[list[Schema], Schema]:
-    """Types of one name in two modules are told apart by their modules: by the last part of it, here."""
-    plain = {
-        name: "".join(part.title() for part in name.split(".")[-2:]) if "." in name else name for name in components
-    }
+    """msgspec gives types of one name in two modules their modules' names: a short prefix stands for these here."""
+    plain = {name: _short_name(name) for name in components}
     assert len(set(plain.values())) == len(plain)
 
     def renamed(value: Any) -> Any:

@@ -28,7 +28,7 @@ def test_what_was_freed_between_what_is_used_goes_back() -> None:
 
 OF_A_THREAD = """
 import threading
-from octavo.ipc.memory_trim import give_back, keep_one_heap
+from octavo.ipc.memory_trim import trim_heap, keep_one_heap
 from tests.ipc.test_ipc_memory_trim import resident
 
 keep_one_heap()
@@ -44,7 +44,7 @@ def work():  # the thread stays, and with it any heap that is its own
 
 threading.Thread(target=work).start()
 done.wait()
-give_back()
+trim_heap()
 print(resident() - before)
 stop.set()
 """
@@ -57,14 +57,14 @@ def test_what_a_thread_freed_goes_back_whoever_asks():
 
 OF_LIBRARIES = """
 import numpy
-from octavo.ipc.memory_trim import let_go_of_code
+from octavo.ipc.memory_trim import drop_library_pages
 from tests.ipc.test_ipc_memory_trim import resident
 
 def work():
     return float(numpy.linalg.inv(numpy.arange(9.0).reshape(3, 3) + numpy.eye(3)).sum()), sorted({"a": 1})
 
 first, before = work(), resident()
-let_go_of_code()
+drop_library_pages()
 print(before - resident())
 assert work() == first
 """

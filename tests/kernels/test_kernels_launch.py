@@ -362,6 +362,6 @@ def test_in_a_process_of_its_own():
 
 
 def test_can_be_turned_off():
-    code = ["-c", "from octavo.kernels import launch; print(launch.IS_DIRECT)"]
+    code = ["-c", "from octavo.kernels.triton.runtime import launch; print(launch.IS_DIRECT)"]
     assert run_apart(code, OCTAVO_PLAIN_LAUNCH="1").stdout.strip() == "False"
     assert run_apart(code, OCTAVO_PLAIN_LAUNCH="0").stdout.strip() == str(launch._knows_triton())

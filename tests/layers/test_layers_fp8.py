@@ -135,11 +135,11 @@ def test_a_weight_that_is_no_multiple_of_16_stays_as_it_comes(inner: int, width:
     torch.testing.assert_close(layer(x), x @ weight.t())
 
 
-@pytest.mark.parametrize("name", ["gpu", "gpu_invariant"])
+@pytest.mark.parametrize("name", ["kernel_set", "kernel_set_invariant"])
 def test_kernels_round_what_torch_does(name: str) -> None:
     """The layers' way through the kernels, in the interpreter; how near its rounding is, their own tests say."""
     pytest.importorskip("triton")
-    kernels = importlib.import_module(f"octavo.kernels.{name}")
+    kernels = importlib.import_module(f"octavo.kernels.triton.{name}")
     torch.manual_seed(7)
     context = context_of(kernels=kernels)
     x, weight, residual = (torch.randn(*shape).bfloat16() for shape in ((3, 64), (48, 64), (3, 48)))

@@ -194,7 +194,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 def test_two_processes_at_once_fetch_it_once(tiny: EmbeddedModel, tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
-        from octavo.weights import embedded
+        from octavo.weights.sources import default_model as embedded
         from octavo.weights.sources.default_model import EmbeddedModel
         print(embedded.fetch({tiny!r}).stat().st_size)
     """)
