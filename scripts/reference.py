@@ -175,10 +175,19 @@ def _flag(action: argparse.Action, is_anchored: bool) -> tuple[str, str, str]:
     text, default = _split_default((action.help or "").replace("%%", "%"))
     shown = names or [str(action.metavar)]
     first = anchor(shown[0]) if is_anchored else code(shown[0])
-    value = ""
+    value, words = "", _with_flags(cell(text))
     if names and action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction):
-        value = f" `{action.metavar}`" if action.metavar else ""
-    return ", ".join([first, *map(code, shown[1:])]) + value, default, cell(text)
+        metavar = str(action.metavar or "")
+        if metavar.startswith("{"):
+            words = f"{', '.join(map(code, metavar.strip('{}').split(',')))}: {words}"
+        else:
+            value = f" `{metavar}`" if metavar else ""
+    return ", ".join([first, *map(code, shown[1:])]) + value, default, words
+
+
+def _with_flags(text: str) -> str:
+    """Other flags that a help text names, in code font."""
+    return re.sub(r"(?<![\w`-])--[a-z][a-z0-9-]*", lambda found: code(found[0]), text)
 
 
 def _split_default(text: str) -> tuple[str, str]:
@@ -193,7 +202,7 @@ ROUTES: dict[str, dict[str, str]] = {
         "POST /v1/chat/completions": "a chat turn, whole or as a stream of events",
         "POST /v1/completions": "continue a text, a list of texts or token ids",
         "POST /v1/responses": "OpenAI's Responses API",
-        "GET /v1/responses/{response_id}": "a stored response; `stream=1` with `starting_after` reads its events again",
+        "GET /v1/responses/{response_id}": "a stored response; with `stream=true` the events of its resumable stream, those after `starting_after`",
         "DELETE /v1/responses/{response_id}": "forget a stored response",
         "POST /v1/responses/{response_id}/cancel": "stop a response whose stream goes on without its client",
         "GET /v1/responses/{response_id}/input_items": "what a stored response was asked",
