@@ -9,11 +9,12 @@ TEST_READY := $(VENV)/.octavo-test-ready
 CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/openai_node
 CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients test-browser check bench fuzz-api torture clean help
+.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz-api torture clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
@@ -32,11 +33,23 @@ test-browser: $(TEST_READY)  ## the cockpit and the playground in the system's c
 	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install -q $(PIP_ARGS) playwright
 	@exec $(BIN)/python -m pytest -rs tests/browser $(PYTEST_ARGS)
 
-check: $(TEST_READY)  ## linter, formatter, type checker, architecture, sizes
+check: $(TEST_READY)  ## linter, formatter, type checker, architecture, documentation, sizes
 	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check
 	@echo "── mypy" && $(BIN)/mypy
 	@echo "── architecture" && $(BIN)/python -m pytest -q tests/test_architecture.py
+	@echo "── reference" && $(BIN)/python -m scripts.reference --check
+	@echo "── docs" && $(MKDOCS) build --strict --quiet
 	@echo "── sizes" && $(BIN)/python -m scripts.sizes
+
+docs: $(TEST_READY)  ## build the documentation: build/site/index.html
+	@$(MKDOCS) build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-serve: $(TEST_READY)  ## show the documentation on 127.0.0.1:8001 and rebuild it as files change
+	@$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
+reference: $(TEST_READY)  ## write the generated pages of docs/ anew
+	@$(BIN)/python -m scripts.reference
 
 bench: $(READY)  ## host time per step, and 32 requests at once against one after another
 	@$(BIN)/python benchmarks/host_step.py
@@ -68,5 +81,5 @@ $(READY): pyproject.toml setup.py
 	@touch $@
 
 $(TEST_READY): pyproject.toml setup.py
-	@bash scripts/setup.sh $(VENV) '.[test]'
+	@bash scripts/setup.sh $(VENV) '.[test,docs]'
 	@touch $(READY) $@
