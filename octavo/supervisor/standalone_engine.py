@@ -1,5 +1,4 @@
-"""StandaloneEngine: an engine process for one caller, for as long as a context lasts: without a supervisor and without HTTP.
-Knows nothing of requests or text."""
+"""StandaloneEngine: an engine process for one caller, for the duration of a context, without a supervisor and without HTTP."""
 
 import asyncio
 import contextlib
@@ -15,12 +14,12 @@ from octavo.supervisor.runtime_dir import RuntimeDir
 from octavo.weights.sources.source import resolve
 
 ENGINE_MODULE = "octavo.engine.process"
-FAREWELL_SECONDS = 5.0  # after which an engine that does not end is killed
+FAREWELL_SECONDS = 5.0  # an engine that has not ended by then is killed
 T = TypeVar("T")
 
 
 class StandaloneEngine:
-    """Raises ConfigError where the model's name leads nowhere."""
+    """An async context manager. The constructor raises ConfigError if the model cannot be found."""
 
     def __init__(self, config: Config) -> None:
         model = config.model
@@ -58,11 +57,11 @@ class StandaloneEngine:
         self._folder.close()
 
     async def ended(self) -> int:
-        """Its exit code, when it has. 2: it could not start, and has said why."""
+        """Wait for the engine process to end and return its exit code. 2: a start-up error, which it has logged."""
         return await asyncio.shield(self._ended)
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives, unless the engine ends before it does: then EngineDead."""
+        """Return the result of `work`. Raises EngineDead if the engine ends first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)
