@@ -1,5 +1,4 @@
-"""What a request's end by an error becomes: an exception of the house's tree.
-Knows nothing of who raises it."""
+"""Converts a Finish with reason "error" into an exception of octavo.errors."""
 
 from octavo.errors import DeadlineExceeded, OctavoError, Overloaded, RequestFailed
 from octavo.messages import Finish
