@@ -1,5 +1,4 @@
-"""The one place of files and batches that the endpoints of this process share.
-Knows nothing of HTTP or of what is stored."""
+"""The file store and batch store that the endpoints of this process share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ class Stores:
 
 
 def open_stores(service: Service) -> Callable[[], Stores]:
-    """Raises Unsupported when called, where this process was given no folder."""
+    """Return a function that gives the stores. It raises Unsupported if this process has no folder for them."""
     config = service.config.batches
     if not config.files_folder:
 
