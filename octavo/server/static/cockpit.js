@@ -1,5 +1,4 @@
-// The cockpit: follows the live feed and draws it. What it shows is what the feed says; nothing is made up here.
-// Knows nothing of how the server comes to its numbers.
+// The cockpit: follows the live feed and draws it. It shows what the feed says; the page itself measures nothing.
 
 import { ask, colour, count, element, events, find, keyDialog, percent, seconds, theme } from "./common.js";
 import { Batch, PageMap, drawHost, drawSpark, ownerColour } from "./drawing.js";
@@ -7,8 +6,8 @@ import { Past } from "./past.js";
 import { openJourney, journeyButton, touch } from "./inspect.js";
 import { keepRows, write } from "./rows.js";
 
-const STAGE_SECONDS = 60; // stages' times are means over what ended in this long
-const SPEAK_SECONDS = 15; // a screen reader is not told more often, while the reason stays the same
+const STAGE_SECONDS = 60; // stage times are averages over the requests that ended in this time
+const SPEAK_SECONDS = 15; // while the reason stays the same, announce it to screen readers at most this often
 const MAX_ENDED = 200, MAX_ROWS = 60, MAX_TABLE = 250;
 const STAGES = [
   ["receive", "① receive", "Requests that are here, and how long it takes to read and parse one"],
@@ -86,13 +85,13 @@ async function loadModel() {
     const models = await (await ask("/v1/models")).json();
     write(find("model"), `${models.data[0].id} · context ${count(models.data[0].max_model_len)}`);
   } catch {
-    // Told by the feed's own error.
+    // The feed reports the same error.
   }
 }
 
 function take(news) {
   if (news.pages) {
-    // The whole: a new feed, perhaps of another engine.
+    // The complete map: a new feed begins, perhaps of another engine.
     const bytes = Uint8Array.from(atob(news.pages), (letter) => letter.charCodeAt(0));
     map.codes = new Uint16Array(bytes.buffer);
     if (state && news.totals.steps < state.totals.steps) restartedAt = clock();
@@ -109,7 +108,7 @@ function take(news) {
   if (!isPaused) schedule();
 }
 
-// Not while the tab is hidden, and not twice between two frames.
+// Draw in the next frame: not while the tab is hidden, and at most once a frame.
 function schedule() {
   if (isDue) return;
   isDue = true;
@@ -183,7 +182,7 @@ function drawSparks() {
     const now = past.now(name), latest = now ?? points.findLast((point) => point[1] !== null)?.[1] ?? null;
     const highest = points.reduce((top, point) => Math.max(top, point[1] ?? 0), 0);
     write(value, format(latest));
-    value.classList.toggle("old", now === null); // the last there was
+    value.classList.toggle("old", now === null); // no current value: the last known one is shown
     value.title = `at most ${format(highest)} in the last five minutes`;
     const canvas = find(`spark-${name}`);
     canvas.setAttribute("aria-label", `${words}: ${format(latest)}, at most ${format(highest)} in the last five minutes`);

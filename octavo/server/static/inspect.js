@@ -1,5 +1,4 @@
-// What a page or a row is, when it is pointed at or walked to, and the journey of a request in a dialog.
-// Knows nothing of the feed: it is handed the maps and asks the server by name.
+// Describes the page or row under the pointer or the keyboard's cursor, and shows a request's journey in a dialog.
 
 import { ask, count, element, find } from "./common.js";
 import { shorten } from "./drawing.js";
@@ -20,7 +19,7 @@ export async function openJourney(id) {
   write(find("journey-id"), id);
   find("journey-body").replaceChildren(element("p", { class: "faint", text: "…" }));
   if (!dialog.open) dialog.showModal();
-  // One that is under way goes on while it is looked at.
+  // The journey of a running request is updated while the dialog is open.
   while (turn === shown && dialog.open) {
     try {
       const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
@@ -56,14 +55,14 @@ export function touch({ map, batch, rows, redraw }) {
     show(tellPlace(place));
     if (map.per > 1 || map.code(place) < FIRST_OWNER - 1) return;
     const turn = ++asked, page = map.pages(place)[0];
-    await new Promise((resume) => setTimeout(resume, 120)); // a pointer that passes asks nothing
+    await new Promise((resume) => setTimeout(resume, 120)); // no request for a pointer that only passes
     if (turn !== asked) return;
     try {
       const { owners } = await (await ask(`/v1/live/pages/${page}`)).json();
       const more = owners.length > MAX_NAMED ? ` and ${owners.length - MAX_NAMED} more` : "";
       if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "of"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
     } catch {
-      // What the map says has been shown.
+      // The description from the map has been shown already.
     }
   }
 
@@ -102,7 +101,7 @@ export function touch({ map, batch, rows, redraw }) {
         show(grid.cursor);
         redraw();
       } else if (event.key === "Enter" && grid.cursor >= 0) {
-        event.preventDefault(); // else it would press the button that has the focus next: the dialog's Close
+        event.preventDefault(); // otherwise Enter presses the button that gets the focus next: the dialog's Close
         open(grid.cursor);
       }
     });

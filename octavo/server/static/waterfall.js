@@ -1,5 +1,4 @@
-// A journey drawn as a waterfall: one bar for each stage, from its start to its end, with what it says of itself.
-// Knows nothing of where the journey comes from.
+// A journey drawn as a waterfall: one bar for each stage, from its start to its end, with its details.
 
 import { count, element, seconds } from "./common.js";
 
@@ -58,7 +57,7 @@ function tell(stage) {
   return parts.join(" · ");
 }
 
-// The bucket that holds more than any other.
+// The upper bound of the fullest bucket.
 function most(histogram) {
   return Object.entries(histogram).reduce((best, bucket) => (bucket[1] > best[1] ? bucket : best))[0];
 }
