@@ -1,4 +1,4 @@
-"""Memory that was freed in pieces goes back to the system when it is asked for."""
+"""Freed memory and library pages that are no longer used go back to the system."""
 
 import ctypes
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), r
 
 
 def test_what_was_freed_between_what_is_used_goes_back() -> None:
-    blocks = [bytes(4000) for _ in range(20_000)]  # each by itself too small to go back when it is freed
+    blocks = [bytes(4000) for _ in range(20_000)]  # each too small to go back to the system when it is freed
     kept = blocks[::200]
     full = resident()
     del blocks
