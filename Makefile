@@ -1,5 +1,5 @@
-# `make serve` and `make test` are all a newcomer needs; both set up what they use, once.
-# Variables: ARGS (for octavo), PYTEST_ARGS, TEST_PROCESSES (0: none besides pytest's own, for a debugger), PYTHON (3.11 to 3.13),
+# `make serve` and `make test` are all a newcomer needs; both install what they need on the first run.
+# Variables: ARGS (for octavo), PYTEST_ARGS, TEST_PROCESSES (0: only pytest's own process, for a debugger), PYTHON (3.11 to 3.13),
 # PIP_ARGS (for every pip install).
 
 VENV := .venv
@@ -18,12 +18,12 @@ export PIP_ARGS PYTHON
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
 
-# A file stays with one process, for what its tests share: a server, a model. In the order of the folders, whose last files are
-# short: then both processes end at about the same time.
+# All tests of a file run in one process, because they share a server or a model. Files run in the order of the folders, whose last
+# files are short, so that both processes end at about the same time.
 test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
 	@exec $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# The server runs in its own environment; conftest.py of the other tests, which wants torch, is left aside.
+# The server runs in its own environment; the conftest.py of the other tests is not loaded, because it imports torch.
 test-clients: $(READY) $(CLIENTS_READY)  ## install the clients people bring and run them against a real server
 	@OCTAVO_PYTHON=$(CURDIR)/$(BIN)/python exec $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients \
 		-p no:cacheprovider -W ignore tests/clients $(PYTEST_ARGS)
