@@ -10,10 +10,10 @@ def _count(number: int, what: str) -> str:
 
 def _device_memory(memory: DeviceMemory, kv_bytes: int) -> str:
     """Break the GPU's memory down into parts that add up to the total."""
-    parts = [f"{memory.other:,} of other processes"] if memory.other else []
+    parts = [f"{memory.other:,} other processes"] if memory.other else []
     parts += [
-        f"{memory.own:,} of ours (weights, tables, context)",
-        f"{memory.working:,} for a step to work with",
+        f"{memory.own:,} this process (weights, tables, context)",
+        f"{memory.working:,} workspace of a step",
         f"{memory.reserve:,} reserve (graphs, libraries)",
         f"{kv_bytes:,} KV pages",
         f"{memory.for_pages - kv_bytes:,} left free",
@@ -33,7 +33,7 @@ def budget_lines(report: EngineReport) -> list[str]:
         return [
             f"device {report.device}, {report.dtype}",
             f"weights {report.weights_bytes:,} bytes",
-            f"an encoder: embeddings of {report.hidden_size:,} numbers, and no KV pages",
+            f"encoder: embeddings of {report.hidden_size:,} numbers, no KV pages",
             f"in a step: up to {_count(report.max_num_batched_tokens, 'token')} of up to {_count(report.max_num_seqs, 'prompt')}",
             *report.notes,
         ]

@@ -243,10 +243,10 @@ class _Supervisor:
         message = slot.verdict or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
         delay = slot.restarts.delay(time.monotonic(), slot.is_ready) if self._has_served else None
         if delay is None:
-            why = f"; no other is started: {slot.restarts.why_not}" if self._has_served else ""
+            why = f"; it is not restarted: {slot.restarts.why_not}" if self._has_served else ""
             self._complain(message + why)
             return self._drain(1)
-        self._complain(f"{message}: its connections are closed, and another is started")
+        self._complain(f"{message}: its connections are closed; starting another")
         cause = "start" if not slot.is_ready else "hung" if slot.verdict else "killed" if code < 0 else "failed"
         self._heartbeat.count_restart("api", cause)
         if self._engine is not None and self._engine.poll() is None:
@@ -270,7 +270,7 @@ class _Supervisor:
         self._crash_files.seal_aside(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
-            why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
+            why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""
             self._api_processes.tell(EngineGone(message + why))
             return self._drain(1)
         self._heartbeat.count_restart("engine", cause)
@@ -304,7 +304,7 @@ class _Supervisor:
         limit = self._config.server.start_timeout
         if self._verdict or not limit or self._restart_at is not None or now - self._engine_started < limit:
             return False
-        self._verdict = f"the engine has not come up within {limit:g} s and is killed (--start-timeout)"
+        self._verdict = f"the engine is not ready after {limit:g} s (--start-timeout) and is killed"
         return True
 
     # ── stopping ──
@@ -316,7 +316,7 @@ class _Supervisor:
             return
         if self._has_served:
             timeout = self._config.server.shutdown_timeout
-            self._say(f"stopping: running requests get up to {timeout:g} s; once more (Ctrl-C, SIGTERM) stops at once")
+            self._say(f"stopping: running requests get up to {timeout:g} s; a second Ctrl-C or SIGTERM stops at once")
         self._drain(0)
 
     def _drain(self, exit_code: int) -> None:

@@ -40,7 +40,7 @@ class Restarts:
             return "--max-engine-restarts is 0"
         if self._num_failed >= MAX_FAILED_STARTS:
             return f"{self._num_failed} starts in a row have failed"
-        return f"it was started again {self._limit} times in {WINDOW_SECONDS / 60:.0f} minutes (--max-engine-restarts)"
+        return f"it was restarted {self._limit} times in {WINDOW_SECONDS / 60:.0f} minutes (--max-engine-restarts)"
 
 
 class Silence:
@@ -92,7 +92,7 @@ class ServerWatch:
     def look(self, pid: int) -> str | None:
         """Return the problem for which the process must be killed, or None."""
         self._silence.look(self._heartbeat.beat_of(self._origin), pid)
-        return self._silence.problem("its event loop has not turned", self._timeout)
+        return self._silence.problem("its event loop has been blocked", self._timeout)
 
 
 class Watch:
@@ -114,7 +114,7 @@ class Watch:
     def _what(self) -> str:
         if self._heartbeat.is_stepping:
             return f"step {self._heartbeat.num_steps} has not ended"
-        return "the idle engine has not turned"
+        return "the idle engine has sent no heartbeat"
 
     def _who(self) -> str:
         names = self._heartbeat.seated() if self._heartbeat.is_stepping else []

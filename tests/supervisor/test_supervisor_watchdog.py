@@ -73,7 +73,7 @@ def test_a_step_that_computes_nothing_is_found_soon(clock: Clock) -> None:
         assert problem.endswith("requests in it: cmpl-a, cmpl-b")
         heartbeat.rest()
         problem = looks(watch, clock, 20)
-        assert problem is not None and "the idle engine has not turned" in problem
+        assert problem is not None and "the idle engine has sent no heartbeat" in problem
         assert looks(Watch(heartbeat, step_timeout=0), clock, 1000) is None  # a timeout of 0: not watched
     finally:
         process.kill()
@@ -135,7 +135,7 @@ def test_an_api_process_whose_event_loop_does_not_turn_is_found(clock: Clock) ->
         heartbeat.turn(3)
         assert look(9) is None
         problem = look(10)
-        assert problem is not None and problem.startswith("its event loop has not turned") and "computed" in problem
+        assert problem is not None and problem.startswith("its event loop has been blocked") and "computed" in problem
         heartbeat.forget(3)
         assert look(1000) is None
     finally:
