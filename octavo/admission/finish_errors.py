@@ -5,7 +5,7 @@ from octavo.messages import Finish
 
 
 def failure_of(finish: Finish) -> OctavoError:
-    message = finish.message or "the engine could not go on with this request"
+    message = finish.message or "the engine could not continue this request"
     match finish.cause:
         case "overload":
             return Overloaded(message, finish.retry_after)

@@ -26,7 +26,8 @@ def resolve_search(
         return msgspec.structs.replace(params, n=width, best_of=None, logprobs=params.logprobs or 0)
     if params.num_candidates(num_stop_ids) > report.vocab_size:
         raise InvalidRequest(
-            f"{name} = {width} beams need more continuations than the {report.vocab_size} tokens there are", param=name
+            f"{name} = {width} beams need more candidates than the vocabulary has tokens ({report.vocab_size})",
+            param=name,
         )
 
     def pages(max_tokens: int) -> int:
@@ -38,8 +39,8 @@ def resolve_search(
         max_tokens = _most(room, lambda wanted: pages(wanted) <= report.num_pages)
     if not max_tokens or pages(max_tokens) > report.num_pages:
         raise InvalidRequest(
-            f"{width} beams of {prompt_len} + {max_tokens or 1} tokens can take {pages(max_tokens or 1)} KV pages, there are "
-            f"{report.num_pages}: lower {name} or max_tokens",
+            f"{width} beams of {prompt_len} + {max_tokens or 1} tokens can take {pages(max_tokens or 1)} KV pages, but there "
+            f"are only {report.num_pages}: lower {name} or max_tokens",
             param=name,
         )
     return msgspec.structs.replace(params, max_tokens=max_tokens, temperature=0.0)

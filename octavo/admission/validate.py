@@ -48,8 +48,8 @@ def admit(
                 f"logit_bias has the token id {token}; token ids go from 0 to {report.vocab_size - 1}",
                 param=f"logit_bias.{token}",
             )
-    assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
-    assert params.grammar or not params.structured_outputs, "made a grammar by whoever has a tokenizer"
+    assert len(params.bad_word_ids) >= len(params.bad_words), "the caller tokenizes bad_words"
+    assert params.grammar or not params.structured_outputs, "the caller makes the grammar"
     # An answer ends where its grammar ends, even with ignore_eos.
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
@@ -85,8 +85,8 @@ def choose_pooling(
     token."""
     if kind is None and pooling_config.unsupported:
         raise Unsupported(
-            f"this model's embeddings go through {pooling_config.unsupported}, which is not offered: name a pooling, one of "
-            f"{', '.join(get_args(Pooling))}, to have its hidden states",
+            f"this model's embeddings need {pooling_config.unsupported}, which is not supported: set pooling to one of "
+            f"{', '.join(get_args(Pooling))} to get its hidden states",
             param="pooling",
         )
     if kind is not None and kind not in get_args(Pooling):
@@ -128,8 +128,10 @@ def admit_embedding(
     longest = longest_embedding(pooling, pooling_config, report)
     if len(prompt_ids) > longest:
         others = min(report.max_model_len, pooling_config.max_len or report.max_model_len)
-        hint = "; --max-num-batched-tokens sets that, or pool by last" if longest < others else ""
-        raise ContextTooLong(f"{param} has {len(prompt_ids)} tokens; at most {longest} are embedded{hint}", param=param)
+        hint = "; raise --max-num-batched-tokens, or use pooling last" if longest < others else ""
+        raise ContextTooLong(
+            f"{param} has {len(prompt_ids)} tokens; at most {longest} can be embedded{hint}", param=param
+        )
     check_ids(prompt_ids, report, param)
     params = SamplingParams(max_tokens=1, seed=0)
     is_whole = _is_whole(pooling, report)
@@ -168,7 +170,7 @@ def check_prompt(prompt_ids: list[int], report: EngineReport, param: str) -> Non
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     if len(prompt_ids) >= report.max_model_len:
         raise ContextTooLong(
-            f"{param} has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, the answer included",
+            f"{param} has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, including the answer",
             param=param,
         )
     check_ids(prompt_ids, report, param)

@@ -128,7 +128,7 @@ class EngineClient(ABC):
         if self._failure is not None:
             raise self._failure
         if self.is_recovering:
-            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
+            raise EngineUnavailable("the engine has ended and is being restarted", retry_after=2)
         call = next(self._call_ids)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -153,7 +153,7 @@ class EngineClient(ABC):
         ]
 
     def _expire(self, request: GenerateRequest) -> None:
-        message = "the request's deadline_ms has passed before it was done"
+        message = "the request's deadline_ms has passed before it finished"
         if self._streams.end(request.id, Finish("error", message=message, cause="deadline")):
             self._send(Abort(request.id))
 
@@ -161,7 +161,7 @@ class EngineClient(ABC):
         if self._streams.has_begun(request.id):
             return
         if self.is_recovering:
-            message = "the engine is being started again, and the request's max_queue_ms has passed"
+            message = "the engine is being restarted, and the request's max_queue_ms has passed"
             self._streams.end(request.id, Finish("error", message=message, cause="overload", retry_after=2))
             self._send(Abort(request.id))
         else:
@@ -295,7 +295,7 @@ class ZmqClient(EngineClient):
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
         """Fail the open requests if a reader task has raised: nothing would arrive for them any more."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
-            self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
+            self._fail(EngineDead(f"the connection to the engine has failed: {type(error).__name__}: {error}"))
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -316,9 +316,11 @@ class ZmqClient(EngineClient):
                 self._disconnect()
                 self.is_recovering = True
                 self.on_lost()
-                self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
+                self._fail_calls(EngineUnavailable(f"{order.message}; it is being restarted", retry_after=2))
                 for name in self._streams.strike(order.seated):
-                    log.error("request %s is given up: it was alone in the engine each time that ended", name)
+                    log.error(
+                        "request %s is failed: it was the only request in the engine each time the engine ended", name
+                    )
             case EngineStarted():
                 self._disconnect()  # from an engine that had ended before this process started
                 self.num_restarts += 1

@@ -57,8 +57,8 @@ class InflightLimit:
         most = (-(-self._max_requests // share), -(-self._max_tokens // share))
         if (excess := too_much(waiting, tokens, len(request.prompt_ids), *most)) is None:
             return
-        where = f", and each of {share} API processes has its share of them" if share > 1 else ""
-        why = f"; the engine does not answer{where}" if is_away else ""
+        where = f", and each of {share} API processes has a share of the limit" if share > 1 else ""
+        why = f"; the engine does not respond{where}" if is_away else ""
         raise Overloaded(excess.words + why, retry_seconds(waiting * share * self._heartbeat.seconds_per_request))
 
     def hold(self, request: GenerateRequest) -> None:

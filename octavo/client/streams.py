@@ -158,8 +158,8 @@ class Streams:
             stream.strike(seated)
             if stream.alone >= MAX_ALONE:
                 message = (
-                    f"request {name} was alone in the engine when that ended, {stream.alone} times in a row: it is given up, "
-                    "and the others go on"
+                    f"request {name} was the only request in the engine when the engine ended, {stream.alone} times in a row: "
+                    "it is failed, and the others continue"
                 )
                 self.end(name, Finish("error", message=message))
                 failed.append(name)
@@ -175,7 +175,7 @@ class Streams:
         until, name = self._banned.get(_likeness(request), (0.0, ""))
         if (left := until - time.monotonic()) > 0:
             raise RequestFailed(
-                f"request {name}, which was the same, ended two engines: it is not tried again for {left:.0f} s"
+                f"request {name}, which was identical, ended two engines: it is refused for another {left:.0f} s"
             )
 
     def without_tokens(self) -> list[GenerateRequest]:

@@ -39,7 +39,7 @@ class InProcessClient(EngineClient):
     # ── the driver's outbox ──
 
     def connect(self, hello: Hello) -> None:
-        raise AssertionError("nobody introduces itself within one process")
+        raise AssertionError("there is no Hello within one process")
 
     def send(self, origin: int, message: FromEngine) -> None:
         self._event_loop.call_soon_threadsafe(self._receive, message)

@@ -43,7 +43,7 @@ class LLM:
         of_servers = {name for section in _OF_SERVERS for name in configuration.field_names(section)}
         for name in options:
             if name in of_servers:
-                raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
+                raise ConfigError(f"{name} is an option of the server, which LLM does not start: leave it out")
         self.config = configuration.replace(configuration.Config(), model=model, **options)
         source = resolve(
             model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
@@ -356,6 +356,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in prompts if not isinstance(prompt, int)]
     if num_ids < len(prompts):
         raise InvalidRequest(
-            "prompts mixes token ids with prompts: give one list of ids, or a list of prompts", "prompts"
+            "prompts mixes token ids and prompts: give one list of ids, or a list of prompts", "prompts"
         )
     return [[int(item) for item in prompts if isinstance(item, Integral)]]

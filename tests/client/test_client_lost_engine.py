@@ -234,16 +234,16 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
         await asyncio.sleep(0.01)
     while not second._inflight_limit._is_silent():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    with pytest.raises(Overloaded, match="does not answer, and each of 2"):
+    with pytest.raises(Overloaded, match="does not respond, and each of 2"):
         first.submit(request("refused"))
     new = [submit(second, f"b{number}") for number in range(5)]
-    is_full(second, "does not answer")
+    is_full(second, "does not respond")
     house.gate.set()
     await asyncio.to_thread(house.ended.wait)
     house.tell(EngineLost("it ended", []))
     while not second.is_recovering:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    is_full(second, "does not answer")
+    is_full(second, "does not respond")
     new.pop().cancel()  # its client leaves, and another request takes its place
     await asyncio.sleep(2 * inflight_limit.RECOUNT_SECONDS)
     new.append(submit(second, "b5"))
@@ -274,7 +274,7 @@ async def test_what_ends_engines_is_failed_alone(house):
         assert house.num_engines < 12
         await asyncio.sleep(0.05)
     answers = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), 20)
-    assert isinstance(answers[2], AssertionError) and "request bad was alone" in str(answers[2])
+    assert isinstance(answers[2], AssertionError) and "request bad was the only request" in str(answers[2])
     assert [answers[i] for i in (0, 1, 3)] == [{0: list(range(3, 28))}] * 3
 
 
