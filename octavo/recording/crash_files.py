@@ -72,7 +72,7 @@ class CrashFiles:
         """The line that the server logs at start."""
         if self.live is None:
             return "recorder: off"
-        return f"recorder: what is scheduled, {self._what}, in {self.live} (--record-bytes)"
+        return f"recorder: the scheduler's inputs, {self._what}, in {self.live} (--record-bytes)"
 
     @property
     def ring_fds(self) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ class CrashFiles:
 
     def _seal_crash(self, engine: int, words: _LastWords | None) -> None:
         if (path := self._seal_own("crash", engine, words)) is not None:
-            say(f"what led to it is recorded: octavo replay {path}")
+            say(f"the engine's recording is kept: octavo replay {path}")
 
     def _seal_own(self, why: str, engine: int, words: _LastWords | None) -> Path | None:
         """Make one file of an engine's segments. None: there are none, or the file could not be written."""
@@ -102,14 +102,14 @@ class CrashFiles:
             with self._sealing:
                 return self._seal(self.live, f"{engine:03d}", why, words)
         except OSError as error:
-            say(f"what the engine recorded could not be kept: {error.strerror}")
+            say(f"the engine's recording could not be kept: {error.strerror}")
             return None
 
     def _last_words(self) -> _LastWords | None:
         try:
             ring = RecordingRing(self._ring_fd)
         except OSError as error:  # out of memory, for example
-            say(f"the engine's last words could not be read: {error.strerror}")
+            say(f"the engine's last records could not be read: {error.strerror}")
             return None
         try:
             return _LastWords(ring.tail, ring.between(ring.tail, ring.head))
@@ -122,7 +122,7 @@ class CrashFiles:
             sealer.join()
         if self.live is not None:
             if self._is_named and (path := self._seal_own("stopped", engine, self._last_words())) is not None:
-                say(f"the last of what was scheduled: octavo replay {path}")
+                say(f"the recording up to the stop is kept: octavo replay {path}")
             shutil.rmtree(self.live, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
@@ -150,7 +150,7 @@ class CrashFiles:
                     engines = {file.name.split("-")[0] for file in lock.parent.glob(f"*{SEGMENT}")}
                     for engine in sorted(engines):
                         path = self._seal(lock.parent, engine, "crash", None)
-                        say(f"a server ended without a word; what led to it: octavo replay {path}")
+                        say(f"an earlier server was killed; its recording is kept: octavo replay {path}")
                     shutil.rmtree(lock.parent, ignore_errors=True)
                 finally:
                     os.close(fd)

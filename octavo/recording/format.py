@@ -294,7 +294,7 @@ def read(path: Path) -> Recording:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a recording of octavo serve") from None
     if _MAGIC not in data[:64]:
-        what = "an empty folder or file" if not data else "no recording of octavo serve"
+        what = "an empty folder or file" if not data else "not a recording of octavo serve"
         raise ConfigError(f"{path} is {what}: give the file that the log names, or a --record-folder's live-… folder")
     return _follow(path, list(chunks_in(data)))
 
@@ -304,7 +304,7 @@ SEGMENT = ".segment"
 
 def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
     """Decode the last stretch without a gap: it ends with the event that the reader wants to explain."""
-    notes = [f"{chunk} bytes were not written whole and are passed over" for chunk in chunks if isinstance(chunk, int)]
+    notes = [f"{chunk} bytes were not written completely and are skipped" for chunk in chunks if isinstance(chunk, int)]
     states: list[Chunk] = []  # of the current stretch
     stream, end, num_gaps = bytearray(), -1, 0
     why = ""  # why the stream ends here, from a gap chunk
@@ -328,7 +328,7 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
             num_gaps += 1
             states = []
     if not states:
-        raise ConfigError(f"{path} holds no state to begin with: {why or 'it is only a part of a recording'}")
+        raise ConfigError(f"{path} holds no state to start from: {why or 'it is only a part of a recording'}")
     records: list[Record] = []
     start = states[0]
     for position, record in _records(bytes(stream), states[0].position, notes):
@@ -343,9 +343,9 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
         else:
             records.append(record)
     if why:
-        notes.append(f"what followed could not be recorded: {why}")
+        notes.append(f"the rest could not be recorded: {why}")
     if num_gaps:
-        notes.append("some of it could not be written: what is before the last gap is passed over")
+        notes.append("some records could not be written: everything before the last gap is skipped")
     return Recording(_state_of(start, path), records, notes)
 
 
@@ -353,7 +353,7 @@ def _state_of(chunk: Chunk, path: Path) -> State:
     try:
         state = _decode_state.decode(chunk.content)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} was written by another version of octavo, and cannot be followed: {error}") from None
+        raise ConfigError(f"{path} was written by another version of octavo and cannot be read: {error}") from None
     if state.header.format != FORMAT:
         raise ConfigError(f"{path} has format {state.header.format}, this version reads {FORMAT}")
     return state
@@ -371,8 +371,8 @@ def _records(stream: bytes, start: int, notes: list[str]) -> Iterator[tuple[int,
         try:
             record = _decode_record.decode(content)
         except msgspec.MsgspecError as error:
-            notes.append(f"a record cannot be read, and all after it is passed over: {error}")
+            notes.append(f"a record cannot be read; all records after it are skipped: {error}")
             return
         yield start + at, record
     if at < len(stream):
-        notes.append(f"the last {len(stream) - at} bytes are a record that was not written whole")
+        notes.append(f"the last {len(stream) - at} bytes are a record that was not written completely")

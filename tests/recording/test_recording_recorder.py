@@ -126,7 +126,7 @@ def test_a_torn_tail_is_told_and_the_rest_is_replayed(tmp_path):
     for torn in (whole[:-1], whole[:-100], whole[:start] + stream_chunk(half, last.position)):
         file.write_bytes(torn)
         recording = read(file)
-        assert len(recording.records) < total and "not written whole" in recording.notes[0]
+        assert len(recording.records) < total and "not written completely" in recording.notes[0]
         replay = replayed(recording)
         assert replay.num_same == replay.num_steps
     assert replay.num_steps > 10
@@ -201,18 +201,18 @@ def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_pa
     recording = read(tmp_path / "small")
     assert replayed(recording).num_steps >= 30
     (note,) = recording.notes
-    assert note.startswith("what followed could not be recorded: the engine's state takes"), note
+    assert note.startswith("the rest could not be recorded: the engine's state takes"), note
     for name in many:
         loop.abort(Abort(name))
     assert any(turn() for _ in range(4 * 64)) and not any(turn() for _ in range(30)), "tried once more, all was well"
     recording = read(tmp_path / "small")
-    assert recording.notes == ["some of it could not be written: what is before the last gap is passed over"]
+    assert recording.notes == ["some records could not be written: everything before the last gap is skipped"]
     replay = replayed(recording)
     assert replay.num_same == replay.num_steps and replay.scheduler.num_steps == loop.scheduler.num_steps
     # A file with only what followed says why, too.
     alone = tmp_path / "alone.octavo"
     alone.write_bytes(gap_chunk("the engine's state is too large", 5) + stream_chunk(b"", 9))
-    with pytest.raises(ConfigError, match="holds no state to begin with: the engine's state is too large"):
+    with pytest.raises(ConfigError, match="holds no state to start from: the engine's state is too large"):
         read(alone)
 
 
@@ -234,7 +234,7 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     crash_files.close(2)
     (path,) = tmp_path.iterdir()  # the running server's folder is removed at its end
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
-    assert f"what led to it is recorded: octavo replay {path}" in capfd.readouterr().err
+    assert f"the engine's recording is kept: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
     assert recorded.loop.scheduler.num_steps - PLAIN_TURNS < replay.num_steps == replay.num_same > 5
     recorded.loop.close()
@@ -352,7 +352,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     other.write_text("no recording")
     for arguments, words in (
         ([str(tmp_path / "missing")], "cannot be read"),
-        ([str(other)], "no recording of octavo serve"),
+        ([str(other)], "not a recording of octavo serve"),
         ([str(file), "--steps", "a:b"], "--steps a:b"),
         ([str(file), "--what-if", "pages=3"], "NAME is one of max_num_seqs"),
         ([str(file), "--what-if", "num_pages=0"], "num_pages is a whole number of at least 1"),
