@@ -44,12 +44,12 @@ def run_batch(config: Config, input_path: str, output_path: str, max_concurrency
         try:
             code = asyncio.run(job.run())
         except (Stopped, KeyboardInterrupt, EngineDead) as error:
-            job.summary("stopped before the end; the same command goes on from here")
+            job.summary("stopped before the end; run the same command to continue")
             if not isinstance(error, Stopped):
                 raise
             return EXIT_STOPPED
         except OSError as error:
-            job.summary("stopped before the end; the same command goes on from here")
+            job.summary("stopped before the end; run the same command to continue")
             raise OctavoError(f"the output {output_path} cannot be written ({error.strerror})") from None
         finally:
             seen.close()

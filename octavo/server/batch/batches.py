@@ -154,7 +154,7 @@ class BatchStore:
         """Request cancellation; the runner will notice. Raises NotFound, or InvalidRequest if the batch has ended."""
         batch = self.get(batch_id)
         if batch.has_ended:
-            raise InvalidRequest(f"batch {batch.id} has ended: it is {batch.status}", param="batch_id")
+            raise InvalidRequest(f"batch {batch.id} has already ended: its status is {batch.status}", param="batch_id")
         self._path(batch_id, "cancel").touch()
         return self.get(batch_id)
 
@@ -211,7 +211,9 @@ class BatchStore:
         ended = [name for name in names if name not in unfinished]
         excess = len(names) + 1 - MAX_BATCHES
         if excess > len(ended):
-            raise InvalidRequest(f"{len(unfinished)} batches wait or run; this server takes at most {MAX_BATCHES}")
+            raise InvalidRequest(
+                f"{len(unfinished)} batches are waiting or running; this server accepts at most {MAX_BATCHES}"
+            )
         for name in ended[: max(0, excess)]:
             self._path(name, "json").unlink(missing_ok=True)
 

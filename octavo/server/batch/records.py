@@ -207,4 +207,4 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
 
 
 def _foreign(name: str, number: int) -> ConfigError:
-    return ConfigError(f"{name} line {number} is no record of a batch: name another output, or move that file away")
+    return ConfigError(f"{name} line {number} is not a record of a batch: name another output, or move that file away")

@@ -100,7 +100,7 @@ class BatchRunner:
                         problem = ""
                     except OSError as error:  # too many open files, for example: batches wait for the next check
                         if str(error) != problem:  # log the same problem once
-                            log.warning("batches cannot be looked for: %s", error.strerror)
+                            log.warning("cannot check for new batches: %s", error.strerror)
                         problem = str(error)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
@@ -128,7 +128,7 @@ class BatchRunner:
         except NotFound:  # its card was removed from the folder: there is nothing to run
             self._batches.forget(batch_id)
         except Exception:
-            log.exception("batch %s could not be brought to its end; the next try is in %d s", batch_id, PAUSE_SECONDS)
+            log.exception("batch %s could not be finished; trying again in %d s", batch_id, PAUSE_SECONDS)
             await asyncio.sleep(PAUSE_SECONDS)
         finally:
             del self._running[batch_id], self._cancelled[batch_id]
@@ -179,7 +179,7 @@ class _Run:
                 read_back(file, "the output", self._seen, self._tally)
             except ConfigError as error:
                 log.error("batch %s: %s", self._batch.id, error.message)
-                words = "what the batch has written so far cannot be read back; it is kept as it is"
+                words = "the records written so far cannot be read back; they are kept as they are"
                 raise _Refused([BatchError("server_error", words)]) from None
         self._knows_all = True
 
@@ -194,7 +194,7 @@ class _Run:
             return "failed", [BatchError("storage_full", f"the answers cannot be stored ({error.strerror})")]
         except Exception as error:
             log.exception("batch %s failed", self._batch.id)
-            words = f"the server could not run this batch ({type(error).__name__}); its log says why"
+            words = f"the server could not run this batch ({type(error).__name__}); see the server's log"
             return "failed", [BatchError("server_error", words)]
 
     async def _until_over(self) -> Status:
@@ -254,7 +254,7 @@ class _Run:
         try:
             return self._batches.open_input(self._batch.id)
         except FileNotFoundError:
-            words = "the lines of the input file are gone from the server's folder"
+            words = "the lines of the input file were removed from the server's folder"
             raise _Refused([BatchError("invalid_file", words, param="input_file_id")]) from None
 
     def _unanswered(self, file: BinaryIO) -> Iterator[Line | BadLine | None]:
@@ -308,7 +308,7 @@ class _Run:
                         self._errors.write(encode_record(record))
                         self._tally.count(record)
         except (OSError, _Refused):
-            log.exception("batch %s: lines that were not answered could not be named", batch.id)
+            log.exception("batch %s: the records of unanswered lines could not be written", batch.id)
 
     def _finish(self) -> None:
         """Make the outputs files, then end the batch. If this process is killed in between, the next one completes it."""

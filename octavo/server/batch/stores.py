@@ -23,7 +23,7 @@ def open_stores(service: Service) -> Callable[[], Stores]:
     if not config.files_folder:
 
         def refuse() -> Stores:
-            raise Unsupported("files and batches are not offered here: this server was given no folder for them")
+            raise Unsupported("files and batches are not available: this server has no folder for them")
 
         return refuse
     root = Path(config.files_folder)
