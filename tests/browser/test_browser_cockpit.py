@@ -173,7 +173,7 @@ def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Serv
     os.kill(server.engine(), signal.SIGKILL)
     terminal.until(lambda screen: "No connection since" in screen)
     page.wait_for_selector("body[data-stale=yes]")
-    until(page, "document.getElementById('advice').textContent.includes('What you see is how it was at')")
+    until(page, "document.getElementById('advice').textContent.includes('This page shows the state at')")
     keep(page, "cockpit-without-an-engine")
     page.wait_for_selector("body[data-stale=no]")
     assert "engine restarted" in page.inner_text("#connection")

@@ -23,7 +23,7 @@ def ask(page: Any, text: str, **controls: str) -> None:
 
 
 def ended(page: Any) -> None:
-    until(page, "document.getElementById('status').textContent.startsWith('ended by')")
+    until(page, "document.getElementById('status').textContent.startsWith('finished')")
 
 
 def test_an_answer_streams_and_tells_of_itself(open_page: Any) -> None:

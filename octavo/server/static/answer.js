@@ -16,7 +16,7 @@ export class Answer {
     this.at = -1; // the token selected with the keyboard
     Object.assign(this, { tip, told });
     this.thoughtBox = element("div", { class: "thought hidden" });
-    this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; arrow keys tell how likely each token was" });
+    this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; the arrow keys show each token's probability" });
     this.callBox = element("div", {});
     this.who = element("div", { class: "who" }, element("span", { text: "assistant" }));
     this.card = element("article", { class: "message assistant", "aria-busy": "true" }, this.who, this.thoughtBox, this.textBox, this.callBox);
@@ -103,7 +103,7 @@ export class Answer {
   // Show a field for each tool's result; `onGiven` gets the messages.
   askResults(onGiven) {
     const fields = this.calls.map((call, place) => {
-      const field = element("textarea", { rows: 1, "aria-label": `result of ${call.function.name}`, placeholder: `what ${call.function.name} answers` });
+      const field = element("textarea", { rows: 1, "aria-label": `result of ${call.function.name}`, placeholder: `result of ${call.function.name}` });
       this.callBox.children[place].append(field);
       return field;
     });
@@ -139,6 +139,6 @@ export class Answer {
     const tokens = this.usage ? `${this.usage.prompt_tokens} → ${this.usage.completion_tokens} tokens` : "";
     const spent = (performance.now() - this.started) / 1000;
     const rate = this.usage?.completion_tokens > 1 && spent > 0 ? `${((this.usage.completion_tokens - 1) / spent).toFixed(0)} tokens/s` : "";
-    return [`ended by ${this.reason}`, tokens, rate].filter(Boolean).join(", ");
+    return [`finished (${this.reason})`, tokens, rate].filter(Boolean).join(", ");
   }
 }

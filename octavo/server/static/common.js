@@ -50,7 +50,7 @@ export function keyDialog(onChange) {
     "dialog",
     { "aria-label": "API key" },
     element("h2", { text: "API key" }),
-    element("p", { text: "This server asks for a key. It is kept until you close this tab." }),
+    element("p", { text: "This server requires an API key. It is kept until you close this tab." }),
     element(
       "form",
       {

@@ -5,7 +5,7 @@ import { shorten } from "./drawing.js";
 import { facts, waterfall } from "./waterfall.js";
 import { write } from "./rows.js";
 
-const KINDS = ["free", "cached: nobody's now, kept for a prompt that begins alike", "shared"];
+const KINDS = ["free", "cached: not in use, kept for prompts with the same prefix", "shared"];
 const FIRST_OWNER = 3;
 const MAX_NAMED = 12;
 
@@ -44,11 +44,11 @@ export function touch({ map, batch, rows, redraw }) {
     const name = first === last ? `page ${first}` : `pages ${first} to ${last}`;
     if (code < FIRST_OWNER) return `${name}: ${KINDS[code]}`;
     const owner = ownerOf(place);
-    return `${name}: ` + (owner ? `of ${owner.name}` : "of one request");
+    return `${name}: ` + (owner ? `used by ${owner.name}` : "used by one request");
   }
 
   const tellRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
-    `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} (${count(promptLen)} of the prompt), ${count(pages)} pages`;
+    `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} tokens (prompt ${count(promptLen)}), ${count(pages)} pages`;
 
   let asked = 0;
   async function namePlace(place, show) {
@@ -60,7 +60,7 @@ export function touch({ map, batch, rows, redraw }) {
     try {
       const { owners } = await (await ask(`/v1/live/pages/${page}`)).json();
       const more = owners.length > MAX_NAMED ? ` and ${owners.length - MAX_NAMED} more` : "";
-      if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "of"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
+      if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "used by"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
     } catch {
       // The description from the map has been shown already.
     }

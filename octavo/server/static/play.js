@@ -89,7 +89,7 @@ async function send(isResumed = false) {
   follow(true);
   running = new AbortController();
   buttons();
-  status("asking");
+  status("waiting for the first token");
   const mine = answer;
   let id = "";
   try {
@@ -149,7 +149,7 @@ function buttons() {
   const isCut = answer && (answer.isStopped || answer.reason === "length");
   const isText = find("format").value === "text";
   find("resume").disabled = running !== null || !isCut || !answer.text || answer.calls.length > 0 || !isText;
-  find("resume").title = isText ? "Go on with an answer that was stopped, or cut off by its length" : "An answer in JSON cannot go on: its grammar would begin anew";
+  find("resume").title = isText ? "Continue an answer that was stopped or reached max tokens" : "A JSON answer cannot be continued: its grammar would start again";
 }
 
 // Keep the end of the conversation in view, unless the user has scrolled away from it.
