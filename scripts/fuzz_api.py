@@ -105,9 +105,11 @@ def fuzz(command: str, path: Path, base: str, checks: tuple[str, ...], arguments
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schemathesis", default="schemathesis", help="the command")
-    parser.add_argument("--document", action="append", default=[], help="another document; its paths come after /v1")
-    parser.add_argument("--max-examples", type=int, default=300, help="of each operation, in the fuzzing phase")
+    parser.add_argument("--schemathesis", default="schemathesis", help="the schemathesis command")
+    parser.add_argument(
+        "--document", action="append", default=[], help="another OpenAPI document; its paths are below /v1"
+    )
+    parser.add_argument("--max-examples", type=int, default=300, help="examples per operation in the fuzzing phase")
     parser.add_argument("--seed", type=int, default=1)
     # Two would be faster, but Python 3.11's ast.parse, which hypothesis uses to describe lambdas, fails beside other threads.
     parser.add_argument("--workers", type=int, default=1)
@@ -126,7 +128,7 @@ def main() -> int:
         status, text = server.get("/health")
         assert status == 200, text
         state = server.wait_until_idle()
-    print(f"left running, waiting, pages in use: {state}; warnings in the server's log:")
+    print(f"still running, waiting, pages in use: {state}; warnings in the server's log:")
     print("\n".join(sorted({line for line in server.lines if "WARNING" in line or "ERROR" in line})[:20]))
     return max(codes)
 

@@ -16,7 +16,7 @@ find_python() {
         if is_supported "$name"; then echo "$name"; return; fi
     done
     name=${PYTHON:-python3}
-    fail "Python 3.11, 3.12 or 3.13 is needed and $name is $("$name" --version 2>&1 | tail -1); install one, or name it: make PYTHON=/path/to/python3.12"
+    fail "Python 3.11, 3.12 or 3.13 is needed, but $name is $("$name" --version 2>&1 | tail -1); install one, or name it: make PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
@@ -28,7 +28,7 @@ make_venv() {
     if log=$("$python" -m venv --clear --without-pip "$venv" 2>&1 && "$python" -m pip --python "$venv/bin/python" install pip 2>&1); then return; fi
     rm -rf "$venv"
     if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-        fail "neither pip nor Python's ensurepip is there: sudo apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+        fail "neither pip nor Python's ensurepip is installed: sudo apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     fi
     fail "cannot create $venv: $(tail -1 <<<"$log")"
 }
@@ -46,7 +46,7 @@ install() {
     [ -t 2 ] && printf '\r\033[K' >&2
     if [ "$code" -ne 0 ]; then
         grep -iE '^ *error' "$log" | head -5 >&2
-        fail "pip could not install Octavo; the whole story is in $log"
+        fail "pip could not install Octavo; see $log"
     fi
 }
 
