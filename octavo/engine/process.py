@@ -80,28 +80,28 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGKILL)  # a step may hang for ever
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
     # Temporary files go to a folder that the supervisor removes, in case this process is killed.
-    tempfile.tempdir = str(_folder(order.address))
+    tempfile.tempdir = str(_folder(launch.address))
     report_pipe = _claim_stdout()
-    logs.install(logging.WARNING, order.config.server.log_format)
-    limits = order.config.scheduler
+    logs.install(logging.WARNING, launch.config.server.log_format)
+    limits = launch.config.scheduler
     queue_limit = QueueLimit(limits.max_waiting_requests, limits.max_waiting_tokens)
-    heartbeat = Heartbeat(order.heartbeat_fd)
+    heartbeat = Heartbeat(launch.heartbeat_fd)
     heartbeat.reset()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
-    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, order.address), daemon=True).start()
-    threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
-    source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
+    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, launch.address), daemon=True).start()
+    threading.Thread(target=_receive, args=(launch.address, inbox), daemon=True).start()
+    source = ModelSource(path=Path(launch.model_path), name=launch.model_name, kind=launch.model_kind)
     try:
-        with light_torch() if needs_little_of_torch(order.config) else contextlib.nullcontext():
-            engine = start_engine(order.config, source, order.served_name, heartbeat, queue_limit)
+        with light_torch() if needs_little_of_torch(launch.config) else contextlib.nullcontext():
+            engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
-    if order.record_to:
-        engine.loop.record(start_recorder(order, engine))
+    if launch.record_to:
+        engine.loop.record(start_recorder(launch, engine))
     os.write(report_pipe, msgspec.json.encode(engine.report) + b"\n")
     # The objects alive now stay alive: exempt them from collection, and collect rarely.
     gc.freeze()
@@ -112,31 +112,31 @@ def main() -> int:
     outbox = ZmqOutbox()
     is_stepping.set()
     try:
-        Driver(engine, inbox, outbox, order.num_servers).run()
+        Driver(engine, inbox, outbox, launch.num_servers).run()
     finally:
         engine.loop.close()
         outbox.close()
     return 0
 
 
-def start_recorder(order: EngineLaunch, engine: Engine) -> Recorder:
-    config, with_tokens = order.config.recorder, order.config.recorder.record_tokens
+def start_recorder(launch: EngineLaunch, engine: Engine) -> Recorder:
+    config, with_tokens = launch.config.recorder, launch.config.recorder.record_tokens
     header = Header(
         format=FORMAT,
         version=__version__,
         wall=time.time(),
         clock=time.monotonic(),
-        engine=str(order.number),
+        engine=str(launch.number),
         with_tokens=with_tokens,
-        model=order.model_name,
-        model_path=order.model_path,
-        model_kind=order.model_kind,
-        options={section: dataclasses.asdict(getattr(order.config, section)) for section in RECORDED},
+        model=launch.model_name,
+        model_path=launch.model_path,
+        model_kind=launch.model_kind,
+        options={section: dataclasses.asdict(getattr(launch.config, section)) for section in RECORDED},
         report=engine.report,
         root=engine.loop.scheduler.cache.root if with_tokens else b"",
     )
-    segments = Segments(Path(order.record_to), f"{order.number:03d}", int(config.record_bytes))
-    return Recorder(segments, header, RecordingRing(order.ring_fd))
+    segments = Segments(Path(launch.record_to), f"{launch.number:03d}", int(config.record_bytes))
+    return Recorder(segments, header, RecordingRing(launch.ring_fd))
 
 
 def _folder(address: str) -> Path:

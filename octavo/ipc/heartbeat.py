@@ -41,7 +41,7 @@ _SIZE = _TAKEN + 8 * _MAX_SERVERS
 def shared_memory() -> int:
     """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-pulse")
+        fd = os.memfd_create("octavo-heartbeat")
         os.truncate(fd, _SIZE)
     else:
         with tempfile.TemporaryFile(prefix="octavo-") as file:

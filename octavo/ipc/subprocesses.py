@@ -10,8 +10,8 @@ import msgspec
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """Start a module as a child process and send it `order`. It runs in its own session, so that Ctrl-C reaches the supervisor
+def spawn(module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a module as a child process and send it `launch`. It runs in its own session, so that Ctrl-C reaches the supervisor
     alone. Its standard input stays open for as long as this process lives: end of file tells it that we have died."""
     process = subprocess.Popen(
         [sys.executable, "-m", module],
@@ -21,7 +21,7 @@ def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) ->
         start_new_session=True,
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.write(msgspec.json.encode(launch) + b"\n")
     process.stdin.flush()
     return process
 

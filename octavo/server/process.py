@@ -75,12 +75,12 @@ class StopOrder:
 def main() -> int:
     keep_one_heap()
     signal_at_parents_end(signal.SIGCONT)  # wakes a stopped process, so that it sees the end of its standard input
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
-    level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
-    logs.install(level, order.config.server.log_format)
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
+    level = logging.INFO if launch.config.server.enable_log_requests else logging.WARNING
+    logs.install(level, launch.config.server.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            return runner.run(_run(order))
+            return runner.run(_run(launch))
         except ConfigError as error:
             sys.stderr.write(f"octavo: error: {error.message}\n")
             return 2
@@ -89,28 +89,28 @@ def main() -> int:
             return 1
 
 
-async def _run(order: ApiLaunch) -> int:
+async def _run(launch: ApiLaunch) -> int:
     drop_library_pages()  # read by imports; pages that serving needs fault back while the engine loads
-    folder = Path(order.reply_address.removeprefix("ipc://")).parent
+    folder = Path(launch.reply_address.removeprefix("ipc://")).parent
     stop = StopOrder(folder)
-    heartbeat = Heartbeat(order.heartbeat_fd) if order.heartbeat_fd >= 0 else None
-    limits, inflight_limit = order.config.scheduler, None
+    heartbeat = Heartbeat(launch.heartbeat_fd) if launch.heartbeat_fd >= 0 else None
+    limits, inflight_limit = launch.config.scheduler, None
     if heartbeat is not None:
         most = (limits.max_waiting_requests, limits.max_waiting_tokens)
-        inflight_limit = InflightLimit(heartbeat, order.origin, *most, order.num_servers)
+        inflight_limit = InflightLimit(heartbeat, launch.origin, *most, launch.num_servers)
     client = ZmqClient(
-        order.engine_address, order.reply_address, order.origin, order.orders_address, heartbeat, inflight_limit
+        launch.engine_address, launch.reply_address, launch.origin, launch.orders_address, heartbeat, inflight_limit
     )
     try:
-        preparing = prepare(client, order.model_path, order.model_name, order.config, order.default_sampling)
+        preparing = prepare(client, launch.model_path, launch.model_name, launch.config, launch.default_sampling)
         app = await _unless_stopped(stop, preparing)
         if app is None:
             return 0
         service: Service = app.state.service
-        service.patience = order.patience
-        await service.peers.open(folder, order.origin)
+        service.patience = launch.patience
+        await service.peers.open(folder, launch.origin)
         try:
-            return await _serve(order, service, http_server(order, app), stop)
+            return await _serve(launch, service, http_server(launch, app), stop)
         finally:
             service.peers.close()
     finally:
@@ -122,9 +122,9 @@ async def _run(order: ApiLaunch) -> int:
 async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
     """Return the result of `work`. None: the process was asked to stop first."""
     task = asyncio.ensure_future(work)
-    order = asyncio.ensure_future(stop.given.wait())
-    await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
-    order.cancel()
+    stopping = asyncio.ensure_future(stop.given.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if task.done():
         return task.result()
     task.cancel()
@@ -154,15 +154,15 @@ def settle_collector() -> None:
     gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _turn()
 
 
-async def _serve(order: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
+async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
     settle_collector()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
-    turning = asyncio.create_task(_turn(service, order.origin))
+    turning = asyncio.create_task(_turn(service, launch.origin))
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    is_clean = await _drain(service, server, order.config.server.shutdown_timeout, stop)
+    is_clean = await _drain(service, server, launch.config.server.shutdown_timeout, stop)
     background.cancel()
     await asyncio.wait({background})
     server.should_exit = True

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 
-_PATIENCE_SECONDS = 1.0
+_JOIN_SECONDS = 1.0
 _MAX_DESCRIPTORS = 2**20  # more than a server needs; some systems allow a thousand times that
 RETRY_SECONDS = 0.01  # when no API process has room for a connection, or this process has no free descriptor
 
@@ -18,18 +18,18 @@ class Acceptor:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._channels: list[socket.socket] = []
-        self._turn = 0
+        self._last = 0
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="octavo-reception", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="octavo-acceptor", daemon=True)
 
     def channel(self) -> tuple[socket.socket, socket.socket]:
         """Make a socket pair: (our end, the end that an API process inherits). The caller closes the second after the spawn, and
-        passes the first to `deal_to` once the process can answer."""
+        passes the first to `add_channel` once the process can answer."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         return ours, theirs
 
-    def deal_to(self, ours: socket.socket) -> None:
+    def add_channel(self, ours: socket.socket) -> None:
         self._channels.append(ours)
 
     def open(self, backlog: int) -> None:
@@ -42,9 +42,7 @@ class Acceptor:
         with contextlib.suppress(OSError):  # never opened
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread; closing alone would not
         if self._thread.ident is not None:
-            self._thread.join(
-                _PATIENCE_SECONDS
-            )  # a system whose shutdown() wakes no accept(): the daemon thread ends with us
+            self._thread.join(_JOIN_SECONDS)  # if shutdown() does not wake accept(), the daemon thread ends with us
         for each in (self._listener, *self._channels):
             each.close()
 
@@ -59,14 +57,14 @@ class Acceptor:
                 with contextlib.suppress(OSError):  # some systems refuse this when the client has left already
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 # Without an API process the connection waits for the next one; later ones wait in the listen backlog.
-                while not self._is_closed and not self._hand_over(connection):
+                while not self._is_closed and not self._pass_on(connection):
                     time.sleep(RETRY_SECONDS)
 
-    def _hand_over(self, connection: socket.socket) -> bool:
+    def _pass_on(self, connection: socket.socket) -> bool:
         """Pass the connection to the next process that has room; False if none has. Drops the channels of ended processes."""
         for _ in range(len(self._channels)):
-            self._turn = (self._turn + 1) % len(self._channels)
-            channel = self._channels[self._turn]
+            self._last = (self._last + 1) % len(self._channels)
+            channel = self._channels[self._last]
             try:
                 socket.send_fds(channel, [b"c"], [connection.fileno()])
                 return True

@@ -20,7 +20,7 @@ from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 from octavo.supervisor.acceptor import Acceptor
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
-_FAREWELL_MS = 1000
+_LINGER_MS = 1000
 
 
 class ApiProcess:
@@ -28,16 +28,14 @@ class ApiProcess:
 
     def __init__(self, origin: int, restarts: Restarts, watch: ServerWatch) -> None:
         self.origin, self.restarts, self.watch = origin, restarts, watch
-        self.verdict = ""  # why we killed it; empty: we did not
+        self.kill_reason = ""  # why we killed it; empty: we did not
         self.process: subprocess.Popen[bytes] | None = None
         self.orders: zmq.Socket[bytes] | None = None
         self.number = 0  # processes started in this slot
         self.started = 0.0
         self.is_ready = False
         self.restart_at: float | None = None
-        self.channel: socket.socket | None = (
-            None  # passes connections to it; the acceptor owns it once the process is ready
-        )
+        self.channel: socket.socket | None = None  # passes connections; the acceptor owns it once it is ready
 
     def close_channel(self) -> None:
         """Close the channel of a process that never became ready."""
@@ -81,11 +79,11 @@ class ApiProcesses:
 
     def start(self, slot: ApiProcess, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
         slot.number += 1
-        slot.is_ready, slot.restart_at, slot.started, slot.verdict = False, None, time.monotonic(), ""
+        slot.is_ready, slot.restart_at, slot.started, slot.kill_reason = False, None, time.monotonic(), ""
         self._heartbeat.forget(slot.origin)
         slot.close_channel()
         slot.channel, channel = self._acceptor.channel()
-        order = msgspec.structs.replace(
+        launch = msgspec.structs.replace(
             self._template,
             fd=channel.fileno(),
             origin=slot.origin,
@@ -97,16 +95,16 @@ class ApiProcesses:
             slot.orders.close(linger=0)
         slot.orders = self._context.socket(zmq.PUSH)
         slot.orders.set_hwm(0)
-        slot.orders.connect(order.orders_address)
-        slot.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.heartbeat_fd))
+        slot.orders.connect(launch.orders_address)
+        slot.process = spawn("octavo.server.process", launch, pass_fds=(channel.fileno(), launch.heartbeat_fd))
         channel.close()
         return slot.process
 
-    def welcome(self, slot: ApiProcess) -> None:
+    def mark_ready(self, slot: ApiProcess) -> None:
         """The process can answer: let the acceptor pass connections to it."""
         slot.is_ready = True
         if slot.channel is not None:
-            self._acceptor.deal_to(slot.channel)
+            self._acceptor.add_channel(slot.channel)
         slot.channel = None
 
     def look(self, engine_since: float | None) -> None:
@@ -115,36 +113,36 @@ class ApiProcesses:
         became ready (None: it is not)."""
         limit = self._template.config.server.start_timeout
         for slot in self.slots:
-            if slot.verdict or slot.process is None or slot.has_ended:
+            if slot.kill_reason or slot.process is None or slot.has_ended:
                 continue
             if not slot.is_ready:
                 if limit and engine_since is not None and time.monotonic() - max(slot.started, engine_since) > limit:
-                    slot.verdict = (
+                    slot.kill_reason = (
                         f"API process {slot.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
                     )
                     slot.process.kill()
             elif (problem := slot.watch.look(slot.process.pid)) is not None:
-                slot.verdict = f"API process {slot.origin} hangs and is killed: {problem}"
+                slot.kill_reason = f"API process {slot.origin} hangs and is killed: {problem}"
                 slot.process.kill()
 
     def due(self, now: float) -> list[ApiProcess]:
         """Return the slots whose restart is due."""
         return [slot for slot in self.slots if slot.restart_at is not None and now >= slot.restart_at]
 
-    def tell(self, order: FromSupervisor) -> None:
+    def send_all(self, order: FromSupervisor) -> None:
         for slot in self.slots:
             self._send(slot, order)
 
-    def tell_of_engine(self, engine_address: str, num_engines: int) -> None:
+    def announce_engine(self, engine_address: str, num_engines: int) -> None:
         for slot in self.slots:
             self._send(slot, EngineStarted(engine_address, self._reply_address(slot, num_engines)))
 
-    def tell_engine_of(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
+    def announce_end(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
         """Tell the engine that this process has ended, so that it aborts the process's requests."""
         socket = self._context.socket(zmq.PUSH)
         socket.connect(engine_address)
         socket.send(msgspec.msgpack.encode(ServerGone(slot.origin, self._reply_address(slot, num_engines))))
-        socket.close(linger=_FAREWELL_MS)
+        socket.close(linger=_LINGER_MS)
 
     def terminate(self) -> None:
         for process in self.processes:

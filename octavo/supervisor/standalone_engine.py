@@ -14,7 +14,7 @@ from octavo.supervisor.runtime_dir import RuntimeDir
 from octavo.weights.sources.source import resolve
 
 ENGINE_MODULE = "octavo.engine.process"
-FAREWELL_SECONDS = 5.0  # an engine that has not ended by then is killed
+STOP_SECONDS = 5.0  # an engine that has not ended by then is killed
 T = TypeVar("T")
 
 
@@ -38,8 +38,8 @@ class StandaloneEngine:
 
     async def __aenter__(self) -> "StandaloneEngine":
         address, source = f"ipc://{self._folder.path}/engine", self._source
-        order = EngineLaunch(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
-        self._process = spawn(ENGINE_MODULE, order)
+        launch = EngineLaunch(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
+        self._process = spawn(ENGINE_MODULE, launch)
         self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         self.client = ZmqClient(address, f"ipc://{self._folder.path}/api-0")
         return self
@@ -49,7 +49,7 @@ class StandaloneEngine:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        await asyncio.wait({self._ended}, timeout=FAREWELL_SECONDS)
+        await asyncio.wait({self._ended}, timeout=STOP_SECONDS)
         if not self._ended.done():
             self._process.kill()
         self._process.stdout.close()

@@ -102,7 +102,7 @@ class _Supervisor:
         self._has_served = False
         self._restarts = Restarts(config.server.max_engine_restarts)
         self._restart_at: float | None = None
-        self._verdict = ""  # why we killed the engine; empty: we did not
+        self._kill_reason = ""  # why we killed the engine; empty: we did not
         self._drain_until: float | None = None  # None: not draining
         self._close_until: float | None = None  # None: the engine has not been asked to stop
         self._exit_code: int | None = None  # None: not stopping
@@ -146,7 +146,7 @@ class _Supervisor:
 
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
-        self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(len(signals.recv(64))))
         self._start_engine()
         for slot in self._api_processes.slots:
             self._start_server(slot)
@@ -167,7 +167,7 @@ class _Supervisor:
         self._restart_at = None
         self._is_engine_ready = False
         self._engine_started = time.monotonic()
-        order = EngineLaunch(
+        launch = EngineLaunch(
             self._config,
             str(self._source.path),
             self._source.kind,
@@ -180,12 +180,12 @@ class _Supervisor:
             str(self._crash_files.live or ""),
             *self._crash_files.ring_fds,
         )
-        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
-        self._listen_to(self._engine, self._engine_spoke)
+        self._engine = spawn(ENGINE_MODULE, launch, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
+        self._listen_to(self._engine, self._on_engine_output)
 
     def _start_server(self, slot: ApiProcess) -> None:
         server = self._api_processes.start(slot, self._engine_address(), self._num_engines)
-        self._listen_to(server, partial(self._server_spoke, slot))
+        self._listen_to(server, partial(self._on_server_output, slot))
 
     def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
         assert process.stdout is not None
@@ -193,7 +193,7 @@ class _Supervisor:
 
     # ── what happens ──
 
-    def _engine_spoke(self) -> None:
+    def _on_engine_output(self) -> None:
         """Handle the engine's standard output: one line, its report, when it is ready; then its end."""
         assert self._engine is not None and self._engine.stdout is not None
         line = self._engine.stdout.readline()
@@ -218,10 +218,10 @@ class _Supervisor:
         self._say(self._crash_files.words)
         self._say_if_ready()
 
-    def _server_spoke(self, slot: ApiProcess) -> None:
+    def _on_server_output(self, slot: ApiProcess) -> None:
         assert slot.process is not None and slot.process.stdout is not None
         if slot.process.stdout.readline():
-            self._api_processes.welcome(slot)
+            self._api_processes.mark_ready(slot)
             if self._has_served:
                 say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
             return self._say_if_ready()
@@ -240,17 +240,17 @@ class _Supervisor:
         if code == 2 and not self._has_served:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
-        message = slot.verdict or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
+        message = slot.kill_reason or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
         delay = slot.restarts.delay(time.monotonic(), slot.is_ready) if self._has_served else None
         if delay is None:
             why = f"; it is not restarted: {slot.restarts.why_not}" if self._has_served else ""
-            self._complain(message + why)
+            self._say_error(message + why)
             return self._drain(1)
-        self._complain(f"{message}: its connections are closed; starting another")
-        cause = "start" if not slot.is_ready else "hung" if slot.verdict else "killed" if code < 0 else "failed"
+        self._say_error(f"{message}: its connections are closed; starting another")
+        cause = "start" if not slot.is_ready else "hung" if slot.kill_reason else "killed" if code < 0 else "failed"
         self._heartbeat.count_restart("api", cause)
         if self._engine is not None and self._engine.poll() is None:
-            self._api_processes.tell_engine_of(slot, self._engine_address(), self._num_engines)
+            self._api_processes.announce_end(slot, self._engine_address(), self._num_engines)
         slot.is_ready = False
         slot.restart_at = time.monotonic() + delay
 
@@ -261,21 +261,27 @@ class _Supervisor:
         if not self._was_engine_ready and code == 2:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
-        message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
+        message = self._kill_reason or f"the engine ended unexpectedly ({describe_exit(code)})"
         cause = (
-            "start" if not self._is_engine_ready else "hung" if self._verdict else "killed" if code < 0 else "failed"
+            "start"
+            if not self._is_engine_ready
+            else "hung"
+            if self._kill_reason
+            else "killed"
+            if code < 0
+            else "failed"
         )
-        self._verdict = ""
-        self._complain(message)
+        self._kill_reason = ""
+        self._say_error(message)
         self._crash_files.seal_aside(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._api_processes.tell(EngineGone(message + why))
+            self._api_processes.send_all(EngineGone(message + why))
             return self._drain(1)
         self._heartbeat.count_restart("engine", cause)
         # A start that failed computed nothing, so no request can be its cause.
-        self._api_processes.tell(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
+        self._api_processes.send_all(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
         self._is_engine_ready = False
         self._restart_at = time.monotonic() + delay
         self._say("starting another engine; requests wait for it")
@@ -284,7 +290,7 @@ class _Supervisor:
         now = time.monotonic()
         if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
             self._start_engine()
-            self._api_processes.tell_of_engine(self._engine_address(), self._num_engines)
+            self._api_processes.announce_engine(self._engine_address(), self._num_engines)
         if self._exit_code is None:
             for slot in self._api_processes.due(now):
                 self._start_server(slot)
@@ -292,7 +298,7 @@ class _Supervisor:
         if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
             self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
-            self._verdict = f"the engine hangs and is killed: {problem}"
+            self._kill_reason = f"the engine hangs and is killed: {problem}"
             self._engine.kill()
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
@@ -302,14 +308,14 @@ class _Supervisor:
 
     def _loads_too_long(self, now: float) -> bool:
         limit = self._config.server.start_timeout
-        if self._verdict or not limit or self._restart_at is not None or now - self._engine_started < limit:
+        if self._kill_reason or not limit or self._restart_at is not None or now - self._engine_started < limit:
             return False
-        self._verdict = f"the engine is not ready after {limit:g} s (--start-timeout) and is killed"
+        self._kill_reason = f"the engine is not ready after {limit:g} s (--start-timeout) and is killed"
         return True
 
     # ── stopping ──
 
-    def _told_to_stop(self, num_signals: int) -> None:
+    def _on_signals(self, num_signals: int) -> None:
         if self._exit_code is not None or num_signals > 1:
             say("stopped at once; running requests were cut off")
             self._exit_code, self._is_over = 130, True
@@ -349,7 +355,7 @@ class _Supervisor:
     def _say(self, line: str) -> None:
         say(line)
 
-    def _complain(self, message: str) -> None:
+    def _say_error(self, message: str) -> None:
         say(f"error: {message}")
 
     def _engine_address(self) -> str:

@@ -109,14 +109,14 @@ class Watch:
         if silence.stalled != before:
             self._heartbeat.stalled(silence.stalled)
         problem = silence.problem(self._what(), self._timeout)
-        return None if problem is None else f"{problem}; {self._who()}"
+        return None if problem is None else f"{problem}; {self._requests()}"
 
     def _what(self) -> str:
         if self._heartbeat.is_stepping:
             return f"step {self._heartbeat.num_steps} has not ended"
         return "the idle engine has sent no heartbeat"
 
-    def _who(self) -> str:
+    def _requests(self) -> str:
         names = self._heartbeat.seated() if self._heartbeat.is_stepping else []
         more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
         return f"requests in it: {', '.join(names[:_NAMES]) or 'none'}{more}"
@@ -130,7 +130,7 @@ def _computed(pid: int) -> int | None:
     does not report it."""
     ticks = 0
     try:
-        for each in _family(pid):
+        for each in _process_tree(pid):
             fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
             if fields[0] == "T":
                 return _STOPPED
@@ -140,7 +140,7 @@ def _computed(pid: int) -> int | None:
     return ticks
 
 
-def _family(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     found = [pid]
     for slot in found:
         for children in Path(f"/proc/{slot}/task").glob("*/children"):

@@ -15,9 +15,7 @@ ARTEFACTS = Path(os.environ.get("OCTAVO_TEST_ARTEFACTS", "build/screenshots"))
 KEY = "browser-key"
 
 
-@pytest.fixture(
-    scope="module"
-)  # not longer: while Playwright runs, no other test of this process can have an event loop
+@pytest.fixture(scope="module")  # not longer: while Playwright runs, no test of this process can have an event loop
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs Playwright")
     program = os.environ.get("OCTAVO_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")

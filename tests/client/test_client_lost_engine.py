@@ -207,9 +207,7 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
     """The next engine does not refuse what one has taken in. All other requests are counted in their API process, and again by
     the next engine."""
     monkeypatch.setattr(inflight_limit, "AWAY_SECONDS", 0.02)
-    house.bound(
-        6
-    )  # besides the four rows: for each of the two processes, a share of three waiting requests and two rows
+    house.bound(6)  # each of the two processes has a share of three of them, and of two of the four rows
     house.gate.clear()
     house.start_engine(fail_at=0)
     first, second = house.clients

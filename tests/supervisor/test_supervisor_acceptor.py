@@ -15,7 +15,7 @@ SECONDS = 20.0
 def add(acceptor: Acceptor) -> socket.socket:
     """Register a ready process and return its end of the channel."""
     ours, theirs = acceptor.channel()
-    acceptor.deal_to(ours)
+    acceptor.add_channel(ours)
     return theirs
 
 
@@ -95,9 +95,7 @@ def test_with_nobody_left_a_client_waits_for_the_next(acceptor: Acceptor) -> Non
 
 def test_what_finds_no_room_waits(acceptor: Acceptor) -> None:
     channel = add(acceptor)
-    acceptor._channels[0].setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 1
-    )  # the smallest possible buffer: a few messages
+    acceptor._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the smallest buffer: a few messages
     acceptor.open(64)
     clients = connect(acceptor, 40)
     taken = take(channel, 40)
