@@ -17,7 +17,7 @@ def resident() -> int:
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what it has")
 
 
-def test_what_was_freed_between_what_is_used_goes_back() -> None:
+def test_freed_blocks_between_used_ones_go_back() -> None:
     blocks = [bytes(4000) for _ in range(20_000)]  # each too small to go back to the system when it is freed
     kept = blocks[::200]
     full = resident()
@@ -28,7 +28,7 @@ def test_what_was_freed_between_what_is_used_goes_back() -> None:
 
 OF_A_THREAD = """
 import threading
-from octavo.ipc.memory_trim import give_back, keep_one_heap
+from octavo.ipc.memory_trim import trim_heap, keep_one_heap
 from tests.ipc.test_ipc_memory_trim import resident
 
 keep_one_heap()
@@ -44,32 +44,32 @@ def work():  # the thread stays, and with it any heap that is its own
 
 threading.Thread(target=work).start()
 done.wait()
-give_back()
+trim_heap()
 print(resident() - before)
 stop.set()
 """
 
 
-def test_what_a_thread_freed_goes_back_whoever_asks():
+def test_memory_freed_by_a_thread_goes_back():
     ran = subprocess.run([sys.executable, "-c", OF_A_THREAD], capture_output=True, text=True)
     assert ran.returncode == 0 and int(ran.stdout) < 8 * 2**20, ran
 
 
 OF_LIBRARIES = """
 import numpy
-from octavo.ipc.memory_trim import let_go_of_code
+from octavo.ipc.memory_trim import drop_library_pages
 from tests.ipc.test_ipc_memory_trim import resident
 
 def work():
     return float(numpy.linalg.inv(numpy.arange(9.0).reshape(3, 3) + numpy.eye(3)).sum()), sorted({"a": 1})
 
 first, before = work(), resident()
-let_go_of_code()
+drop_library_pages()
 print(before - resident())
 assert work() == first
 """
 
 
-def test_code_that_has_run_is_let_go_of_and_runs_again():
+def test_library_pages_are_dropped_and_the_code_runs_again():
     ran = subprocess.run([sys.executable, "-c", OF_LIBRARIES], capture_output=True, text=True)
     assert ran.returncode == 0 and int(ran.stdout) > 2 * 2**20, ran
