@@ -41,7 +41,7 @@ from octavo.messages import (
 
 log = logging.getLogger("octavo.engine")
 
-_LAST_WORDS_SECONDS = 0.05
+_LAST_TOKENS_SECONDS = 0.05
 
 
 class EngineClient(ABC):
@@ -305,14 +305,14 @@ class ZmqClient(EngineClient):
     async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
         while True:
-            await self._obey(decoder.decode(await socket.recv()))
+            await self._handle_order(decoder.decode(await socket.recv()))
 
-    async def _obey(self, order: FromSupervisor) -> None:
+    async def _handle_order(self, order: FromSupervisor) -> None:
         match order:
             case EngineLost():
                 # The engine's last tokens may still be in the socket. Read them: they need not be computed again, and they
                 # show which requests made progress.
-                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                await asyncio.sleep(_LAST_TOKENS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
                 self.on_lost()

@@ -44,7 +44,7 @@ class InflightLimit:
         """Raise Overloaded if one more request is too much. `quiet`: this process's requests without a token, oldest first."""
         if not (self._max_requests or self._max_tokens):
             return
-        self._let_in()
+        self._drop_taken()
         if is_away := is_recovering or self._is_silent():
             share = self._num_servers
             self._count(-(-num_rows // share), quiet)
@@ -79,7 +79,7 @@ class InflightLimit:
         """Whether the current or an earlier engine has taken the request in. A later engine must not refuse it."""
         return self._heartbeat.has_taken(self._origin, request.submitted)
 
-    def _let_in(self) -> None:
+    def _drop_taken(self) -> None:
         """Stop counting the requests that the engine has taken in."""
         while self._sent:
             submitted, num_tokens = next(iter(self._sent.values()))

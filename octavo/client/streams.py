@@ -169,10 +169,10 @@ class Streams:
     def _ban(self, request: GenerateRequest) -> None:
         if len(self._banned) == _MAX_BANNED:
             del self._banned[next(iter(self._banned))]
-        self._banned[_likeness(request)] = (time.monotonic() + BAN_SECONDS, request.id)
+        self._banned[_digest(request)] = (time.monotonic() + BAN_SECONDS, request.id)
 
     def _check_ban(self, request: GenerateRequest) -> None:
-        until, name = self._banned.get(_likeness(request), (0.0, ""))
+        until, name = self._banned.get(_digest(request), (0.0, ""))
         if (left := until - time.monotonic()) > 0:
             raise RequestFailed(
                 f"request {name}, which was identical, ended two engines: it is refused for another {left:.0f} s"
@@ -197,7 +197,7 @@ class Streams:
         ]
 
 
-def _likeness(request: GenerateRequest) -> bytes:
+def _digest(request: GenerateRequest) -> bytes:
     """Digest of what a request asks for: prompt, parameters without the seed, stop ids."""
     params = msgspec.structs.replace(request.params, seed=0)
     return blake2b(msgspec.msgpack.encode([request.prompt_ids, params, request.stop_ids]), digest_size=16).digest()

@@ -31,7 +31,7 @@ _PARTS = (
 _GPUS = ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 
 
-def needs_little_of_torch(config: Config) -> bool:
+def can_be_lazy(config: Config) -> bool:
     """Whether the engine can do without these submodules: on a CPU and with real weights. GPU engines and random weights use
     random number generators, for which torch needs one of the submodules."""
     model = config.model
@@ -40,40 +40,40 @@ def needs_little_of_torch(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def light_torch() -> Iterator[None]:
+def lazy_torch() -> Iterator[None]:
     """Put stubs in place of the submodules during the first import of torch. Only for our own processes."""
     if _TORCH in sys.modules:
         yield
         return
-    parts = [_Later(name) for name in _PARTS]
+    parts = [_Stub(name) for name in _PARTS]
     sys.modules.update({part.__name__: part for part in parts})
-    sys.meta_path.insert(0, _More(parts))
+    sys.meta_path.insert(0, _Finder(parts))
     try:
         yield
     finally:
         for part in parts:
-            part.step_aside()
+            part.remove()
 
 
-class _Later(types.ModuleType):
+class _Stub(types.ModuleType):
     """A stub for a submodule. Imports the real one on the first access to an attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__path__":  # attributes that the import system reads
             raise AttributeError(name)
-        self.step_aside()
+        self.remove()
         return getattr(importlib.import_module(self.__name__), name)
 
-    def step_aside(self) -> None:
+    def remove(self) -> None:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
 
-class _More:
+class _Finder:
     """Meta-path finder: before the first import of a submodule after torch itself, removes the stubs and imports the real
     torch._meta_registrations."""
 
-    def __init__(self, parts: list[_Later]) -> None:
+    def __init__(self, parts: list[_Stub]) -> None:
         self._parts = parts
         self._has_noticed = False
 
@@ -82,15 +82,15 @@ class _More:
             return None
         self._has_noticed = True
         for part in self._parts:
-            part.step_aside()
+            part.remove()
         if name == _FOR_COMPILERS:
             return None
         importlib.import_module(_FOR_COMPILERS)
         # That may have imported the requested module, which must not run twice.
-        return ModuleSpec(name, _There(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
+        return ModuleSpec(name, _LoadedModule(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
 
 
-class _There:
+class _LoadedModule:
     """Loader for a module that has been imported meanwhile."""
 
     def __init__(self, module: types.ModuleType) -> None:

@@ -25,7 +25,7 @@ from octavo import __version__
 from octavo.admission.queue_limit import QueueLimit
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
-from octavo.engine.lazy_torch import light_torch, needs_little_of_torch
+from octavo.engine.lazy_torch import can_be_lazy, lazy_torch
 from octavo.errors import ConfigError
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import EngineLaunch
@@ -95,7 +95,7 @@ def main() -> int:
     threading.Thread(target=_receive, args=(launch.address, inbox), daemon=True).start()
     source = ModelSource(path=Path(launch.model_path), name=launch.model_name, kind=launch.model_kind)
     try:
-        with light_torch() if needs_little_of_torch(launch.config) else contextlib.nullcontext():
+        with lazy_torch() if can_be_lazy(launch.config) else contextlib.nullcontext():
             engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)

@@ -52,16 +52,16 @@ class Recovery:
                     begun = [None if abort.index in (-1, index) else tokens for index, tokens in enumerate(before)]
                     is_left = any(tokens is not None for tokens in begun)
                     requests[at : at + 1] = [msgspec.structs.replace(request, begun=begun)] if is_left else []
-                    self._close_ranks()
+                    self._drop_empty_groups()
                     return
 
     def lose(self, origin: int) -> None:
         """Drop the requests of an API process that has ended."""
         for requests in (self._survivors, self._newcomers, *(self._groups or ())):
             requests[:] = [request for request in requests if request.origin != origin]
-        self._close_ranks()
+        self._drop_empty_groups()
 
-    def _close_ranks(self) -> None:
+    def _drop_empty_groups(self) -> None:
         """Remove empty groups."""
         if self._groups is not None:
             self._groups = deque(group for group in self._groups if group)

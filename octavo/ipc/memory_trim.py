@@ -15,7 +15,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (.{4}) \S+ \S+ \d+ *(.*)$")
 def keep_one_heap() -> None:
     """Use one malloc arena for all threads. To be called before any thread starts: malloc_trim() never returns the top of the
     arenas that threads get otherwise."""
-    if (choose := _of_c("mallopt")) is not None:
+    if (choose := _libc("mallopt")) is not None:
         choose(_ARENA_MAX, 1)
 
 
@@ -24,19 +24,19 @@ def trim_heap() -> None:
     cycles first, but only in our own processes, which have frozen their heap: a user's heap may take long to traverse."""
     if gc.get_freeze_count():
         gc.collect()
-    if (trim := _of_c("malloc_trim")) is not None:
+    if (trim := _libc("malloc_trim")) is not None:
         trim(0)
 
 
 def drop_library_pages() -> None:
     """madvise(MADV_DONTNEED) on clean library pages after start-up: about 50 MB of torch is not used again. A page that is needed
     again faults back from the page cache."""
-    if (advise := _of_c("madvise")) is not None:
-        for begin, end in _unwritten():
+    if (advise := _libc("madvise")) is not None:
+        for begin, end in _clean_ranges():
             advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
 
-def _unwritten() -> Iterator[tuple[int, int]]:
+def _clean_ranges() -> Iterator[tuple[int, int]]:
     """Address ranges of libraries that are read-only and were never written: code and constants. A library stays mapped for as
     long as the process lives, so the ranges stay valid. Empty where the system has no /proc/self/smaps."""
     try:
@@ -60,7 +60,7 @@ def _unwritten() -> Iterator[tuple[int, int]]:
 
 
 @functools.cache
-def _of_c(name: str) -> Callable[..., int] | None:
+def _libc(name: str) -> Callable[..., int] | None:
     try:
         found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     except OSError:

@@ -26,10 +26,10 @@ MOST_KEPT = 5  # files of each kind
 LEAST_BYTES = SEGMENTS * SIZE  # so that one ring of records never fills more than one segment file
 _LIVE = "live-"
 _LOCK = "lock"
-ENDING = ".octavo"
+SUFFIX = ".octavo"
 
 
-class _LastWords(NamedTuple):
+class _RingContents(NamedTuple):
     """The contents of the ring: the records that an engine may not have written to its files."""
 
     position: int  # of the first byte in the engine's stream
@@ -68,7 +68,7 @@ class CrashFiles:
             return
 
     @property
-    def words(self) -> str:
+    def status_line(self) -> str:
         """The line that the server logs at start."""
         if self.live is None:
             return "recorder: off"
@@ -79,11 +79,11 @@ class CrashFiles:
         """The ring's descriptor, for an engine to inherit. Empty: nothing is recorded."""
         return (self._ring_fd,) if self._ring_fd >= 0 else ()
 
-    def seal_aside(self, engine: int) -> None:
+    def seal_in_background(self, engine: int) -> None:
         """Make one file of a crashed engine's recording and log its name, on a thread: clients wait for the next engine and must
         not wait for a disk. The next engine may start at once: the ring, which it overwrites, is copied before this returns."""
         if self.live is not None:
-            sealer = threading.Thread(target=self._seal_crash, args=(engine, self._last_words()), name="octavo-seal")
+            sealer = threading.Thread(target=self._seal_crash, args=(engine, self._read_ring()), name="octavo-seal")
             try:
                 sealer.start()
             except RuntimeError:  # no more threads: possible right after a crash
@@ -91,28 +91,28 @@ class CrashFiles:
                 return
             self._sealers = [*(other for other in self._sealers if other.is_alive()), sealer]
 
-    def _seal_crash(self, engine: int, words: _LastWords | None) -> None:
-        if (path := self._seal_own("crash", engine, words)) is not None:
+    def _seal_crash(self, engine: int, contents: _RingContents | None) -> None:
+        if (path := self._seal_own("crash", engine, contents)) is not None:
             say(f"the engine's recording is kept: octavo replay {path}")
 
-    def _seal_own(self, why: str, engine: int, words: _LastWords | None) -> Path | None:
+    def _seal_own(self, why: str, engine: int, contents: _RingContents | None) -> Path | None:
         """Make one file of an engine's segments. None: there are none, or the file could not be written."""
         assert self.live is not None
         try:
             with self._sealing:
-                return self._seal(self.live, f"{engine:03d}", why, words)
+                return self._seal(self.live, f"{engine:03d}", why, contents)
         except OSError as error:
             say(f"the engine's recording could not be kept: {error.strerror}")
             return None
 
-    def _last_words(self) -> _LastWords | None:
+    def _read_ring(self) -> _RingContents | None:
         try:
             ring = RecordingRing(self._ring_fd)
         except OSError as error:  # out of memory, for example
             say(f"the engine's last records could not be read: {error.strerror}")
             return None
         try:
-            return _LastWords(ring.tail, ring.between(ring.tail, ring.head))
+            return _RingContents(ring.tail, ring.between(ring.tail, ring.head))
         finally:
             ring.close()
 
@@ -121,7 +121,7 @@ class CrashFiles:
         for sealer in self._sealers:
             sealer.join()
         if self.live is not None:
-            if self._is_named and (path := self._seal_own("stopped", engine, self._last_words())) is not None:
+            if self._is_named and (path := self._seal_own("stopped", engine, self._read_ring())) is not None:
                 say(f"the recording up to the stop is kept: octavo replay {path}")
             shutil.rmtree(self.live, ignore_errors=True)
         if self._lock is not None:
@@ -155,13 +155,13 @@ class CrashFiles:
                 finally:
                     os.close(fd)
 
-    def _seal(self, live: Path, engine: str, why: str, words: _LastWords | None) -> Path | None:
+    def _seal(self, live: Path, engine: str, why: str, contents: _RingContents | None) -> Path | None:
         """Join an engine's segments and the ring's contents in one file, remove the segments, and remove the oldest files."""
         segments = sorted(live.glob(f"{engine}-*{SEGMENT}"))
         if not segments:
             return None
         when = time.strftime("%Y%m%d-%H%M%S", time.localtime(segments[-1].stat().st_mtime))
-        target = self._folder / f"{why}-{when}-server-{live.name.split('-')[1]}-engine-{int(engine)}{ENDING}"
+        target = self._folder / f"{why}-{when}-server-{live.name.split('-')[1]}-engine-{int(engine)}{SUFFIX}"
         part = target.with_suffix(".part")
         part.unlink(missing_ok=True)
         try:
@@ -170,27 +170,27 @@ class CrashFiles:
                 for segment in segments:
                     with segment.open("rb") as source:
                         shutil.copyfileobj(source, file)
-                if words is not None:
-                    _write_last_words(file, segments[-1], words)
+                if contents is not None:
+                    _append_ring(file, segments[-1], contents)
             part.rename(target)
         except OSError:
             part.unlink(missing_ok=True)
             raise
         for segment in segments:
             segment.unlink(missing_ok=True)
-        old = sorted(self._folder.glob(f"{why}-*{ENDING}"), key=lambda path: path.stat().st_mtime)
+        old = sorted(self._folder.glob(f"{why}-*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
         for path in old[:-MOST_KEPT]:
             path.unlink(missing_ok=True)
         return target
 
 
-def _write_last_words(file: BinaryIO, last: Path, words: _LastWords) -> None:
+def _append_ring(file: BinaryIO, last: Path, contents: _RingContents) -> None:
     """Append the ring's records that are not in the last segment: the engine may have ended between writing a chunk and moving
     `tail`. If records are missing in between, append nothing: a reader keeps only what follows the last gap, and would lose the
     segments."""
     ends = [chunk.end for chunk in chunks_in(last.read_bytes()) if isinstance(chunk, Chunk)]
-    if ends and words.position > ends[-1]:
+    if ends and contents.position > ends[-1]:
         return
-    start = max(ends[-1] if ends else 0, words.position)
-    if unwritten := words.records[start - words.position :]:
+    start = max(ends[-1] if ends else 0, contents.position)
+    if unwritten := contents.records[start - contents.position :]:
         file.write(stream_chunk(unwritten, start))

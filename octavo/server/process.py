@@ -37,11 +37,11 @@ from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 
-TURN_SECONDS = 0.5  # between two heartbeats of the event loop
+BEAT_SECONDS = 0.5  # between two heartbeats of the event loop
 IDLE_OBJECTS = 1000  # new objects that are worth a collection of about a tenth of a millisecond
-RESTED_TURNS = 3  # heartbeats without a request, after which memory is given back
+IDLE_BEATS = 3  # heartbeats without a request, after which memory is given back
 DRAIN_LOOK_SECONDS = 0.1
-FAREWELL_SECONDS = 1.0  # for responses that are cut off to send their last event
+LAST_EVENT_SECONDS = 1.0  # for responses that are cut off to send their last event
 ORPHAN_SECONDS = 4.0  # without a supervisor; an orderly stop takes less
 
 
@@ -131,34 +131,34 @@ async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -
     return None
 
 
-async def _turn(service: Service, origin: int) -> None:
+async def _beat(service: Service, origin: int) -> None:
     """Send heartbeats of this event loop. While idle, collect the reference cycles that past requests have left, about fifty
-    objects each; after RESTED_TURNS without a request, give freed memory back to the system."""
-    heartbeat, num_seen, num_rests = service.engine.heartbeat, 0, 0
+    objects each; after IDLE_BEATS without a request, give freed memory back to the system."""
+    heartbeat, num_seen, num_idle = service.engine.heartbeat, 0, 0
     while True:
         if heartbeat is not None:
             heartbeat.turn(origin)
-        num_rests = num_rests + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
+        num_idle = num_idle + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
         num_seen = service.num_requests
-        if num_rests == RESTED_TURNS:
+        if num_idle == IDLE_BEATS:
             trim_heap()
         elif service.idle.is_set() and gc.get_count()[0] > IDLE_OBJECTS:
             gc.collect(1)
-        await asyncio.sleep(TURN_SECONDS)
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 def settle_collector() -> None:
     # The objects alive now stay alive: exempt them from collection.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _turn()
+    gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _beat()
 
 
 async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
     settle_collector()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
-    turning = asyncio.create_task(_turn(service, launch.origin))
+    beating = asyncio.create_task(_beat(service, launch.origin))
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -167,7 +167,7 @@ async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: 
     await asyncio.wait({background})
     server.should_exit = True
     await serving
-    turning.cancel()
+    beating.cancel()
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)
     return 0 if is_clean else 1
@@ -189,7 +189,7 @@ async def _drain(service: Service, server: HttpServer, seconds: float, stop: Sto
     if service.idle.is_set():
         return not num_hung_up and not server.has_unsent
     service.stop()
-    await _any_of(service.idle, seconds=FAREWELL_SECONDS)
+    await _any_of(service.idle, seconds=LAST_EVENT_SECONDS)
     return False
 
 

@@ -103,18 +103,18 @@ class _Job:
         """Run the job. None: every line has its record. Otherwise the exit code of an engine that did not start."""
         loop = asyncio.get_running_loop()
         work = asyncio.create_task(self._run())
-        is_told_to_stop = False
+        is_stopping = False
 
         def stop() -> None:
-            nonlocal is_told_to_stop
-            is_told_to_stop = True
+            nonlocal is_stopping
+            is_stopping = True
             work.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, stop)
         try:
             return await work
         except asyncio.CancelledError:
-            if is_told_to_stop:
+            if is_stopping:
                 raise Stopped from None
             raise
 

@@ -215,7 +215,7 @@ class _Supervisor:
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
-        self._say(self._crash_files.words)
+        self._say(self._crash_files.status_line)
         self._say_if_ready()
 
     def _on_server_output(self, slot: ApiProcess) -> None:
@@ -273,7 +273,7 @@ class _Supervisor:
         )
         self._kill_reason = ""
         self._say_error(message)
-        self._crash_files.seal_aside(self._num_engines)
+        self._crash_files.seal_in_background(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
             why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""

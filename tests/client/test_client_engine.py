@@ -142,7 +142,7 @@ async def test_controls():
         assert await client.control(ResetPrefixCache(0)) == "1"
 
 
-def test_the_door_names_the_field_and_the_limit():
+def test_validation_names_the_field_and_the_limit():
     def knock(prompt, **params):
         return admit("x", prompt, SamplingParams(**params), REPORT, eos_ids=(7,))
 

@@ -228,7 +228,7 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
         await asyncio.sleep(0.01)
     await second.ready()
     while first._inflight_limit._sent:
-        first._inflight_limit._let_in()
+        first._inflight_limit._drop_taken()
         await asyncio.sleep(0.01)
     while not second._inflight_limit._is_silent():  # noqa: ASYNC110
         await asyncio.sleep(0.01)

@@ -226,7 +226,7 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
         pass
     recorded.run(most_turns=20)
     with crash_files._sealing:  # a slow disk
-        crash_files.seal_aside(1)
+        crash_files.seal_in_background(1)
         ring = RecordingRing(crash_files._ring_fd)
         ring.reset()
         ring.put(b"another engine")
@@ -244,7 +244,7 @@ def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_pa
     first = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     for number in range(1, MOST_KEPT + 3):
         (first.live / f"{number:03d}-000001.segment").write_bytes(b"x")
-        first.seal_aside(number)
+        first.seal_in_background(number)
         first._sealers[-1].join()
     assert len(list(tmp_path.glob("crash-*"))) == MOST_KEPT
     (first.live / "009-000001.segment").write_bytes(b"the last")

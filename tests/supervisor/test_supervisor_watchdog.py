@@ -155,7 +155,7 @@ def test_restarts_are_limited_in_number_and_in_a_row() -> None:
     assert Restarts(0).delay(1.0, True) is None
 
 
-def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
+def test_a_heartbeat_is_shared_by_processes_and_names_the_requests_in_rows() -> None:
     fd = shared_memory()
     heartbeat, other = Heartbeat(fd), Heartbeat(fd)
     os.close(fd)
@@ -172,7 +172,7 @@ def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
     heartbeat.close(), other.close()
 
 
-def test_what_is_usual_follows_the_longest_steps_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_usual_follows_the_longest_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10**12
     monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic_ns=lambda: now))
     heartbeat = Heartbeat()

@@ -23,7 +23,7 @@ class Line(msgspec.Struct, frozen=True):
     ignored: tuple[str, ...] = ()  # keys besides the four
 
     @property
-    def waits_no_longer(self) -> bool:
+    def limits_its_wait(self) -> bool:
         """Whether the request sets max_queue_ms: then a 429 is its answer and it is not retried."""
         return bytes(_object(self.body, "body").get("max_queue_ms", b"null")) != b"null"
 

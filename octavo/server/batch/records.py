@@ -193,12 +193,12 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
         if not text.endswith(b"\n"):
             start = text[: len(RECORD_START)]
             if not RECORD_START.startswith(start):
-                raise _foreign(name, number)
+                raise _not_records(name, number)
             break
         try:
             record = decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise _foreign(name, number) from None
+            raise _not_records(name, number) from None
         seen.note(record)
         tally.count(record)
         end += len(text)
@@ -206,5 +206,5 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
     file.seek(end)
 
 
-def _foreign(name: str, number: int) -> ConfigError:
+def _not_records(name: str, number: int) -> ConfigError:
     return ConfigError(f"{name} line {number} is not a record of a batch: name another output, or move that file away")

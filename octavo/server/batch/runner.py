@@ -90,7 +90,7 @@ class BatchRunner:
                 while True:
                     self._news.clear()
                     try:
-                        is_mine = is_mine or _took(lock)
+                        is_mine = is_mine or _try_lock(lock)
                         if is_mine and not is_tidy:
                             await asyncio.to_thread(self._files.tidy)
                             await asyncio.to_thread(self._batches.tidy)
@@ -163,7 +163,7 @@ class _Run:
                     with contextlib.suppress(_Refused):
                         await asyncio.to_thread(self._read_back)
                 if not self._has_files:
-                    await asyncio.to_thread(self._name_the_rest)
+                    await asyncio.to_thread(self._record_unanswered)
             await asyncio.to_thread(self._finish)
         finally:
             self._seen.close()
@@ -294,7 +294,7 @@ class _Run:
     def _decided(self) -> Status:
         return next((name for name in OUTCOMES if getattr(self._batch, f"{name}_at") is not None), "completed")
 
-    def _name_the_rest(self) -> None:
+    def _record_unanswered(self) -> None:
         """Write a record that says why for every line without an answer."""
         batch = self._batch
         why = WHY_NOT_ANSWERED.get(self._decided) or (batch.errors.data[0] if batch.errors else None)
@@ -344,7 +344,7 @@ class _Run:
         )
 
 
-def _took(lock: BinaryIO) -> bool:
+def _try_lock(lock: BinaryIO) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
