@@ -318,9 +318,7 @@ class ZmqClient(EngineClient):
                 self.on_lost()
                 self._fail_calls(EngineUnavailable(f"{order.message}; it is being restarted", retry_after=2))
                 for name in self._streams.strike(order.seated):
-                    log.error(
-                        "request %s is failed: it was the only request in the engine each time the engine ended", name
-                    )
+                    log.error("request %s is failed: it was alone in the engine each time the engine ended", name)
             case EngineStarted():
                 self._disconnect()  # from an engine that had ended before this process started
                 self.num_restarts += 1

@@ -158,8 +158,8 @@ class Streams:
             stream.strike(seated)
             if stream.alone >= MAX_ALONE:
                 message = (
-                    f"request {name} was the only request in the engine when the engine ended, {stream.alone} times in a row: "
-                    "it is failed, and the others continue"
+                    f"request {name} was alone in the engine {stream.alone} times in a row when the engine ended: it is failed, "
+                    "the others continue"
                 )
                 self.end(name, Finish("error", message=message))
                 failed.append(name)

@@ -154,7 +154,7 @@ class BatchStore:
         """Request cancellation; the runner will notice. Raises NotFound, or InvalidRequest if the batch has ended."""
         batch = self.get(batch_id)
         if batch.has_ended:
-            raise InvalidRequest(f"batch {batch.id} has already ended: its status is {batch.status}", param="batch_id")
+            raise InvalidRequest(f"batch {batch.id} has ended: its status is {batch.status}", param="batch_id")
         self._path(batch_id, "cancel").touch()
         return self.get(batch_id)
 
