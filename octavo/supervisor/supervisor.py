@@ -310,7 +310,7 @@ class _Supervisor:
         limit = self._config.server.start_timeout
         if self._kill_reason or not limit or self._restart_at is not None or now - self._engine_started < limit:
             return False
-        self._kill_reason = f"the engine is not ready after {limit:g} s (--start-timeout) and is killed"
+        self._kill_reason = f"the engine was not ready within {limit:g} s (--start-timeout) and is killed"
         return True
 
     # ── stopping ──
