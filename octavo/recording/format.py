@@ -197,13 +197,13 @@ def wishes_of(params: SamplingParams, with_text: bool, name_of: Callable[[str], 
     """The parameters that differ from their defaults. `with_text` False: without anything that a client wrote as text or that
     reveals it; a grammar is replaced by its name."""
     values = zip(_NAMES, msgspec.structs.astuple(params), _DEFAULTS, strict=True)
-    told = {name: value for name, value, default in values if value is not default and value != default}
+    kept = {name: value for name, value, default in values if value is not default and value != default}
     if not with_text:
-        for name in told.keys() & _TEXT:
-            del told[name]
-        if "grammar" in told:
-            told["grammar"] = name_of(told["grammar"])
-    return told
+        for name in kept.keys() & _TEXT:
+            del kept[name]
+        if "grammar" in kept:
+            kept["grammar"] = name_of(kept["grammar"])
+    return kept
 
 
 def params_of(wishes: Wishes) -> SamplingParams:

@@ -39,7 +39,7 @@ export async function openJourney(id) {
 export function touch({ map, batch, rows, redraw }) {
   const ownerOf = (place) => rows().find((row) => row.owner === map.code(place));
 
-  function tellPlace(place) {
+  function describePlace(place) {
     const [first, last] = map.pages(place), code = map.code(place);
     const name = first === last ? `page ${first}` : `pages ${first} to ${last}`;
     if (code < FIRST_OWNER) return `${name}: ${KINDS[code]}`;
@@ -47,12 +47,12 @@ export function touch({ map, batch, rows, redraw }) {
     return `${name}: ` + (owner ? `used by ${owner.name}` : "used by one request");
   }
 
-  const tellRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
+  const describeRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
     `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} tokens (prompt ${count(promptLen)}), ${count(pages)} pages`;
 
   let asked = 0;
   async function namePlace(place, show) {
-    show(tellPlace(place));
+    show(describePlace(place));
     if (map.per > 1 || map.code(place) < FIRST_OWNER - 1) return;
     const turn = ++asked, page = map.pages(place)[0];
     await new Promise((resume) => setTimeout(resume, 120)); // no request for a pointer that only passes
@@ -121,13 +121,13 @@ export function touch({ map, batch, rows, redraw }) {
   };
   const openRow = (place) => rows()[place] && openJourney(rows()[place].request);
   const mark = (code) => highlight(code >= FIRST_OWNER ? code : 0);
-  hover(map, map.canvas, (place, tell) => {
+  hover(map, map.canvas, (place, show) => {
     mark(map.code(place));
-    namePlace(place, tell);
+    namePlace(place, show);
   });
-  hover(batch, batch.canvas, (place, tell) => {
+  hover(batch, batch.canvas, (place, show) => {
     mark(rows()[place].owner);
-    tell(tellRow(rows()[place]));
+    show(describeRow(rows()[place]));
   });
   keys(map, map.canvas, (place) => {
     mark(map.code(place));
@@ -135,6 +135,6 @@ export function touch({ map, batch, rows, redraw }) {
   }, openPlace);
   keys(batch, batch.canvas, (place) => {
     mark(rows()[place].owner);
-    write(find("row-told"), tellRow(rows()[place]));
+    write(find("row-told"), describeRow(rows()[place]));
   }, openRow);
 }

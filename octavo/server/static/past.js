@@ -24,7 +24,7 @@ export class Past {
       const before = points.filter((point) => point[0] < first && point[0] > first - SPAN_SECONDS);
       this.sparks[name] = before.length ? [...before, [first, null]] : [];
     }
-    for (const told of state.past) this.point(Object.fromEntries(NAMES.map((name, at) => [name, told[at]])), state.num_pages);
+    for (const past of state.past) this.point(Object.fromEntries(NAMES.map((name, at) => [name, past[at]])), state.num_pages);
   }
 
   add(state) {

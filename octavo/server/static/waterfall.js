@@ -9,7 +9,7 @@ const WAITS = {
   grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", step: "the end of the step",
 };
 
-const TOLD = {
+const EXPLANATIONS = {
   engine: "in an engine that has not reported any details",
   restart: "the engine had ended, and another one was starting",
   hand_over: "on its way from the API process to the engine",
@@ -32,15 +32,15 @@ export function waterfall(journey) {
       element("div", { class: "track" }, span),
       element("span", { class: "seconds number", text: seconds(length) }),
     );
-    const told = tell(stage);
-    if (told) row.append(element("div", { class: "told", text: told }));
+    const details = describe(stage);
+    if (details) row.append(element("div", { class: "told", text: details }));
     list.append(row);
   }
   return list;
 }
 
-function tell(stage) {
-  const parts = TOLD[stage.name] && stage.end - stage.start > 0.02 ? [TOLD[stage.name]] : [];
+function describe(stage) {
+  const parts = EXPLANATIONS[stage.name] && stage.end - stage.start > 0.02 ? [EXPLANATIONS[stage.name]] : [];
   for (const wait of stage.waits || []) {
     const behind = Object.entries(wait.behind || {}).map(([reason, spent]) => `${WAITS[reason] || reason} ${seconds(spent)}`);
     parts.push(`waited ${seconds(wait.seconds)} for ${WAITS[wait.reason] || wait.reason}` + (behind.length ? ` (which waited for ${behind.join(", ")})` : ""));
