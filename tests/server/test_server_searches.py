@@ -88,7 +88,7 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
         ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "use_beam_search", "response_format"),
         ({"use_beam_search": True, "stop_token_ids": [*range(17)]}, "stop_token_ids", "at most 16"),
         ({"use_beam_search": True, "n": 9}, "n", "at most 8 (--max-num-seqs)"),
-        ({"use_beam_search": True, "n": 8, "max_tokens": 200}, "n", "KV pages, there are 64"),
+        ({"use_beam_search": True, "n": 8, "max_tokens": 200}, "n", "KV pages, but there are only 64"),
         ({"use_beam_search": True, "length_penalty": 11}, "length_penalty", "between -10 and 10"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", 'true, false or "never"'),
         ({"use_beam_search": 1}, "use_beam_search", "boolean"),
