@@ -1,5 +1,5 @@
-"""One frozen dataclass per subsystem; every field is a flag, with its help and its default, and nothing else is.
-Knows nothing of argparse, files or devices; limits.py turns every `auto` that needs no measurement into a value, once."""
+"""The configuration: one frozen dataclass per subsystem. Every field is a command-line flag, with its default and help text,
+and there are no other flags. limits.py resolves every `auto` that needs no measurement."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from typing import Any
 from octavo.errors import ConfigError
 
 AUTO = "auto"
-# Far beyond any use: with an upper end, infinity and what would overflow later are refused at the start.
+# Far beyond any real use. An upper bound rejects infinity, and values that would overflow later, at start-up.
 MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
-MAX_LOGPROBS = 20  # of the likeliest tokens at one position, the most that any request may ask for
+MAX_LOGPROBS = 20  # upper bound on the top logprobs per position that a request may ask for
 
 
 def knob(
@@ -26,8 +26,8 @@ def knob(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field that is also a flag. `flag`: its name where that differs from the field's; `kind`: how to read its text.
-    `above` (the number itself excluded), `least`, `most`: between which it must lie where it is a number; auto always may."""
+    """Define a field that is also a flag. `flag`: the flag's names if they differ from the field's; `kind`: how to parse its text.
+    `above` (exclusive), `least` and `most` (inclusive): bounds of a number; a field whose default is `auto` also accepts `auto`."""
     within = (above, least, most)
     return field(
         default=default, metadata={"help": help, "choices": choices, "flag": flag, "kind": kind, "within": within}
@@ -35,7 +35,7 @@ def knob(
 
 
 def seconds(default: float, help: str) -> Any:
-    """A time. 0 is one too."""
+    """Define a field that holds a number of seconds, 0 included."""
     return knob(default, "seconds " + help, least=0, most=MAX_SECONDS)
 
 
@@ -133,7 +133,7 @@ class ParallelConfig:
     cpu_threads: int | str = knob(
         AUTO, "compute threads per rank on the CPU; auto: the cores, shared by the ranks", kind="tokens", least=1
     )
-    # Off: measured, it wins nothing where the server's own processes share the cores (benchmarks/cpu.md).
+    # Off by default: measured, it gains nothing when the server's own processes share the cores (benchmarks/cpu.md).
     cpu_pinning: bool = knob(False, "bind every compute thread but a rank's first to one core, rank by rank")
 
 
@@ -264,12 +264,12 @@ class ServerConfig:
 
     @property
     def api_keys(self) -> list[str]:
-        """The keys that open the door. Empty: it stands open."""
+        """The accepted API keys. Empty: no key is required."""
         return split_list(self.api_key)
 
     def num_api_processes(self, num_cores: int) -> int:
-        # Three of four cores are left to the engine and to whatever else the machine does. Beyond eight, the engine would
-        # spend more on telling each of them its tokens than they could save.
+        # Three of four cores are left to the engine and to other work. With more than eight API processes, the engine would
+        # spend more time on sending each of them its tokens than they could save.
         return or_else(self.api_processes, max(1, min(num_cores // 4, MAX_AUTO_API_PROCESSES)))
 
 
@@ -316,14 +316,14 @@ class Config:
     recorder: RecorderConfig = field(default_factory=RecorderConfig)
 
     def __post_init__(self) -> None:
-        """What can be refused without looking at a model or a machine."""
+        """Check everything that can be checked without a model or a machine."""
         for section, cls in sections():
             for option in dataclasses.fields(cls):
                 _check_value(option, getattr(getattr(self, section), option.name))
         self._check_door()
 
     def _check_door(self) -> None:
-        """Whoever wrote half of a lock wants a lock: an open door would be the opposite."""
+        """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
         server = self.server
         if server.api_key and not server.api_keys:
             raise ConfigError(
@@ -339,7 +339,7 @@ class Config:
 
 
 def _check_value(option: "dataclasses.Field[Any]", value: Any) -> None:
-    """Flags are checked as they are read; an option of Python's LLM is not."""
+    """Check one option. argparse has checked flags already, but not the options of the Python `LLM`."""
     flag = "--" + (option.metadata["flag"].split(",")[0] or option.name.replace("_", "-"))
     choices, (above, least, most) = option.metadata["choices"], option.metadata["within"]
     if choices and value not in choices:
@@ -361,22 +361,22 @@ def _in_words(above: float | None, least: float | None, most: float | None) -> s
 
 
 def split_list(text: str) -> list[str]:
-    """The entries of a `list` knob: between commas."""
+    """Split the text of a `list` knob at its commas."""
     return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def or_else(value: int | str, otherwise: int) -> int:
-    """What `auto` becomes."""
+    """Return `value`, or `otherwise` if it is `auto`."""
     return value if isinstance(value, int) else otherwise
 
 
 def sections() -> list[tuple[str, type[Any]]]:
-    """(field of Config, dataclass) for every subsystem: what a flag generator walks."""
+    """Return (field of Config, dataclass) for every subsystem. cli/flags.py generates the flags from it."""
     return [(f.name, f.default_factory) for f in dataclasses.fields(Config)]  # type: ignore[misc]
 
 
 def field_names(section: str) -> dict[str, str]:
-    """Every name that a section's fields go by in Python, flags' own names included (block_size) → the field."""
+    """Map every Python name of a section's fields, including names that only the flag has (block_size), to the field."""
     names: dict[str, str] = {}
     for f in dataclasses.fields(dict(sections())[section]):
         for flag in (f.metadata["flag"] or f.name).split(","):
@@ -386,7 +386,7 @@ def field_names(section: str) -> dict[str, str]:
 
 
 def replace(config: Config, **values: Any) -> Config:
-    """A copy with fields changed by name, whichever section they live in. An unknown name is a ConfigError."""
+    """Return a copy with fields changed by name, in whichever section they are. An unknown name raises ConfigError."""
     changed: dict[str, Any] = {}
     for section, _ in sections():
         names = field_names(section)
