@@ -1,5 +1,5 @@
-"""The books of the pages, checked: every page is owned, cached or blank, by exactly as many as hold it. Costs a walk over all pages.
-Knows nothing of who asks, and changes nothing."""
+"""Consistency check of the page bookkeeping: every page is in exactly one state, and its reference count matches its holders.
+Read-only; it costs a walk over all pages."""
 
 from collections import Counter
 
@@ -9,7 +9,8 @@ _MOST_NAMED = 4
 
 
 def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
-    """What is wrong, in words. Empty: every page is accounted for. `is_idle`: no sequence is alive, so none may hold a page."""
+    """Return a description of every fault; empty: all pages are accounted for. `is_idle`: no sequence is alive, so none may
+    hold a page."""
     pool = cache.pool
     holders = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)
     blank, cached, owned = Counter(pool.blank), set(pool.cached), {page for page, refs in enumerate(pool.refs) if refs}

@@ -1,5 +1,4 @@
-"""A cache's state as plain values, and back: what is told of a cache that goes on, to one that shall do the same from here on.
-Knows nothing of files, or of who asks."""
+"""A cache's state as plain values, and back: a second cache restored from it behaves like the first from then on."""
 
 from collections import Counter, OrderedDict, deque
 
@@ -15,14 +14,14 @@ class TableState(msgspec.Struct, array_like=True, gc=False):
 
 
 class CacheState(msgspec.Struct, array_like=True, gc=False):
-    """What the constructor is not told. How often a page is owned follows from the tables."""
+    """State beyond the constructor's arguments. Reference counts follow from the tables."""
 
     tables: dict[int, list[TableState]]
     host_tables: dict[int, list[TableState]]
     host_free: list[int]
     published: dict[int, tuple[int, bytes]]
     blank: list[int]  # in the order in which they will be taken
-    cached: list[int]  # … in which they will be evicted
+    cached: list[int]  # in the order in which they will be evicted
     keys: dict[int, bytes]  # page → key
     num_touched: int
     queried_tokens: int
@@ -30,8 +29,8 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
 
 
 def take(cache: KVCache) -> CacheState:
-    """To be encoded at once: parts of it belong to the cache. The cache forgets the queue's head's keys, for who goes on from
-    here has to make them too."""
+    """Snapshot the cache. Encode the result at once: it shares lists with the cache. The cache drops the remembered keys of the
+    queue's head, because a restored cache computes them again too, and both must record the same keys."""
     cache._head = (-1, 0, [])
     pool = cache.pool
     return CacheState(
@@ -49,7 +48,7 @@ def take(cache: KVCache) -> CacheState:
 
 
 def restore(cache: KVCache, state: CacheState) -> None:
-    """Into a fresh cache, made with the same numbers."""
+    """Restore a snapshot into a fresh cache that was built with the same arguments."""
     pool = cache.pool
     cache.tables = {sequence: _tables(tables) for sequence, tables in state.tables.items()}
     cache.host_tables = {sequence: _tables(tables) for sequence, tables in state.host_tables.items()}
