@@ -1,5 +1,4 @@
-"""ProcessExecutor: every rank is a spawned process; the same plan bytes go to each, and rank 0 answers.
-Knows nothing of requests, of torch, or of how a step is computed."""
+"""ProcessExecutor: every rank is a child process. The same plan bytes go to each, and rank 0 returns the result."""
 
 import os
 import selectors
@@ -26,8 +25,8 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
 from octavo.worker.memory.page_count import settle
 
-_GRACE = 5.0  # seconds that a rank gets to end by itself
-_STDERR = 2  # ranks print there: this process's stdout may be somebody's protocol
+_GRACE = 5.0  # seconds that a rank has to exit by itself
+_STDERR = 2  # ranks print there: this process's stdout may carry a protocol
 
 
 class ProcessExecutor:
@@ -42,7 +41,7 @@ class ProcessExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._is_closed = False
-        self._preparations: Preparations | None = None  # None: nobody asked for a grammar yet
+        self._preparations: Preparations | None = None  # made with the first grammar
 
     def start(self) -> EngineReport:
         try:
@@ -108,12 +107,12 @@ class ProcessExecutor:
         try:
             rank.connection.send_bytes(message)
         except OSError as error:
-            # Its last words may still wait to be read: they say why.
+            # The rank's last message may still be unread: it says why.
             self._answers()
             raise EngineDead(self._obituary(rank)) from error
 
     def _answers(self) -> list[bytes]:
-        """One answer of each rank, in rank order, whoever is ready first."""
+        """Wait for one answer from each rank and return them in rank order."""
         answers: dict[int, bytes] = {}
         while len(answers) < len(self._ranks):
             number, answer = self._next_answer()
@@ -121,7 +120,7 @@ class ProcessExecutor:
         return [answers[number] for number in sorted(answers)]
 
     def _next_answer(self) -> tuple[int, bytes]:
-        """Wait for any rank to speak: (its number, what it says). A rank that fails or ends is the end of all."""
+        """Wait for a message from any rank: (rank number, message). If a rank fails or ends, the executor is dead."""
         if self._is_closed:
             raise EngineDead("the executor is closed")
         key, _ = self._selector.select()[0]
@@ -138,7 +137,8 @@ class ProcessExecutor:
         raise EngineDead(f"{self._obituary(rank)}: {failed.message}")
 
     def _obituary(self, first: "_Rank") -> str:
-        """Which rank ended, and how. One that was killed takes the others with it: name that one, not who noticed first."""
+        """Describe which rank ended, and how. When one rank is killed the others fail too: name the killed one, not the one that
+        was noticed first."""
         deadline = time.monotonic() + 0.5
         endings = [(rank, rank.ending(max(0.0, deadline - time.monotonic()))) for rank in (first, *self._ranks)]
         killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
@@ -150,7 +150,7 @@ class ProcessExecutor:
 
 
 class _Rank:
-    """One rank's process, the pipe to it, and the line by which it notices that this process is gone."""
+    """One rank's process, the pipes to it, and a pipe whose closing tells it that this process is gone."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -159,7 +159,8 @@ class _Rank:
         self.connection, theirs = Pipe()
         self.side, their_side = Pipe()
         read_end, self._lifeline = os.pipe()
-        # The kernel's signal follows the thread that started the child, not the process: only the main one lasts as long.
+        # The kernel's parent-death signal is tied to the thread that started the child, not to the process. Only the main
+        # thread lives as long as the process.
         from_main = threading.current_thread() is threading.main_thread()
         fds = (theirs.fileno(), their_side.fileno(), read_end)
         try:
@@ -176,7 +177,7 @@ class _Rank:
             os.close(read_end)
 
     def ending(self, timeout: float) -> int | None:
-        """The exit code (negative: a signal's number), or None if it still runs after `timeout` seconds."""
+        """Return the exit code (negative: a signal's number), or None if it still runs after `timeout` seconds."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -190,7 +191,7 @@ class _Rank:
         if self.ending(timeout) is None:
             self._process.kill()
             self._process.wait()
-        self.side.close()  # not before: who listens there hears that it ended
+        self.side.close()  # not before: Preparations reads from it until the rank's end closes it
 
 
 def _environment() -> dict[str, str]:
@@ -198,6 +199,6 @@ def _environment() -> dict[str, str]:
     root = str(Path(octavo.__file__).parent.parent)
     if root not in site.getsitepackages():  # run from a checkout: the child must find the same code
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), root)))
-    # All ranks are on this machine. Left to itself, gloo looks this machine's name up, which many cannot resolve.
+    # All ranks are on this machine. By default gloo looks up the machine's host name, which often does not resolve.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     return environment
