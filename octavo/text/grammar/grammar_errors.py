@@ -1,10 +1,9 @@
-"""What a grammar's compiler has against it, in words for whoever wrote it: which construct, and what is wrong with it.
-Knows nothing of grammars: it reads what the compiler says, and leaves out how the compiler was asked."""
+"""Turns an error of the grammar compiler into a message for the grammar's author: which construct, and what is wrong with it."""
 
 import re
 
 MAX_LEN = 300  # characters
-_MAX_SHOWN = 30  # of a construct
+_MAX_SHOWN = 30  # characters of a construct
 
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _LISTING = re.compile(r"(?m)^ *\d+ \| .*$(?:\n +\^+$)?")
@@ -28,7 +27,8 @@ _WORDS = {
 
 
 def in_words(problem: str, num_lines_before: int | None = None) -> str:
-    """One line. `num_lines_before`: of ours, above a text whose lines whoever wrote it can count; None: they cannot."""
+    """Return the message as one line. `num_lines_before`: our lines above the author's own text, to correct line numbers; None:
+    the text is not the author's, so no line is named."""
     place = _PLACE.match(problem)
     words = _LISTING.sub("", problem[place.end() :] if place else problem).strip()
     words = _ABOUT.sub("", words)
