@@ -1,5 +1,6 @@
-"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: reads the command line, runs the command, turns errors into one line and a code.
-Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
+"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: parses the command line, runs the command, and turns
+errors into one line and an exit code. torch, HTTP frameworks and the engine are imported only by the commands that need them:
+`octavo --help` must be instant."""
 
 import argparse
 import os
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter's last flush must not complain about it either.
+        # The reader of our output has closed the pipe. Redirect stdout, so that the interpreter's last flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
 
@@ -134,7 +135,7 @@ def _add_talk_flags(parser: Parser, *, max_tokens: str) -> None:
 
 
 def _open_model(arguments: argparse.Namespace, otherwise: dict[str, Any]) -> Any:
-    """A model in this process or at --url, with the sampling that was asked for on top of `otherwise`."""
+    """Open a model in this process or at --url. Sampling flags override `otherwise`."""
     from octavo.cli import chat
 
     options = options_from(arguments)

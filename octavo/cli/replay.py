@@ -1,5 +1,5 @@
-"""`octavo replay`: what a recording holds, whether its plans come out the same, and what other settings would have changed.
-Knows nothing of how plans are made: it shows what replay/replay.py and its kin find."""
+"""`octavo replay`: shows what a recording contains, whether its plans are reproduced, and what other settings would have changed.
+The modules in replay/ do the work."""
 
 import time
 from pathlib import Path
@@ -30,7 +30,7 @@ def run(
     what_if: list[str],
     as_json: bool,
 ) -> int:
-    """`model`: compute the tokens too, by this one or ("") by the recorded; None: plans alone."""
+    """Run the command. `model`: also compute the tokens, with this model or ("") with the recorded one; None: only plans."""
     recording = read(Path(path))
     first, last = _steps(steps)
     changed = Settings.of(recording).changed(what_if) if what_if else None
@@ -56,7 +56,7 @@ def run(
 
 
 def _steps(text: str | None) -> tuple[int, int]:
-    """A:B, A: or :B or A; an empty range where nothing is asked for."""
+    """Parse A:B, A:, :B or A to (first, last); an empty range if there is no text."""
     if text is None:
         return 0, -1
     start, colon, end = text.partition(":")
@@ -70,7 +70,7 @@ def _steps(text: str | None) -> tuple[int, int]:
 
 
 class _Teller:
-    """Puts what happens into words, of the steps and the request that were asked for."""
+    """Describes what happens in the chosen steps, or to the chosen request, in lines of text."""
 
     def __init__(self, lines: list[str], first: int, last: int, request: str | None) -> None:
         self._lines, self._first, self._last, self._request = lines, first, last, request
@@ -79,7 +79,7 @@ class _Teller:
         self.next: tuple[StepPlan, list[Request]] | None = None
 
     def scheduler_of(self, learned: Learned) -> None:
-        """What would have come next, where the recording ends in the middle of work."""
+        """Describe the next plan if the recording ends in the middle of work."""
         replay = learned.replay
         if replay.num_same == replay.num_steps and not replay.scheduler.is_idle:
             self.next = replay.next_plan()
@@ -147,7 +147,7 @@ def name_of(request: Request) -> str:
 
 
 def in_words(plan: StepPlan, requests: list[Request]) -> str:
-    """Who computes what in a step."""
+    """Describe what each request computes in a step."""
     prompts, decodes = [], []
     for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
         if count > 1 or start < request.prompt_len - 1:
@@ -176,7 +176,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES]) + more
 
 
-# ── the whole ───────────────────────────────────────────────────────────────────────────────────────
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _report(path: str, recording: Recording, learned: Learned, findings: Findings | None) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def totals(tally: RunStats) -> dict[str, Any]:
 
 
 def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[str, Any]:
-    """The recorded run, the same requests and settings on the estimated clock, and other settings on it."""
+    """Compare the recorded run with two simulated ones: with the recorded settings and with the changed ones."""
     pace, settings = fit(learned.samples), Settings.of(recording)
     if changed.enable_prefix_caching and not settings.enable_prefix_caching and not recording.header.with_tokens:
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""The flags of `octavo bench latency | throughput | serve`.
-Knows nothing of how anything is measured; the measuring modules are loaded when their command runs."""
+"""The flags of `octavo bench latency | throughput | serve`. The measuring modules are imported when their command runs."""
 
 import argparse
 import importlib
@@ -54,7 +53,7 @@ def _processes(text: str) -> int | str:
 
 
 def slo(text: str) -> tuple[str, float]:
-    """One service level, in milliseconds: ttft:500."""
+    """Parse one service level in milliseconds: ttft:500."""
     name, _, limit = text.partition(":")
     if name not in SLO_NAMES or not limit:
         raise argparse.ArgumentTypeError(

@@ -1,5 +1,5 @@
-"""`octavo doctor --determinism`: the same requests in many ways, on this machine; are the bytes the same?
-Knows nothing of torch: engines are started as serving starts them, one after the other."""
+"""`octavo doctor --determinism`: runs the same requests in many ways on this machine and compares the bytes. Engines are started
+as for serving, one after the other."""
 
 import gc
 import json
@@ -18,7 +18,7 @@ from octavo.messages import EngineReport, Logprobs
 from octavo.weights.sources.source import resolve
 
 EXIT_DIFFERS = 1
-# What `auto` becomes for it: enough for all ways, and several engines one after the other find room on one GPU.
+# Values for `auto`: enough for all ways, and small enough to start several engines one after the other on one GPU.
 _MAX_NUM_SEQS, _KV_BYTES = 64, 2**30
 
 
@@ -29,7 +29,7 @@ class Answer:
 
 
 Answers = dict[int, Answer]
-"""By the request's number."""
+"""Outputs by the request's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         self._loop.close()
         del self._loop
-        gc.collect()  # on a GPU the next engine wants the memory
+        gc.collect()  # on a GPU the next engine needs the memory
 
     def answer(self, way: Way) -> tuple[Answers, int]:
-        """What came of it, and by how much the number that must grow has grown."""
+        """Run the requests of a way. Returns their outputs, and by how much the counter way.must has grown."""
         before, answers = self._figure(way.must), dict[int, Answer]()
         for group in way.groups:
             if not way.keeps_prefixes:
@@ -94,7 +94,7 @@ class _Engine:
 
 
 def examine(config: Config) -> Iterator[Verdict | EngineReport]:
-    """The first engine's report, then one verdict after the other, each as soon as it is known."""
+    """Yield the first engine's report, then each verdict as soon as it is known."""
     if config.scheduler.max_num_seqs == AUTO:
         config = replace(config, max_num_seqs=_MAX_NUM_SEQS)
     if config.cache.kv_cache_memory_bytes == AUTO:
@@ -140,7 +140,7 @@ def _judge(engine: _Engine, way: Way, asks: list[Ask], expected: Answers) -> Ver
 
 
 def _difference(ask: Ask, found: Answer, expected: Answer) -> str:
-    """The first one, in words; "": none."""
+    """Describe the first difference; "": there is none."""
     who = f"request {ask.number} ({ask.kind}, {len(ask.prompt)} prompt tokens)"
     for place, (token, other) in enumerate(zip(found.token_ids, expected.token_ids, strict=False)):
         mine, its = found.logprobs[place], expected.logprobs[place]
@@ -157,7 +157,7 @@ def _difference(ask: Ask, found: Answer, expected: Answer) -> str:
 
 
 def run(config: Config, *, as_json: bool) -> int:
-    """Prints the report. 0: every way gave the same bytes; 1: one did not."""
+    """Print the report and return the exit code. 0: every way gave the same bytes; 1: some did not."""
     verdicts: list[Verdict] = []
     report: EngineReport | None = None
     show = _shower()

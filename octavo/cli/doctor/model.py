@@ -1,5 +1,4 @@
-"""`octavo doctor MODEL`: would it serve? One line for each thing that could go wrong, by the code that serving runs.
-Knows nothing of torch or tensors: what needs them is loaded by name."""
+"""`octavo doctor MODEL`: checks whether a model would serve, with the code that serving runs. It prints one line per check."""
 
 import importlib
 import json
@@ -41,7 +40,7 @@ class Finding:
 class Diagnosis:
     model: str
     findings: list[Finding] = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)  # numbers for machines; empty: it never came to that
+    memory: dict[str, Any] = field(default_factory=dict)  # numbers for the JSON report; empty: a check before it failed
 
     @property
     def failure(self) -> Finding | None:
@@ -49,7 +48,7 @@ class Diagnosis:
 
 
 class _DryRun(Protocol):
-    """worker/dry_run.py, as it is seen from here."""
+    """The interface of worker/dry_run.py, which is imported by name because it imports torch."""
 
     spec: ModelSpec
 
@@ -62,7 +61,7 @@ class _DryRun(Protocol):
 
 
 def run(config: Config, *, deep: bool, as_json: bool) -> int:
-    """Prints the report. Raises ConfigError with the first reason why the model would not serve."""
+    """Print the report. Raises ConfigError with the first reason why the model would not serve."""
     diagnosis = Diagnosis(config.model.model or "the embedded model")
     show = None if as_json else _shower(config.model.model)
     for finding in examine(config, diagnosis, deep=deep):
@@ -79,7 +78,7 @@ def run(config: Config, *, deep: bool, as_json: bool) -> int:
 
 
 def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
-    """One finding after the other, as soon as each is known."""
+    """Yield each finding as soon as it is known."""
     is_dummy = config.model.load_format == "dummy"
     try:
         source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
@@ -98,7 +97,7 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
 
 
 def _load_checkup(config: Config, source: ModelSource) -> _DryRun:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine does: read when torch is first imported
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as in the engine; read when torch is first imported
     checkup: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
     return checkup
 
@@ -170,7 +169,7 @@ def _pages_of(num_tokens: int, settled: EngineReport) -> int:
     return pages_of(num_tokens, settled.page_size, settled.windows, settled.max_num_batched_tokens)
 
 
-# ── its words ───────────────────────────────────────────────────────────────────────────────────────
+# ── tokenizer, template, stop tokens ────────────────────────────────────────────────────────────────
 
 
 def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
@@ -208,7 +207,7 @@ def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
     if spec is not None and text.vocab_size > spec.vocab_size:
         beyond = f"ids from {spec.vocab_size} on are beyond the model's vocabulary, a text that holds them is refused"
         return Finding("tokenizer", "warning", f"{size}: {beyond}{lossy}")
-    if lossy and not (spec is not None and spec.is_encoder):  # an encoder writes nothing back
+    if lossy and not (spec is not None and spec.is_encoder):  # an encoder generates no text
         return Finding("tokenizer", "warning", size + lossy)
     if lossy:
         return Finding("tokenizer", "ok", size)
@@ -281,7 +280,7 @@ def _shower(model: str) -> Callable[[Finding], None]:
 
 
 def _table(memory: dict[str, Any]) -> list[str]:
-    """KV pages by context and sequences; what does not fit beside the weights is in brackets."""
+    """Table of KV memory by context length and number of sequences; what does not fit beside the weights is in brackets."""
     left = memory["available_bytes"] - memory["weights_bytes"]
     heads = ["1 sequence", *(f"{count} sequences" for count in _SEQUENCES[1:])]
     lines = ["", f"   {'KV pages for':>14}" + "".join(f"{head:>16}" for head in heads)]
