@@ -123,10 +123,10 @@ class Remote:
             reason = getattr(error, "reason", error)
             raise EngineUnavailable(f"cannot reach {self._base}: {reason}; is the server running?") from None
         except http.client.HTTPException as error:
-            raise EngineUnavailable(f"{self._base} does not answer in HTTP: {_one_line(error)}") from None
+            raise EngineUnavailable(f"{self._base} does not speak HTTP: {_one_line(error)}") from None
 
     def _ended_early(self, error: Exception | None = None) -> RequestFailed:
-        return RequestFailed(f"{self._base} ended the answer early{f': {_one_line(error)}' if error else ''}")
+        return RequestFailed(f"{self._base} ended the response early{f': {_one_line(error)}' if error else ''}")
 
 
 class RemoteModel(Remote):
@@ -220,7 +220,7 @@ def converse(model: TalkModel, system: str | None) -> int:
     if typed:
         with suppress(ImportError):
             import readline  # noqa: F401 line editing and history for input()
-        print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+        print("Ctrl-C stops an answer, Ctrl-D quits.", file=sys.stderr)
     num_failed = 0
     while (question := _next_question(typed)) is not None:
         if question.strip():

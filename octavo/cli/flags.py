@@ -223,7 +223,7 @@ def count(text: str) -> int:
     value = _scaled(text, r"([0-9.]+)([km]?)", {"": 1, "k": 2**10, "m": 2**20})
     if value is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a count: give 8192, 8k (k = 1024) or auto where it is offered"
+            f"{text!r} is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"
         )
     return value
 

@@ -274,7 +274,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, {})
     if arguments.determinism:
         if arguments.deep:
-            raise ConfigError("--deep and --determinism are two examinations: give one of them")
+            raise ConfigError("--deep and --determinism are different checks: give only one of them")
         from octavo.cli.doctor import determinism
 
         return determinism.run(config, as_json=arguments.json)

@@ -50,7 +50,7 @@ class Screen:
 
     def lose(self, why: str, when: str) -> None:
         """Note that the feed has ended: the last state is shown with a warning."""
-        self._lost = self._lost or f"No connection since {when}, trying again; this is how it was then. {why}"
+        self._lost = self._lost or f"No connection since {when}, retrying. This is the last known state. {why}"
 
     def summary(self) -> str:
         """The main figures in one line."""
@@ -65,7 +65,7 @@ class Screen:
             f"ended {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
         ]  # fmt: skip
         lines = [*_flow(figures, width), *self._spark(width)]
-        news = self._lost or state["advice"] or "nothing has to wait"
+        news = self._lost or state["advice"] or "no request has to wait"
         told = textwrap.wrap(news, max(1, width)) or [""]
         at_news = (len(lines), len(lines) + len(told))
         lines += [*told, "", *_flow(self._legend(), width)]

@@ -147,5 +147,5 @@ def show_share(outcome: Outcome) -> str:
     num = len(outcome.cpu_seconds)
     text = f"{num} process{'es' if num > 1 else ''}, the busiest computing for {outcome.busiest:.0%} of the time"
     if math.floor(outcome.busiest * 100) >= 85:
-        text += ": the client may be what was measured; raise --client-processes"
+        text += ": the client may be the bottleneck; raise --client-processes"
     return text

@@ -108,7 +108,7 @@ def examine(config: Config) -> Iterator[Verdict | EngineReport]:
         started = time.monotonic()
         expected, _ = engine.answer(Way("alone", alone(asks)))
         num_tokens = sum(len(answer.token_ids) for answer in expected.values())
-        message = f"{len(asks)} requests, {num_tokens} tokens with their logprobs: what all others are compared with"
+        message = f"{len(asks)} requests, {num_tokens} tokens with their logprobs: the reference for all other ways"
         yield Verdict("one at a time", True, message, time.monotonic() - started)
         ways = [
             Way("all at once", together(asks)),
@@ -134,8 +134,8 @@ def _judge(engine: _Engine, way: Way, asks: list[Ask], expected: Answers) -> Ver
     found, grown = engine.answer(way)
     message = next(filter(None, (_difference(ask, found[ask.number], expected[ask.number]) for ask in asks)), "")
     if not message and way.must and not grown:
-        return Verdict(way.name, False, f"nothing was shown: there were no {way.must}", time.monotonic() - started)
-    count = "" if not way.must else f"{grown} {way.must.replace('hit_tokens', 'tokens from the cache')}"
+        return Verdict(way.name, False, f"this proves nothing: there were no {way.must}", time.monotonic() - started)
+    count = "" if not way.must else f"{grown} {way.must.replace('hit_tokens', 'tokens from the prefix cache')}"
     return Verdict(way.name, not message, message or count, time.monotonic() - started)
 
 

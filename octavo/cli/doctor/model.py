@@ -120,11 +120,11 @@ def _model(checkup: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fi
         except ConfigError as error:
             yield Finding(name, "failed", error.message)
             for later, _ in steps[at + 1 :]:
-                yield Finding(later, "skipped", f"not looked at: {name} comes first")
+                yield Finding(later, "skipped", f"not checked, because {name} failed")
             return
         yield Finding(name, "ok", message)
     if not deep:
-        yield Finding("numbers", "skipped", "not looked at: --deep reads every weight and looks for NaN")
+        yield Finding("numbers", "skipped", "not checked: --deep reads every weight and looks for NaN")
 
 
 def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
@@ -142,13 +142,13 @@ def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
     if not settled.can_generate:
         available = needs.available_bytes + needs.weights_bytes
         return f"weights {_size(needs.weights_bytes)} of the {_size(available)} available; an encoder keeps no KV pages"
-    room = f"{settled.num_pages * settled.page_size:,} tokens of"
+    room = f"{settled.num_pages * settled.page_size:,} tokens, in"
     if any(settled.windows):
         room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
     return (
         f"weights {_size(needs.weights_bytes)} of the {_size(needs.available_bytes + needs.weights_bytes)} available; "
         f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
-        f"{settled.max_model_len:,}"
+        f"{settled.max_model_len:,} tokens"
     )
 
 
@@ -203,15 +203,17 @@ def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
         ids = text.encode(sample, add_special_tokens=False)
         back = text.decode(ids)
         if back != sample and not lossy:
-            lossy = f"; it does not give back every text: {sample!r} came back as {back!r}"
+            lossy = f"; decoding does not restore every text: {sample!r} became {back!r}"
     if spec is not None and text.vocab_size > spec.vocab_size:
-        beyond = f"ids from {spec.vocab_size} on are beyond the model's vocabulary, a text that holds them is refused"
+        beyond = (
+            f"ids from {spec.vocab_size} on are beyond the model's vocabulary; a text that contains them is rejected"
+        )
         return Finding("tokenizer", "warning", f"{size}: {beyond}{lossy}")
     if lossy and not (spec is not None and spec.is_encoder):  # an encoder generates no text
         return Finding("tokenizer", "warning", size + lossy)
     if lossy:
         return Finding("tokenizer", "ok", size)
-    return Finding("tokenizer", "ok", f"{size}; texts in several scripts came back as they went in")
+    return Finding("tokenizer", "ok", f"{size}; decoding restores texts in several scripts exactly")
 
 
 def _pooling(text: Text) -> Finding:
@@ -220,11 +222,13 @@ def _pooling(text: Text) -> Finding:
         return Finding(
             "pooling",
             "warning",
-            f"{pooling_config.unsupported} is not offered: every request must name a pooling of its own",
+            f"{pooling_config.unsupported} is not supported: every request must set its own pooling",
         )
     how = f"by {pooling_config.kind or 'mean'}{', normalised' if pooling_config.normalize else ''}"
     longest = f", of up to {pooling_config.max_len:,} tokens" if pooling_config.max_len else ""
-    return Finding("pooling", "ok", f"{how}{longest}{'' if pooling_config.kind else ' (the model says nothing of it)'}")
+    return Finding(
+        "pooling", "ok", f"{how}{longest}{'' if pooling_config.kind else ' (the model does not specify it)'}"
+    )
 
 
 def _chat(text: Text) -> Finding:
@@ -236,11 +240,13 @@ def _chat(text: Text) -> Finding:
     except OctavoError as error:
         return Finding("chat template", "failed", f"{error.message}; give another one with --chat-template FILE")
     if "Hello!" not in text.render_chat(messages):
-        return Finding("chat template", "failed", "it leaves out what the user said: give another one")
+        return Finding(
+            "chat template", "failed", "it omits the user's message: give another one with --chat-template FILE"
+        )
     try:
         text.render_chat([{"role": "system", "content": "Be brief."}, *messages])
     except OctavoError as error:
-        return Finding("chat template", "warning", f"it takes no system message ({error.message})")
+        return Finding("chat template", "warning", f"it does not accept a system message ({error.message})")
     return Finding("chat template", "ok", f"one message becomes {len(ids)} tokens")
 
 
@@ -250,13 +256,13 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
         return Finding(
             "stop tokens",
             "warning",
-            "none: every answer runs on to max_tokens; name one as eos_token_id in generation_config.json",
+            "none: every output continues to max_tokens; set eos_token_id in generation_config.json",
         )
     if spec is not None and (beyond := [token for token in text.eos_ids if token >= spec.vocab_size]):
         return Finding(
             "stop tokens",
             "warning",
-            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, the vocabulary ends at "
+            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, because the vocabulary ends at "
             f"{spec.vocab_size - 1}; correct eos_token_id",
         )
     return Finding("stop tokens", "ok", ", ".join(names))
@@ -288,7 +294,7 @@ def _table(memory: dict[str, Any]) -> list[str]:
         cells = [entry["bytes"] for entry in memory["kv_bytes"] if entry["tokens"] == length]
         shown = [_size(size) if size <= left else f"({_size(size)})" for size in cells]
         lines.append(f"   {f'{length:,} tokens':>14}" + "".join(f"{cell:>16}" for cell in shown))
-    lines.append(f"   {_size(left)} is left beside the weights; (in brackets): more than that")
+    lines.append(f"   {_size(left)} is free beside the weights; sizes in brackets do not fit")
     return lines
 
 
