@@ -98,7 +98,7 @@ class Device:
 
     def memory_use(self) -> MemoryUse:
         """Measure the GPU's memory after all queued work is done and the allocator has freed its unused blocks."""
-        assert self.is_cuda, "a host's memory is nobody's in particular"
+        assert self.is_cuda, "only a GPU's memory is measured"
         self.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)

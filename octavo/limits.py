@@ -32,7 +32,7 @@ def resolve(
     on_cpu = device == "cpu"
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > max(context_len, longest_len):
-        stretched = f", which can be stretched to {longest_len}" if longest_len > context_len else ""
+        stretched = f", which can be extended to {longest_len}" if longest_len > context_len else ""
         raise ConfigError(
             f"--max-model-len {wanted} is beyond the model's context of {context_len}{stretched}; lower it"
         )
@@ -65,7 +65,7 @@ def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
         return dataclasses.replace(limits, max_model_len=tokens)
     raise ConfigError(
         f"--max-model-len {longest} is beyond --max-num-batched-tokens {tokens}, and this model computes a prompt in one step: "
-        "raise the one or lower the other"
+        "lower the first or raise the second"
     )
 
 

@@ -30,7 +30,7 @@ class ModelSpec:
         # A damaged or hostile configuration could otherwise make us build layers until memory runs out.
         if self.num_layers > _MOST_LAYERS:
             raise ConfigError(
-                f"the model has {self.num_layers} layers: more than {_MOST_LAYERS} are taken for a mistake"
+                f"the model has {self.num_layers} layers, and at most {_MOST_LAYERS} are supported: check its configuration"
             )
 
     @property
@@ -76,7 +76,10 @@ class PageLayout:
         fitting = [n for n in range(1, len(windows) + 1) if _is_fitting(list(kinds.values()), n)]
         if not fitting:
             seen = [f"{n} {'sees' if n == 1 else 'see'} {f'{w} tokens' if w else 'all'}" for w, n in kinds.items()]
-            why = f"its layers keep all their KV pages: of {len(windows)}, {' and '.join(seen)}: no few groups of one size"
+            why = (
+                f"all layers keep all their KV pages: of {len(windows)} layers, {' and '.join(seen)}, which does not divide "
+                "into few groups of equal size"
+            )
             return cls((0,), (0,) * len(windows), tuple(range(len(windows))), len(windows), why)
         num_places = min(fitting, key=lambda n: (sum(-(-count // n) for count in kinds.values()), n))
         groups: list[int] = []  # window of each group

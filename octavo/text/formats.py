@@ -49,8 +49,8 @@ def choose_formats(template: ChatTemplate, tool_call_parser: str = AUTO, reasoni
         tools = tool_format(tool_call_parser)
         if not takes_tools and tools is not tool_format(FORMAT):
             raise ConfigError(
-                f"--tool-call-parser {tool_call_parser}: the model's chat template has no place for tools; give one that has "
-                f"with --chat-template FILE, or leave the flag out: tools are then described in words ({FORMAT} format)"
+                f"--tool-call-parser {tool_call_parser}: the model's chat template does not take tools; give one that does with "
+                f"--chat-template FILE, or leave the flag out: tools are then described in the prompt ({FORMAT} format)"
             )
     thinking: ThinkFormat | None = None
     if reasoning_parser == AUTO:

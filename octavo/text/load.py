@@ -138,7 +138,7 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
     model = path.read_bytes()
     if is_tiktoken(model[:1000]):
         raise ConfigError(
-            f"{path} is a tiktoken vocabulary, which does not say how it cuts words: give --tokenizer a folder with the "
+            f"{path} is a tiktoken vocabulary, which does not contain its pre-tokenizer: give --tokenizer a folder with the "
             "model's tokenizer.json"
         )
     try:
@@ -276,7 +276,7 @@ def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int
         try:
             SamplingParams(**{name: value})
         except InvalidRequest as error:
-            log.warning("%s is passed over: %s", folder / "generation_config.json", error.message)
+            log.warning("a value in %s is ignored: %s", folder / "generation_config.json", error.message)
         else:
             advice[name] = value
     return advice

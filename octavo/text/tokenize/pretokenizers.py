@@ -128,7 +128,7 @@ def words_named(name: str) -> Words:
     """Return the patterns of that name. An unknown name is an error: a wrong guess would silently give wrong tokens."""
     if name not in _BY_NAME:
         raise ConfigError(
-            f"the GGUF vocabulary is cut into words by {name!r}, which is not supported "
+            f"the GGUF vocabulary uses the pre-tokenizer {name!r}, which is not supported "
             f"(supported: {', '.join(sorted(_BY_NAME))}); give --tokenizer a folder with the model's tokenizer.json"
         )
     return _BY_NAME[name]

@@ -69,8 +69,8 @@ class SpecialTokenEscape:
         unused = _unused("".join(control_tokens))
         if 2 * len(starts) + 2 > len(_MARKS):
             raise ConfigError(
-                f"the vocabulary's control tokens start with {len(starts)} different characters, which is no vocabulary "
-                "for text: give --tokenizer a folder with the model's own tokenizer.json"
+                f"the vocabulary's control tokens start with {len(starts)} different characters, which are too many: give "
+                "--tokenizer a folder with the model's own tokenizer.json"
             )
         escape = next(unused)
         mark_of = {start: next(unused) for start in starts}

@@ -141,9 +141,7 @@ def _tokenizer(
 ) -> LibraryTokenizer:
     missing = next((byte for byte in range(256) if bytes([byte]) not in vocabulary.ids), None)
     if missing is not None:
-        raise ConfigError(
-            f"{path} lacks the byte 0x{missing:02X}, so that not every text can be written: fetch it again"
-        )
+        raise ConfigError(f"{path} lacks the byte 0x{missing:02X}, so not every text can be encoded: fetch it again")
     added = {**vocabulary.special, **vocabulary.ordinary}
     names = {byte_level_name(token): token_id for token, token_id in vocabulary.ids.items()}
     if names.keys() & added.keys():
