@@ -44,7 +44,7 @@ class GGUFFile:
             with open(path, "rb") as file:
                 self.size = file.seek(0, 2)
                 if self.size < 24:
-                    raise ConfigError(f"{path} is no GGUF file: it has only {self.size} bytes")
+                    raise ConfigError(f"{path} is not a GGUF file: it has only {self.size} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
@@ -62,7 +62,7 @@ class GGUFFile:
 
     def _read_header(self) -> None:
         if self._map[:4] != b"GGUF":
-            raise ConfigError(f"{self.path} is no GGUF file: it starts with {self._map[:4]!r}")
+            raise ConfigError(f"{self.path} is not a GGUF file: it starts with {self._map[:4]!r}")
         self._at = 4
         version, num_tensors, num_keys = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version not in (2, 3):

@@ -31,7 +31,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=Fa
         for name, least, most, why in (
             ("max_pattern_size", 0, MAX_PATTERN_SIZE, ""),
             ("min_pattern_size", 0, self.max_pattern_size if is_on else MAX_PATTERN_SIZE, ", at most max_pattern_size"),
-            ("min_count", 2 if is_on else 0, MAX_PATTERN_COUNT, ": how often a pattern has to come" if is_on else ""),
+            ("min_count", 2 if is_on else 0, MAX_PATTERN_COUNT, ": how often the pattern must repeat" if is_on else ""),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -151,23 +151,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         min_p, seed) have no effect."""
         if self.grammar:
             raise InvalidRequest(
-                "response_format, structured_outputs and tools that must be called are not offered with use_beam_search: "
+                "response_format, structured_outputs and tools that must be called are not supported with use_beam_search: "
                 "leave them out",
                 param="use_beam_search",
             )
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
-                raise InvalidRequest(f"{name} is not offered with use_beam_search: leave it out", param=name)
+                raise InvalidRequest(f"{name} is not supported with use_beam_search: leave it out", param=name)
         if len(self.stop_token_ids) > MAX_BEAM_STOPS:
             raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, with use_beam_search at most {MAX_BEAM_STOPS} are taken",
+                f"stop_token_ids has {len(self.stop_token_ids)} entries, with use_beam_search at most {MAX_BEAM_STOPS} are allowed",
                 param="stop_token_ids",
             )
 
     def _check_edits(self) -> None:
         bias, words, allowed = self.logit_bias or {}, self.bad_words, self.allowed_token_ids
         if len(bias) > MAX_BIASES:
-            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are taken", "logit_bias")
+            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are allowed", "logit_bias")
         for token, value in bias.items():
             if not -100 <= value <= 100:
                 raise InvalidRequest(
@@ -177,7 +177,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if allowed is not None and not allowed:
             raise InvalidRequest("allowed_token_ids is empty: nothing could be sampled", "allowed_token_ids")
         if len(words) > MAX_BAD_WORDS:
-            raise InvalidRequest(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are taken", "bad_words")
+            raise InvalidRequest(
+                f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
         for at, word in enumerate(words):
             if not word.strip() or len(word) > MAX_BAD_WORD_LEN:
                 raise InvalidRequest(

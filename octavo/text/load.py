@@ -173,14 +173,14 @@ def _added_tokens(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str,
         yield token, token_id, False
     decoder = settings.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
-        raise ConfigError(f"{folder / _SETTINGS} is corrupt: added_tokens_decoder is no object; fetch it again")
+        raise ConfigError(f"{folder / _SETTINGS} is corrupt: added_tokens_decoder is not an object; fetch it again")
     for number, entry in decoder.items():
         match entry:
             case {"content": str(content)} if number.isdecimal():
                 yield content, int(number), bool(entry.get("special"))
             case _:
                 raise ConfigError(
-                    f"{folder / _SETTINGS} is corrupt: entry {number!r} of added_tokens_decoder is no id with the "
+                    f"{folder / _SETTINGS} is corrupt: entry {number!r} of added_tokens_decoder is not an id with the "
                     '"content" of a token; fetch it again'
                 )
 

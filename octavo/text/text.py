@@ -118,9 +118,9 @@ class Text:
         """The vocabulary for grammars. Raises Unsupported if the model cannot be constrained by a grammar."""
         pieces = self._tokenizer.pieces
         if pieces is None:
-            raise Unsupported("this model's tokens are not bytes of a text one by one: no grammar can be kept to")
+            raise Unsupported("this model's tokens do not map to bytes one by one: grammars are not supported")
         if not self.eos_ids:
-            raise Unsupported("this model has no token that ends a text: no grammar can come to its end")
+            raise Unsupported("this model has no end-of-sequence token: grammars are not supported")
         return Vocabulary(self.vocab_size, self._tokenizer.spell, pieces.special_ids, self.eos_ids)
 
     @property

@@ -68,7 +68,7 @@ def _environment() -> LimitedEnvironment:
 def _compile(environment: LimitedEnvironment, name: str, source: str) -> Template:
     advice = "give another one with --chat-template FILE"
     if len(source) > _MAX_SOURCE:
-        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is no template; {advice}")
+        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is too long; {advice}")
     try:
         with limited():  # Jinja evaluates constant expressions while it compiles
             return environment.from_string(source)
@@ -114,7 +114,7 @@ class ChatTemplate:
         loop."""
         if len(source) > MAX_REQUEST_SOURCE:
             raise InvalidRequest(
-                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are taken",
+                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are allowed",
                 param="chat_template",
             )
         try:
@@ -123,7 +123,7 @@ class ChatTemplate:
             cause = error.__cause__
             at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
             reason = str(cause).partition("\n")[0] or type(cause).__name__
-            raise InvalidRequest(f"chat_template is no valid Jinja{at}: {reason}", param="chat_template") from error
+            raise InvalidRequest(f"chat_template is not valid Jinja{at}: {reason}", param="chat_template") from error
 
     @property
     def is_there(self) -> bool:

@@ -61,7 +61,7 @@ def _read_lines(path: Path) -> dict[bytes, int]:
             ids[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:  # includes binascii.Error
             raise ConfigError(
-                f"{path} is not a tiktoken vocabulary: line {number} is no base64 token and its rank; fetch it again"
+                f"{path} is not a tiktoken vocabulary: line {number} is not a base64 token and its rank; fetch it again"
             ) from error
     if not ids or sorted(ids.values()) != list(range(len(ids))):
         raise ConfigError(
