@@ -351,9 +351,9 @@ class Config:
         for section, cls in sections():
             for option in dataclasses.fields(cls):
                 _check_value(option, getattr(getattr(self, section), option.name))
-        self._check_door()
+        self._check_access()
 
-    def _check_door(self) -> None:
+    def _check_access(self) -> None:
         """Reject incomplete security settings: starting an open server instead would be the opposite of what was wanted."""
         server = self.server
         if server.api_key and not server.api_keys:
@@ -381,10 +381,10 @@ def _check_value(option: "dataclasses.Field[Any]", value: Any) -> None:
     is_low_enough = is_number and (most is None or value <= most)
     is_high_enough = is_number and (least is None or value >= least) and (above is None or value > above)
     if not (is_low_enough and is_high_enough):
-        raise ConfigError(f"{flag} must be {_in_words(above, least, most)}, got {value}")
+        raise ConfigError(f"{flag} must be {_describe_bounds(above, least, most)}, got {value}")
 
 
-def _in_words(above: float | None, least: float | None, most: float | None) -> str:
+def _describe_bounds(above: float | None, least: float | None, most: float | None) -> str:
     if above is None and least is not None and most is not None:
         return f"between {least} and {most}"
     parts = ((above, "above"), (least, "at least"), (most, "at most"))

@@ -18,7 +18,7 @@ PATIENCE_SECONDS = 1.0
 """How long a wait may busy-poll. After that it sleeps between polls, which delays the result by at most about 1 %; and a wait that never
 ends uses no processor time, so that it cannot be mistaken for computation."""
 _SHARE_SLEPT = 0.01  # each sleep, as a share of the time waited so far
-_let_others: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
+_release_gil: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
 
 
 class Event:
@@ -39,7 +39,7 @@ class Event:
         while not query():  # type: ignore[no-untyped-call]
             elapsed = time.monotonic() - started
             if elapsed < PATIENCE_SECONDS:
-                _let_others(0)  # release the GIL to other threads, which query() does not
+                _release_gil(0)  # release the GIL to other threads, which query() does not
             else:
                 time.sleep(elapsed * _SHARE_SLEPT)
 

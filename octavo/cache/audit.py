@@ -35,10 +35,10 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
         ("held when nothing runs", sorted(owned) if is_idle else []),
         ("sequences are swapped out when nothing runs", cache.host_tables and is_idle),
     ]
-    return [_told(what, which) for what, which in found if which]
+    return [_describe(what, which) for what, which in found if which]
 
 
-def _told(what: str, which: object) -> str:
+def _describe(what: str, which: object) -> str:
     if not isinstance(which, list):
         return what
     names = ", ".join(map(str, which[:_MOST_NAMED]))

@@ -84,7 +84,7 @@ class KVCache:
         self.num_host_pages = num_host_pages
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
-        self._is_plain = windows == (0,)
+        self._is_single_group = windows == (0,)  # without a window
         self._spans = [most_held(window, max_step_tokens, page_size) if window else None for window in windows]
         # All groups use the same key for a prefix; each group adds its own tag.
         self._tags = [bytes([group]) if group else b"" for group in range(len(windows))]
@@ -128,7 +128,7 @@ class KVCache:
         copy if it is shared or published. Free pages that no token from `start` on sees. None: too few free pages."""
         tables = self.tables[sequence]
         first, needed = start // self.page_size, self._pages_for(end)
-        if self._is_plain:  # fast path of most models: a decoding row comes here once per page
+        if self._is_single_group:  # fast path of most models: a decoding row comes here once per page
             own = tables[0].pages
             is_shared = first < len(own) and self._is_shared(own[first])
             if max(needed - len(own), 0) + is_shared > self.pool.num_free:
@@ -168,7 +168,7 @@ class KVCache:
         tables = self.tables[sequence]
         for i in range(done, computed // self.page_size):
             key = self._key(key, tokens, i)
-            if self._is_plain:
+            if self._is_single_group:
                 self.pool.publish(tables[0].pages[i], key)
             else:
                 self._publish(tables, i, key)
@@ -214,7 +214,7 @@ class KVCache:
     def capacity(self, sequence: int) -> int:
         """Number of positions that have pages in every group (except positions that are out of a group's window)."""
         tables = self.tables[sequence]
-        return (len(tables[0].pages) if self._is_plain else min(table.end for table in tables)) * self.page_size
+        return (len(tables[0].pages) if self._is_single_group else min(table.end for table in tables)) * self.page_size
 
     @property
     def num_host_used(self) -> int:

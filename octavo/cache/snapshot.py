@@ -34,8 +34,8 @@ def take(cache: KVCache) -> CacheState:
     cache._head = (-1, 0, [])
     pool = cache.pool
     return CacheState(
-        {sequence: _told(tables) for sequence, tables in cache.tables.items()},
-        {sequence: _told(tables) for sequence, tables in cache.host_tables.items()},
+        {sequence: _states_of(tables) for sequence, tables in cache.tables.items()},
+        {sequence: _states_of(tables) for sequence, tables in cache.host_tables.items()},
         cache.host_free,
         cache._published,
         list(pool.blank),
@@ -50,8 +50,8 @@ def take(cache: KVCache) -> CacheState:
 def restore(cache: KVCache, state: CacheState) -> None:
     """Restore a snapshot into a fresh cache that was built with the same arguments."""
     pool = cache.pool
-    cache.tables = {sequence: _tables(tables) for sequence, tables in state.tables.items()}
-    cache.host_tables = {sequence: _tables(tables) for sequence, tables in state.host_tables.items()}
+    cache.tables = {sequence: _tables_of(tables) for sequence, tables in state.tables.items()}
+    cache.host_tables = {sequence: _tables_of(tables) for sequence, tables in state.host_tables.items()}
     cache.host_free = list(state.host_free)
     cache._published = dict(state.published)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
@@ -64,11 +64,11 @@ def restore(cache: KVCache, state: CacheState) -> None:
         pool.refs[page] = count
 
 
-def _told(tables: list[PageTable]) -> list[TableState]:
+def _states_of(tables: list[PageTable]) -> list[TableState]:
     return [TableState(table.first, table.found, table.pages) for table in tables]
 
 
-def _tables(states: list[TableState]) -> list[PageTable]:
+def _tables_of(states: list[TableState]) -> list[PageTable]:
     tables = []
     for state in states:
         table = PageTable(state.first, list(state.pages))

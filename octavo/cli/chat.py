@@ -224,7 +224,7 @@ def converse(model: TalkModel, system: str | None) -> int:
     num_failed = 0
     while (question := _next_question(typed)) is not None:
         if question.strip():
-            num_failed += not _turn(model, history, question)
+            num_failed += not _ask(model, history, question)
     return 1 if num_failed and not typed else 0  # a person has seen the failure, a script has not
 
 
@@ -242,7 +242,7 @@ def _next_question(typed: bool) -> str | None:
             print()  # discard an unfinished line, as a shell does
 
 
-def _turn(model: TalkModel, history: list[Message], question: str) -> bool:
+def _ask(model: TalkModel, history: list[Message], question: str) -> bool:
     """Ask one question and print the answer. False: the model could not answer."""
     history.append({"role": "user", "content": question})
     answer = ""

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
 """Sections that apply without a server."""
-OF_REQUESTS = (
+REQUEST_KNOBS = (
     "max_body_bytes", "max_messages", "max_n", "max_logprobs", "strict_fields",
     "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
 )  # fmt: skip

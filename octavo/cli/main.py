@@ -11,8 +11,8 @@ from typing import Any
 from octavo import __version__
 from octavo.cli.bench.flags import add_bench
 from octavo.cli.flags import (
-    OF_REQUESTS,
     OFFLINE,
+    REQUEST_KNOBS,
     Parser,
     add_config_flags,
     config_from,
@@ -229,7 +229,7 @@ def _add_run_batch(commands: Any) -> None:
     parser.add_argument(
         "--max-concurrency", type=count, metavar="N", help="most requests in flight (default: 2 per row)"
     )
-    add_config_flags(parser, OFFLINE, also=OF_REQUESTS, positional=False)
+    add_config_flags(parser, OFFLINE, also=REQUEST_KNOBS, positional=False)
     parser.set_defaults(run=_run_batch)
 
 

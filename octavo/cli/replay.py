@@ -35,10 +35,10 @@ def run(
     first, last = _steps(steps)
     changed = Settings.of(recording).changed(what_if) if what_if else None
     lines: list[str] = []
-    teller = _Teller(lines, first, last, request)
-    learned = learn(recording, teller.tell)
-    teller.scheduler_of(learned)
-    if request is not None and not teller.has_seen:
+    narrator = _Narrator(lines, first, last, request)
+    learned = learn(recording, narrator.describe)
+    narrator.describe_next(learned)
+    if request is not None and not narrator.has_found:
         raise ConfigError(f"--request {request}: there is no such request in {path}")
     findings = Recomputation(recording, model).run() if model is not None else None
     report = _report(path, recording, learned, findings)
@@ -69,16 +69,16 @@ def _steps(text: str | None) -> tuple[int, int]:
 # ── one step, one request ───────────────────────────────────────────────────────────────────────────
 
 
-class _Teller:
+class _Narrator:
     """Describes what happens in the chosen steps, or to the chosen request, in lines of text."""
 
     def __init__(self, lines: list[str], first: int, last: int, request: str | None) -> None:
         self._lines, self._first, self._last, self._request = lines, first, last, request
-        self.has_seen = False
+        self.has_found = False
         self._outputs = 0
         self.next: tuple[StepPlan, list[Request]] | None = None
 
-    def scheduler_of(self, learned: Learned) -> None:
+    def describe_next(self, learned: Learned) -> None:
         """Describe the next plan if the recording ends in the middle of work."""
         replay = learned.replay
         if replay.num_same == replay.num_steps and not replay.scheduler.is_idle:
@@ -86,14 +86,16 @@ class _Teller:
             if self.next is not None:
                 plan, requests = self.next
                 if self._request is None and self._first <= self._last:
-                    self._lines.append(f"{in_words(plan, requests)}; not recorded: the engine was about to execute it")
+                    self._lines.append(
+                        f"{describe_plan(plan, requests)}; not recorded: the engine was about to execute it"
+                    )
 
-    def tell(self, happening: object) -> None:
+    def describe(self, happening: object) -> None:
         match happening:
             case Planned():
                 self._planned(happening)
             case Arrived() if happening.id == self._request:
-                self.has_seen = True
+                self.has_found = True
                 begun = sum(length or 0 for length in happening.begun_len)
                 more = f", {begun} output tokens from an earlier engine" if begun else ""
                 self._lines.append(f"arrived: {happening.prompt_len} prompt tokens{more}")
@@ -107,15 +109,15 @@ class _Teller:
     def _planned(self, happening: Planned) -> None:
         plan = happening.plan
         if not happening.is_same:
-            self._lines.append(f"{in_words(plan, happening.requests)}; the recorded plan is different")
+            self._lines.append(f"{describe_plan(plan, happening.requests)}; the recorded plan is different")
             return
         if self._request is None:
             if self._first <= plan.step <= self._last and not plan.is_empty:
-                self._lines.append(f"{in_words(plan, happening.requests)}; {outcome_words(happening)}")
+                self._lines.append(f"{describe_plan(plan, happening.requests)}; {describe_changes(happening)}")
             return
         for request in happening.admitted:
             if request.id == self._request:
-                self.has_seen = True
+                self.has_found = True
                 self._lines.append(f"step {plan.step}: enters row {request.row}")
         for returned in happening.returned:
             if returned.request.id == self._request:
@@ -123,7 +125,7 @@ class _Teller:
                 self._lines.append(f"step {plan.step}: preempted, {returned.num_computed} tokens {how}")
         for request, start, count in zip(happening.requests, plan.starts, plan.counts, strict=True):
             if request.id == self._request:
-                self.has_seen = True
+                self.has_found = True
                 if count > 1 or start < request.prompt_len - 1:
                     self._lines.append(f"step {plan.step}: {name_of(request)} computes {start}…{start + count - 1}")
 
@@ -145,7 +147,7 @@ def name_of(request: Request) -> str:
     return f"{request.id}[{request.index}]" if request.params.n > 1 else request.id
 
 
-def in_words(plan: StepPlan, requests: list[Request]) -> str:
+def describe_plan(plan: StepPlan, requests: list[Request]) -> str:
     """Describe what each request computes in a step."""
     prompts, decodes = [], []
     for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
@@ -159,7 +161,7 @@ def in_words(plan: StepPlan, requests: list[Request]) -> str:
     return "; ".join(parts)
 
 
-def outcome_words(happening: Planned) -> str:
+def describe_changes(happening: Planned) -> str:
     plan = happening.plan
     entered = [f"{name_of(request)} in row {request.row}" for request in happening.admitted]
     returned = [name_of(each.request) for each in happening.returned]

@@ -46,10 +46,10 @@ class ProcessExecutor:
     def start(self) -> EngineReport:
         try:
             self._spawn()
-            reports = [msgspec.msgpack.decode(answer, type=LoadReport) for answer in self._answers()]
+            reports = [msgspec.msgpack.decode(reply, type=LoadReport) for reply in self._replies()]
             report = settle(self._config.cache, reports)
             self._send(msgspec.msgpack.encode(Allocate(report.num_pages, report.num_host_pages)))
-            self._answers()
+            self._replies()
             return report
         except BaseException:
             self.close()
@@ -59,7 +59,7 @@ class ProcessExecutor:
         self._send(self._encoder.encode(plan))
 
     def collect(self) -> StepResult:
-        return self._results.decode(self._next_answer()[1])
+        return self._results.decode(self._next_reply()[1])
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         if self._preparations is None:
@@ -71,7 +71,7 @@ class ProcessExecutor:
             return
         self._is_closed = True
         for rank in self._ranks:
-            rank.hang_up()
+            rank.close_pipes()
         deadline = time.monotonic() + _GRACE
         for rank in self._ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
@@ -108,35 +108,35 @@ class ProcessExecutor:
             rank.connection.send_bytes(message)
         except OSError as error:
             # The rank's last message may still be unread: it says why.
-            self._answers()
-            raise EngineDead(self._obituary(rank)) from error
+            self._replies()
+            raise EngineDead(self._describe_end(rank)) from error
 
-    def _answers(self) -> list[bytes]:
-        """Wait for one answer from each rank and return them in rank order."""
-        answers: dict[int, bytes] = {}
-        while len(answers) < len(self._ranks):
-            number, answer = self._next_answer()
-            answers[number] = answer
-        return [answers[number] for number in sorted(answers)]
+    def _replies(self) -> list[bytes]:
+        """Wait for one reply from each rank and return them in rank order."""
+        replies: dict[int, bytes] = {}
+        while len(replies) < len(self._ranks):
+            number, reply = self._next_reply()
+            replies[number] = reply
+        return [replies[number] for number in sorted(replies)]
 
-    def _next_answer(self) -> tuple[int, bytes]:
+    def _next_reply(self) -> tuple[int, bytes]:
         """Wait for a message from any rank: (rank number, message). If a rank fails or ends, the executor is dead."""
         if self._is_closed:
             raise EngineDead("the executor is closed")
         key, _ = self._selector.select()[0]
         rank: _Rank = key.data
         try:
-            answer = rank.connection.recv_bytes()
+            reply = rank.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise EngineDead(self._obituary(rank)) from error
-        if answer[:1] != FAILED:
-            return rank.number, answer[1:]
-        failed = msgspec.msgpack.decode(answer[1:], type=RankFailed)
+            raise EngineDead(self._describe_end(rank)) from error
+        if reply[:1] != FAILED:
+            return rank.number, reply[1:]
+        failed = msgspec.msgpack.decode(reply[1:], type=RankFailed)
         if failed.is_config:
             raise ConfigError(failed.message)
-        raise EngineDead(f"{self._obituary(rank)}: {failed.message}")
+        raise EngineDead(f"{self._describe_end(rank)}: {failed.message}")
 
-    def _obituary(self, first: "_Rank") -> str:
+    def _describe_end(self, first: "_Rank") -> str:
         """Describe which rank ended, and how. When one rank is killed the others fail too: name the killed one, not the one that
         was noticed first."""
         deadline = time.monotonic() + 0.5
@@ -183,7 +183,7 @@ class _Rank:
         except subprocess.TimeoutExpired:
             return None
 
-    def hang_up(self) -> None:
+    def close_pipes(self) -> None:
         self.connection.close()
         os.close(self._lifeline)
 

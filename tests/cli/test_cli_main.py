@@ -300,6 +300,6 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
         complete = chat  # type: ignore[assignment]
 
     history: list[dict[str, str]] = []
-    assert chat._turn(Endless(), history, "go on")
+    assert chat._ask(Endless(), history, "go on")
     assert capsys.readouterr().out == "so far\n"
     assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]

@@ -63,7 +63,7 @@ class _DryRun(Protocol):
 def run(config: Config, *, deep: bool, as_json: bool) -> int:
     """Print the report. Raises ConfigError with the first reason why the model would not serve."""
     diagnosis = Diagnosis(config.model.model or "the embedded model")
-    show = None if as_json else _shower(config.model.model)
+    show = None if as_json else _printer(config.model.model)
     for finding in examine(config, diagnosis, deep=deep):
         diagnosis.findings.append(finding)
         if show is not None:
@@ -87,33 +87,33 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
         return
     diagnosis.model = source.name
     yield Finding("files", "ok", f"a {'GGUF file' if source.kind == 'gguf' else 'folder'}, {source.path}")
-    checkup = _load_checkup(config, source)
+    dry_run = _load_dry_run(config, source)
     spec: ModelSpec | None = None
-    for finding in _model(checkup, diagnosis, deep=deep and not is_dummy):
+    for finding in _model(dry_run, diagnosis, deep=deep and not is_dummy):
         if finding.check == "configuration" and finding.status == "ok":
-            spec = checkup.spec
+            spec = dry_run.spec
         yield finding
-    yield from _words(config, source, spec)
+    yield from _text_findings(config, source, spec)
 
 
-def _load_checkup(config: Config, source: ModelSource) -> _DryRun:
+def _load_dry_run(config: Config, source: ModelSource) -> _DryRun:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as in the engine; read when torch is first imported
-    checkup: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
-    return checkup
+    dry_run: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
+    return dry_run
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model(checkup: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+def _model(dry_run: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
     steps: list[tuple[str, Callable[[], str]]] = [
-        ("configuration", checkup.configuration),
-        ("arithmetic", checkup.arithmetic),
-        ("tensors", checkup.tensors),
-        ("memory", lambda: _memory(checkup, diagnosis)),
+        ("configuration", dry_run.configuration),
+        ("arithmetic", dry_run.arithmetic),
+        ("tensors", dry_run.tensors),
+        ("memory", lambda: _memory(dry_run, diagnosis)),
     ]
     if deep:
-        steps.insert(3, ("numbers", checkup.numbers))
+        steps.insert(3, ("numbers", dry_run.numbers))
     for at, (name, step) in enumerate(steps):
         try:
             message = step()
@@ -127,9 +127,9 @@ def _model(checkup: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fi
         yield Finding("numbers", "skipped", "not checked: --deep reads every weight and looks for NaN")
 
 
-def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
-    needs = checkup.needs()
-    settled = checkup.settled(needs)
+def _memory(dry_run: _DryRun, diagnosis: Diagnosis) -> str:
+    needs = dry_run.needs()
+    settled = dry_run.settled(needs)
     diagnosis.memory = {
         "weights_bytes": needs.weights_bytes,
         "available_bytes": needs.available_bytes + needs.weights_bytes,
@@ -137,7 +137,7 @@ def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
         "page_size": settled.page_size,
         "num_pages": settled.num_pages,
         "max_model_len": settled.max_model_len,
-        "kv_bytes": _kv_bytes(checkup.spec.context_len, settled) if settled.can_generate else [],
+        "kv_bytes": _kv_bytes(dry_run.spec.context_len, settled) if settled.can_generate else [],
     }
     if not settled.can_generate:
         available = needs.available_bytes + needs.weights_bytes
@@ -172,7 +172,7 @@ def _pages_of(num_tokens: int, settled: EngineReport) -> int:
 # ── tokenizer, template, stop tokens ────────────────────────────────────────────────────────────────
 
 
-def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
+def _text_findings(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
     try:
         text = load_text(
             source.path,
@@ -271,7 +271,7 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _shower(model: str) -> Callable[[Finding], None]:
+def _printer(model: str) -> Callable[[Finding], None]:
     try:
         "".join(_MARKS.values()).encode(sys.stdout.encoding or "ascii")
         marks = _MARKS

@@ -54,7 +54,7 @@ class CallParser:
         self._reader = Reader()
         self._section: Steps[None] | None = None  # reads calls; None: outside a section
         self._start = 0  # start of the text that becomes content if the section is malformed
-        self._behind = 0  # end of the opening mark, where the search continues if the section is malformed
+        self._after_opening = 0  # end of the opening mark, where the search continues if the section is malformed
         self._can_open_bare = True
         self._after_call = False
         self.num_calls = 0
@@ -87,15 +87,15 @@ class CallParser:
             self._can_open_bare = True
         except Malformed:
             self._section = None
-            reader.at = self._behind
-            self._say(events, reader.text[self._start : self._behind])
+            reader.at = self._after_opening
+            self._emit_content(events, reader.text[self._start : self._after_opening])
             self._can_open_bare = False
         else:
             if call is None:
                 assert not reader.over, "a format waits for text that will not come"
                 return False
-            self._give(events, call)
-            self._start = self._behind = reader.at
+            self._emit_call(events, call)
+            self._start = self._after_opening = reader.at
         return True
 
     def _outside(self, events: list[Event]) -> bool:
@@ -105,19 +105,19 @@ class CallParser:
         rest = text[at:].lstrip(SPACE)
         if self._can_open_bare and rest and rest[0] in self._format.bare:
             reader.at = len(text) - len(rest)
-            self._start, self._behind = at, reader.at + 1
+            self._start, self._after_opening = at, reader.at + 1
             self._section = self._format.read(reader, "", self._tools)
             return True
         found = self._opening.search(text, at)
         if found is None:
             end = len(text) if reader.over else self._certain(text, at)
             if not (reader.over and self._after_call and not rest):
-                self._say(events, text[at:end])
+                self._emit_content(events, text[at:end])
             reader.at = end
             return False
         self._start = at + len(text[at : found.start()].rstrip(SPACE))
-        self._say(events, text[at : self._start])
-        reader.at = self._behind = found.end()
+        self._emit_content(events, text[at : self._start])
+        reader.at = self._after_opening = found.end()
         self._section = self._format.read(reader, found[0], self._tools)
         return True
 
@@ -131,7 +131,7 @@ class CallParser:
                     break
         return at + len(text[at : len(text) - held].rstrip(SPACE))
 
-    def _say(self, events: list[Event], text: str) -> None:
+    def _emit_content(self, events: list[Event], text: str) -> None:
         if not text:
             return
         events.append(Content(text))
@@ -139,7 +139,7 @@ class CallParser:
         if text.strip(SPACE):
             self._can_open_bare = False
 
-    def _give(self, events: list[Event], call: Call) -> None:
+    def _emit_call(self, events: list[Event], call: Call) -> None:
         index = self.num_calls
         events.append(CallBegin(index, call.id or self._new_id(), call.name))
         events.append(CallArguments(index, dump(call.arguments)))
