@@ -75,16 +75,20 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
 @pytest.mark.parametrize(
     ("wishes", "param", "words"),
     [
-        ({"use_beam_search": True, "stop": ["x"]}, "stop", "not offered with use_beam_search"),
-        ({"use_beam_search": True, "presence_penalty": 1.0}, "presence_penalty", "not offered with use_beam_search"),
+        ({"use_beam_search": True, "stop": ["x"]}, "stop", "not supported with use_beam_search"),
+        ({"use_beam_search": True, "presence_penalty": 1.0}, "presence_penalty", "not supported with use_beam_search"),
         (
             {"use_beam_search": True, "repetition_penalty": 1.2},
             "repetition_penalty",
-            "not offered with use_beam_search",
+            "not supported with use_beam_search",
         ),
-        ({"use_beam_search": True, "logit_bias": {"5": 1.0}}, "logit_bias", "not offered with use_beam_search"),
-        ({"use_beam_search": True, "bad_words": ["x"]}, "bad_words", "not offered with use_beam_search"),
-        ({"use_beam_search": True, "allowed_token_ids": [1]}, "allowed_token_ids", "not offered with use_beam_search"),
+        ({"use_beam_search": True, "logit_bias": {"5": 1.0}}, "logit_bias", "not supported with use_beam_search"),
+        ({"use_beam_search": True, "bad_words": ["x"]}, "bad_words", "not supported with use_beam_search"),
+        (
+            {"use_beam_search": True, "allowed_token_ids": [1]},
+            "allowed_token_ids",
+            "not supported with use_beam_search",
+        ),
         ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "use_beam_search", "response_format"),
         ({"use_beam_search": True, "stop_token_ids": [*range(17)]}, "stop_token_ids", "at most 16"),
         ({"use_beam_search": True, "n": 9}, "n", "at most 8 (--max-num-seqs)"),
@@ -112,12 +116,12 @@ async def test_what_says_how_to_draw_is_named_back_beside_beams(serve: Serve) ->
         (
             {"repetition_detection": {"max_pattern_size": 4, "min_count": 1}},
             "repetition_detection.min_count",
-            "from 2 to 1024: how often a pattern has to come; got 1",
+            "from 2 to 1024: how often the pattern must repeat; got 1",
         ),
         (
             {"repetition_detection": {"max_pattern_size": 4}},
             "repetition_detection.min_count",
-            "from 2 to 1024: how often a pattern has to come; it is not given",
+            "from 2 to 1024: how often the pattern must repeat; it is not given",
         ),
         ({"repetition_detection": {"min_count": "x"}}, "repetition_detection.min_count", "integer"),
     ],
