@@ -235,7 +235,7 @@ class Model(DecoderModel):
         return rope_settings(config)
 
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
-        return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
+        return Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
     def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """Of each layer: here it is the same for all."""

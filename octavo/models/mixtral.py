@@ -6,12 +6,12 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slots
 from octavo.models import llama, positive
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import Gate
 
 _THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # where config.json does not say
 

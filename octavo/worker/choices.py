@@ -3,12 +3,15 @@ Knows nothing of steps, nor of how weights are read."""
 
 import importlib
 import importlib.util
-from types import ModuleType
 
 import torch
 
 from octavo.config import Config
 from octavo.device import Device
+from octavo.kernels.cpu.device_ops import NativeOps
+from octavo.kernels.cpu.native import Native
+from octavo.kernels.device_ops import DeviceOps
+from octavo.kernels.torch_ops import torch_ops
 from octavo.limits import Limits
 from octavo.weights.formats.checkpoint import Weights
 
@@ -33,10 +36,16 @@ def name_of(dtype: torch.dtype) -> str:
     return next((name for name, kind in _PAGE_DTYPES.items() if kind == dtype), str(dtype).removeprefix("torch."))
 
 
-def gpu_kernels(device: Device, dtype: torch.dtype, is_invariant: bool) -> ModuleType | None:
-    """The fused kernels where they can run: they need Triton, and tensor cores for 16-bit types."""
-    if not device.is_cuda or dtype == torch.float32 or importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module(
-        "octavo.kernels.triton.kernel_set_invariant" if is_invariant else "octavo.kernels.triton.kernel_set"
-    )
+def choose_ops(device: Device, dtype: torch.dtype, native: Native | None, is_invariant: bool) -> DeviceOps:
+    """Triton's fused kernels where they can run: they need tensor cores for 16-bit types."""
+    if native is not None:
+        return NativeOps(native)
+    if not has_triton(device) or dtype == torch.float32:
+        return torch_ops(device.torch_device, dtype)
+    kernels = importlib.import_module("octavo.kernels.triton.device_ops")  # by name: Triton may be missing
+    ops: DeviceOps = kernels.InvariantTritonOps() if is_invariant else kernels.TritonOps()
+    return ops
+
+
+def has_triton(device: Device) -> bool:
+    return device.is_cuda and importlib.util.find_spec("triton") is not None

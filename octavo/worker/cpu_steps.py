@@ -16,8 +16,8 @@ from octavo.kernels.cpu.library import Kind, isa
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.tape import NotRecordable, Tape
 from octavo.layers.model import DecoderModel
-from octavo.layers.native import NativeWeight
 from octavo.limits import Limits
+from octavo.weights.methods.cpu_native import NativeHeld, kind_name
 
 
 def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:
@@ -53,8 +53,7 @@ def _require(config: Config, native: Native | None, note: str) -> None:
 
 def kinds_of(model: DecoderModel) -> Counter[Kind]:
     """In how many bytes weights are held in which way."""
-    weights = {id(value): value for module in model.modules() for value in vars(module).values()}
-    return sum((w.bytes_of_kinds for w in weights.values() if isinstance(w, NativeWeight)), Counter[Kind]())
+    return sum((held.bytes_of_kinds for held in model.held() if isinstance(held, NativeHeld)), Counter[Kind]())
 
 
 def held(model: DecoderModel) -> str:
@@ -62,7 +61,7 @@ def held(model: DecoderModel) -> str:
     kinds = kinds_of(model)
     by_words: Counter[str] = Counter()
     for kind, num_bytes in kinds.items():
-        by_words[_words(kind)] += num_bytes
+        by_words[kind_name(kind)] += num_bytes
     whole = kinds.total()
     parts = [f"{num_bytes / whole:.0%} in {words}" for words, num_bytes in by_words.most_common()]
     how = ""
@@ -71,12 +70,6 @@ def held(model: DecoderModel) -> str:
     if any(kind.is_decoded for kind in kinds):
         how = "; packed ones are decoded where they are used, and multiplied in float32"
     return f"weights: {', '.join(parts)}{how}"
-
-
-def _words(kind: Kind) -> str:
-    if not kind.is_packed:
-        return kind.name.lower()
-    return f"{kind.name.removeprefix('CODES')[0]} bits"
 
 
 _INPUTS = ("input_ids", "positions", "slots", "sample_at")

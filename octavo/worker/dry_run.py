@@ -8,10 +8,13 @@ import torch
 
 from octavo.config import Config
 from octavo.errors import ConfigError
+from octavo.kernels.torch_ops import torch_ops
 from octavo.layers.context import BuildContext
 from octavo.messages import EngineReport, LoadReport
 from octavo.spec import ModelSpec
 from octavo.weights.formats.checkpoint import Checkpoint
+from octavo.weights.methods.base import Settings
+from octavo.weights.methods.registry import Methods
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.memory.page_count import in_words, settle
 from octavo.worker.runner import Runner
@@ -44,10 +47,8 @@ class DryRun:
         runner = self._runner
         self._context = runner.choose_kernels(self._checkpoint)
         # Kernels hold weights in layouts of their own, which need the numbers; slots and their shapes are the same.
-        outline = dataclasses.replace(
-            self._context, device=_META, dtype=runner.weight_dtype, kernels=None, native=None, quantization=""
-        )
-        runner.build(self._checkpoint, outline)
+        outline = Settings(_META, runner.weight_dtype, torch_ops(_META, runner.weight_dtype))
+        runner.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline)))
         report = self._report()
         pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])

@@ -16,7 +16,6 @@ from octavo.device import Device, pick
 from octavo.kernels.triton.runtime.batch_sizes import ladder
 from octavo.layers.context import BuildContext
 from octavo.layers.experts import Experts
-from octavo.layers.fp8 import check_fp8
 from octavo.layers.mlp import warm_up_gates
 from octavo.layers.model import DecoderModel
 from octavo.limits import Limits, hold_whole_prompts, resolve
@@ -26,9 +25,12 @@ from octavo.parallel import Group
 from octavo.sampling.grammar.masks import Grammars
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.methods.base import Settings
+from octavo.weights.methods.registry import Methods
+from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.assemble import Columns, assemble, shared_in
-from octavo.worker.choices import gpu_kernels, name_of, page_dtype
+from octavo.worker.choices import choose_ops, has_triton, name_of, page_dtype
 from octavo.worker.cores import usable_cores
 from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
 from octavo.worker.determinism import about_determinism
@@ -118,7 +120,9 @@ class Runner:
         """The model, with room for its weights and none of them in it."""
         family = load_family(checkpoint.config["model_type"])
         self.model = family.Model(checkpoint.config, self.spec, context)
-        if context.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
+        if context.methods.settings.quantization == "fp8" and any(
+            isinstance(module, Experts) for module in self.model.modules()
+        ):
             self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
         keeps_packed = self._keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
         self.weights = Weights(
@@ -154,24 +158,25 @@ class Runner:
         self._notes += [why, *filter(None, [self.stores.in_words()])]
         if config.model.quantization == "fp8":
             check_fp8(place, dtype)
-        self._kernels = gpu_kernels(self.device, dtype, self._is_invariant)
+        self._ops = choose_ops(self.device, dtype, self._native, self._is_invariant)
         packing = "" if checkpoint.weights is None else checkpoint.weights.packing
-        has_kernels = self._native is not None or (self._kernels is not None and packing == _GPU_PACKING)
+        has_kernels = self._native is not None or (self._has_triton_ops and packing == _GPU_PACKING)
         self._keeps_packed = self.limits.keeps_packed and has_kernels
-        return BuildContext(
-            self.group,
-            dtype,
+        settings = Settings(
             place,
-            self.attention,
-            config.cache.page_size,
-            self._kernels,
-            config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
-            self._native,
-            self.weight_dtype,
-            self.limits.max_model_len,
-            self._keeps_packed,
-            self.limits.decodes_packed,
+            dtype,
+            self._ops,
+            quantization=config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
+            weight_dtype=self.weight_dtype,
+            keeps_packed=self._keeps_packed,
+            decodes=self.limits.decodes_packed,
+            has_triton=has_triton(self.device),
         )
+        return BuildContext(self.group, self.attention, Methods(settings), self.limits.max_model_len)
+
+    @property
+    def _has_triton_ops(self) -> bool:
+        return self.device.is_cuda and self._ops.name.startswith("triton")
 
     def _measure(self) -> DeviceMemory:
         """What steps of the largest size take, run over a store of one page."""
@@ -196,7 +201,7 @@ class Runner:
 
     def _warm_up(self) -> None:
         """Compile the kernels that first requests need, all at once: one after the other they take several times as long."""
-        if self._kernels is None:
+        if not self._has_triton_ops:
             return
         num_tokens, num_rows = self._most_tokens(), min(self.limits.max_num_seqs, self._most_tokens())
         chunk = max(1, min(32, self.limits.max_model_len // 2))

@@ -16,14 +16,7 @@ from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, zeros
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
-
-
-class Norm(NamedTuple):
-    """RMSNorm, or LayerNorm where it has a bias."""
-
-    weight: Tensor  # [D]
-    bias: Tensor | None
-    epsilon: float
+from octavo.kernels.device_ops import Norm
 
 
 class Heads(NamedTuple):
