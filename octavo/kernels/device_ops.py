@@ -30,8 +30,15 @@ class Waves(NamedTuple):
 class DeviceOps(Protocol):
     """Tensors are [T, …], one row per token, contiguous in the last dimension."""
 
-    name: str
-    is_invariant: bool  # made for --deterministic: the bits of a row do not depend on the other rows
+    @property
+    def kernels(self) -> Literal["torch", "native", "triton"]:
+        """Whose they are. torch computes what the others have no kernel for."""
+        ...
+
+    @property
+    def is_invariant(self) -> bool:
+        """Triton's for --deterministic, in which the bits of a row do not depend on the other rows."""
+        ...
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """[T, D] → [T, D], a new tensor."""

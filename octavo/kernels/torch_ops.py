@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 class TorchOps:
-    name = "torch"
+    kernels: Literal["torch", "native", "triton"] = "torch"
     is_invariant = False
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:

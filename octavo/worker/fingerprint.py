@@ -7,7 +7,6 @@ import importlib.metadata
 import torch
 
 from octavo.config import ModelConfig
-from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.library import isa
 from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
@@ -40,7 +39,7 @@ def fingerprint_of(
         "attention": context.attention.name,
         "kv": kv_dtype,
         "tensor_parallel": str(context.group.size),
-        "deterministic": "yes" if context.ops.is_invariant or isinstance(context.ops, NativeOps) else "no",
+        "deterministic": "yes" if context.ops.is_invariant or context.ops.kernels == "native" else "no",
     }
     if spec.longest_len > spec.context_len:  # positions are turned otherwise in a stretched context
         parts["context"] = str(context.max_len)
@@ -48,7 +47,7 @@ def fingerprint_of(
 
 
 def _held(context: BuildContext, model: DecoderModel) -> str:
-    if isinstance(context.ops, NativeOps):
+    if context.ops.kernels == "native":
         # Decoded ones give float32's bits.
         return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
     settings = context.methods.settings
@@ -57,14 +56,13 @@ def _held(context: BuildContext, model: DecoderModel) -> str:
 
 
 def _kernels(context: BuildContext, chip: str) -> str:
-    if isinstance(context.ops, NativeOps):
+    if context.ops.kernels == "native":
         return f"native {isa()} torch {torch.__version__}"  # torch makes rotations and logprobs
     if context.device.type != "cuda":
         # torch's own products: their order of sums goes by the CPU, and may go by the threads.
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
-    by_triton = context.ops.name.startswith("triton")
-    triton = f"triton {importlib.metadata.version('triton')} " if by_triton else ""
+    triton = f"triton {importlib.metadata.version('triton')} " if context.ops.kernels == "triton" else ""
     return f"{triton}torch {torch.__version__} {chip}"
 
 

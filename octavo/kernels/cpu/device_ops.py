@@ -11,7 +11,7 @@ from octavo.kernels.torch_ops import TorchOps
 class NativeOps(TorchOps):
     """A gate is torch's: where a kernel applies one, it is part of the product before it."""
 
-    name = "native"
+    kernels = "native"
 
     def __init__(self, native: Native) -> None:
         self.native = native

@@ -13,7 +13,7 @@ from octavo.kernels.triton.elementwise.rotation import rotation
 class TritonOps(TorchOps):
     """A LayerNorm, a soft cap and learned positions are torch's."""
 
-    name = "triton"
+    kernels = "triton"
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         if norm.bias is not None:
@@ -33,7 +33,6 @@ class TritonOps(TorchOps):
 class InvariantTritonOps(TritonOps):
     """For --deterministic: sums over a row are in one order, however many rows there are."""
 
-    name = "triton_invariant"
     is_invariant = True
 
     def norm_in_place(self, x: Tensor, norm: Norm) -> None:

@@ -246,6 +246,11 @@ def supports_all(request: object, settings: Settings) -> None:
     return None
 
 
+def other_kernels(settings: Settings) -> str:
+    """Why a method of other kernels does not hold anything here."""
+    return f"{settings.ops.kernels} computes here"
+
+
 def decoded(weight: Weight) -> Tensor:
     return weight.dequantise() if isinstance(weight, Quants) else weight
 

@@ -28,6 +28,7 @@ from octavo.weights.methods.base import (
     TableMethod,
     Use,
     WeightRequest,
+    other_kernels,
 )
 
 # --quantization → how weights of float types are rounded.
@@ -216,7 +217,7 @@ def native_ops(settings: Settings) -> NativeOps:
 
 
 def supports(request: object, settings: Settings) -> str | None:
-    return None if isinstance(settings.ops, NativeOps) else f"{settings.ops.name} computes"
+    return None if isinstance(settings.ops, NativeOps) else other_kernels(settings)
 
 
 LINEAR: LinearMethod = Method("cpu_native", supports, hold)

@@ -5,11 +5,10 @@ from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, Norm
 from octavo.kernels.torch_ops import activate
-from octavo.kernels.triton.device_ops import TritonOps
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.gemm.gated import gated_linear, gated_pays, gated_row_counts
 from octavo.kernels.triton.gemm.skinny import few_rows_linear, pays
-from octavo.weights.methods.base import LinearMethod, Method, Settings, TableMethod, Use, WeightRequest
+from octavo.weights.methods.base import LinearMethod, Method, Settings, TableMethod, Use, WeightRequest, other_kernels
 from octavo.weights.methods.torch import PlainWeight
 
 
@@ -55,7 +54,7 @@ class TritonWeight(PlainWeight):
 
 
 def supports_table(request: WeightRequest, settings: Settings) -> str | None:
-    return None if type(settings.ops) is TritonOps else f"{settings.ops.name} computes"
+    return None if settings.ops.kernels == "triton" else other_kernels(settings)
 
 
 def supports(request: WeightRequest, settings: Settings) -> str | None:

@@ -3,12 +3,11 @@
 from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, Norm
-from octavo.kernels.triton.device_ops import TritonOps
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.quantise import quantise_rows, rms_norm_fp8, silu_mul_fp8
 from octavo.kernels.triton.gemm.invariant import invariant_fp8
 from octavo.weights.methods import torch_fp8
-from octavo.weights.methods.base import LinearMethod, Method, Settings, WeightRequest
+from octavo.weights.methods.base import LinearMethod, Method, Settings, WeightRequest, other_kernels
 from octavo.weights.methods.torch_fp8 import Fp8Weight
 
 
@@ -40,8 +39,8 @@ class TritonFp8Weight(Fp8Weight):
 
 
 def supports(request: WeightRequest, settings: Settings) -> str | None:
-    if not isinstance(settings.ops, TritonOps):
-        return f"{settings.ops.name} computes"
+    if settings.ops.kernels != "triton":
+        return other_kernels(settings)
     return torch_fp8.supports(request, settings)
 
 

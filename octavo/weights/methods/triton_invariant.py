@@ -5,7 +5,6 @@ from torch import Tensor
 
 from octavo.kernels.device_ops import Activation, Norm
 from octavo.kernels.torch_ops import activate
-from octavo.kernels.triton.device_ops import InvariantTritonOps
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.gemm.invariant import invariant_linear
 from octavo.weights.methods.base import LinearMethod, Method, Settings, TableMethod, WeightRequest
@@ -30,7 +29,7 @@ class InvariantWeight(PlainWeight):
 
 
 def supports(request: WeightRequest, settings: Settings) -> str | None:
-    return None if isinstance(settings.ops, InvariantTritonOps) else f"{settings.ops.name} computes"
+    return None if settings.ops.is_invariant else "--deterministic is not asked for"
 
 
 LINEAR: LinearMethod = Method("triton_invariant", supports, InvariantWeight)
