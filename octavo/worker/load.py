@@ -30,7 +30,7 @@ from octavo.sampling.grammar.masks import Grammars
 from octavo.spec import ModelSpec, PageLayout
 from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
 from octavo.weights.methods.base import Settings
-from octavo.weights.methods.registry import Methods
+from octavo.weights.methods.registry import Methods, gpu_packings
 from octavo.weights.methods.torch_fp8 import check_fp8
 from octavo.weights.sources.source import ModelSource
 from octavo.worker.cores import usable_cores
@@ -50,7 +50,6 @@ from octavo.worker.weights import Weights
 if TYPE_CHECKING:
     from octavo.text.tokenize.vocabulary import Vocabulary
 
-_GPU_PACKING = "MXFP4"  # what GPU kernels multiply as it is stored
 _START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
 
 
@@ -84,8 +83,7 @@ class Loader:
         with torch.inference_mode(), memory_errors(self.limits.dtype, available):
             self.build(checkpoint, context)
             self._notes += self.weights.fill(checkpoint, available)
-        if self._native is not None:
-            self._notes.append(held(self.model))
+        self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
         self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
         report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
         if self.group.rank:
@@ -145,14 +143,14 @@ class Loader:
             check_fp8(place, dtype)
         ops = _choose_ops(self.device, dtype, self._native, is_invariant)
         packing = "" if checkpoint.weights is None else checkpoint.weights.packing
-        multiplies_packed = self._native is not None or (ops.kernels == "triton" and packing == _GPU_PACKING)
+        by_triton = bool(packing) and ops.kernels == "triton" and packing in gpu_packings()
         settings = Settings(
             place,
             dtype,
             ops,
             quantization=config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
             weight_dtype=self.weight_dtype,
-            keeps_packed=self.limits.keeps_packed and multiplies_packed,
+            keeps_packed=self.limits.keeps_packed and (self._native is not None or by_triton),
             decodes=self.limits.decodes_packed,
             has_triton=_has_triton(self.device),
         )

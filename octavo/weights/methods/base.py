@@ -233,6 +233,8 @@ class Method(Generic[Request, Kind]):
     """None: it can hold such a weight here, and multiply with it; else why not."""
     hold: Callable[[Request, Settings], Kind]
     """Makes room for the weight. Only where supports() says None."""
+    packings: tuple[str, ...] = ()
+    """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
 
 
 LinearMethod = Method[WeightRequest, HeldWeight]

@@ -35,12 +35,16 @@ _EXPERTS = ("cpu_native_experts", "triton_mxfp4", "triton_experts", "torch_exper
 _NEEDS_TRITON = "triton_"  # files that begin so import Triton, which may be missing and takes long to import
 
 
+Reasons = tuple[tuple[str, str], ...]
+"""Methods and why they cannot hold a weight."""
+
+
 class Methods:
     """How one rank holds its weights."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.picked: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self.picked: Counter[tuple[str, Reasons]] = Counter()
         """How many weights each method holds: by its name and by why the methods before it do not."""
 
     def linear(self, request: WeightRequest) -> HeldWeight:
@@ -59,6 +63,15 @@ class Methods:
         methods: Sequence[ExpertsMethod] = _methods("EXPERTS", _EXPERTS, self.settings.has_triton)
         return self._held(methods, request)
 
+    def in_words(self) -> str:
+        """Which methods hold the weights, and why not another that holds some, for the report of a start."""
+        names = {name for name, _ in self.picked}
+        parts = []
+        for (name, reasons), count in self.picked.most_common():
+            why = "; ".join(f"{other}: {reason}" for other, reason in reasons if other in names)
+            parts.append(f"{count} by {name}" + (f" ({why})" if why else ""))
+        return f"weights held: {', '.join(parts)}"
+
     def _held(self, methods: Sequence[Method[Request, Kind]], request: Request) -> Kind:
         method, reasons = pick(methods, request, self.settings)
         self.picked[method.name, reasons] += 1
@@ -67,15 +80,24 @@ class Methods:
 
 def pick(
     methods: Sequence[Method[Request, Kind]], request: Request, settings: Settings
-) -> tuple[Method[Request, Kind], tuple[str, ...]]:
+) -> tuple[Method[Request, Kind], Reasons]:
     """The first that supports the request, and why those before it do not."""
-    reasons: list[str] = []
+    reasons: list[tuple[str, str]] = []
     for method in methods:
         reason = method.supports(request, settings)
         if reason is None:
             return method, tuple(reasons)
-        reasons.append(f"{method.name}: {reason}")
-    raise AssertionError(f"no method holds {request}: {'; '.join(reasons)}")
+        reasons.append((method.name, reason))
+    raise AssertionError(f"no method holds {request}: {reasons}")
+
+
+def gpu_packings() -> set[str]:
+    """Of checkpoints whose weights some method's GPU kernels multiply as they are stored. Only where Triton is installed."""
+    methods: list[Method[Any, Any]] = [
+        *_methods("LINEAR", _LINEAR, has_triton=True),
+        *_methods("EXPERTS", _EXPERTS, has_triton=True),
+    ]
+    return {packing for method in methods for packing in method.packings}
 
 
 @functools.cache

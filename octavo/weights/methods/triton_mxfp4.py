@@ -62,4 +62,4 @@ def supports(request: ExpertsRequest, settings: Settings) -> str | None:
     return None
 
 
-EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts)
+EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings=("MXFP4",))
