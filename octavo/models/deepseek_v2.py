@@ -1,5 +1,4 @@
 """DeepSeek-V2: attention over latents, and experts of which some see every token and others those that a router sends them.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do.
 
 A page holds a token's latent as one KV head, and once more as its value: docs/decisions says what that costs."""
 

@@ -1,5 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,5 +1,4 @@
-"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,4 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

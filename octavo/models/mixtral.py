@@ -1,5 +1,4 @@
-"""The Mixtral family: a Llama whose MLP is a few of several experts, with a window over all layers where asked for.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Mixtral family: a Llama whose MLP is a few of several experts, with a window over all layers where asked for."""
 
 import dataclasses
 from typing import Any

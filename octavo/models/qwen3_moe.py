@@ -1,5 +1,4 @@
-"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP."""
 
 import dataclasses
 import re

@@ -1,5 +1,4 @@
-"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them.
-Knows nothing of steps or pages, or of who multiplies with them."""
+"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ class Weights:
     keeps_packed: bool  # and some of them come so
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
-        """Read them in. → what there is to say of them."""
+        """Read them in. → notes for the report of the start."""
         self.check_fit(checkpoint, available)
         place = self.device.torch_device
         if self.config.load_format == "dummy":

@@ -20,7 +20,7 @@ from octavo.kernels.device_ops import Activation, DeviceOps, Norm
 from octavo.quants import Quants, Weight
 
 Request = TypeVar("Request")
-Kind = TypeVar("Kind", bound="Held")
+HeldKind = TypeVar("HeldKind", bound="Held")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,12 @@ class Settings:
     ops: DeviceOps
     quantization: str = ""  # "" as they come, "fp8", "int8", "int4"
     weight_dtype: torch.dtype = torch.float32  # in which the native CPU kernels hold weights that are not packed
-    keeps_packed: bool = (
-        False  # weights that are packed in the checkpoint arrive so; a method that cannot hold them decodes
-    )
-    decodes: bool = False  # … and the native CPU kernels multiply those in float32, as if they had been decoded
-    has_triton: bool = (
-        False  # Triton kernels run on this device, whatever the ops are: those of experts take float32 too
-    )
+    keeps_packed: bool = False
+    """Weights that are packed in the checkpoint arrive so. A method that cannot hold them decodes."""
+    decodes: bool = False
+    """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
+    has_triton: bool = False
+    """Triton kernels run on this device, even where the ops are torch's: those of experts take float32 too."""
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -223,7 +222,7 @@ class HeldExperts(Held):
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Generic[Request, Kind]):
+class Method(Generic[Request, HeldKind]):
     """A way of holding weights on some devices.
 
     A method around another one (an adapter's, say) has that one hold the weight, and returns what it holds around it."""
@@ -231,7 +230,7 @@ class Method(Generic[Request, Kind]):
     name: str
     supports: Callable[[Request, Settings], str | None]
     """None: it can hold such a weight here, and multiply with it; else why not."""
-    hold: Callable[[Request, Settings], Kind]
+    hold: Callable[[Request, Settings], HeldKind]
     """Makes room for the weight. Only where supports() says None."""
     packings: tuple[str, ...] = ()
     """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""

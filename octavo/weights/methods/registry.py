@@ -15,9 +15,9 @@ from octavo.weights.methods.base import (
     HeadsRequest,
     HeldExperts,
     HeldHeads,
+    HeldKind,
     HeldTable,
     HeldWeight,
-    Kind,
     LinearMethod,
     Method,
     Request,
@@ -72,15 +72,15 @@ class Methods:
             parts.append(f"{count} by {name}" + (f" ({why})" if why else ""))
         return f"weights held: {', '.join(parts)}"
 
-    def _held(self, methods: Sequence[Method[Request, Kind]], request: Request) -> Kind:
+    def _held(self, methods: Sequence[Method[Request, HeldKind]], request: Request) -> HeldKind:
         method, reasons = pick(methods, request, self.settings)
         self.picked[method.name, reasons] += 1
         return method.hold(request, self.settings)
 
 
 def pick(
-    methods: Sequence[Method[Request, Kind]], request: Request, settings: Settings
-) -> tuple[Method[Request, Kind], Reasons]:
+    methods: Sequence[Method[Request, HeldKind]], request: Request, settings: Settings
+) -> tuple[Method[Request, HeldKind], Reasons]:
     """The first that supports the request, and why those before it do not."""
     reasons: list[tuple[str, str]] = []
     for method in methods:
