@@ -1,7 +1,7 @@
 """How fast torch multiplies by a weight on this CPU, by route, shape and number of rows, with cold weights.
 Knows nothing of Octavo but SmolLM2-135M's shapes. Run: python benchmarks/cpu_linear.py --threads 2
 
-Why: a decode step reads every weight once, from memory. The route chosen in octavo/layers/packing.py is the best here."""
+Why: a decode step reads every weight once, from memory. The route chosen in octavo/weights/methods/onednn.py is the best here."""
 
 import argparse
 import time

@@ -79,9 +79,9 @@ def load(folder: str) -> None:
     """In a process of its own: prints MiB at the start, held after, and the peaks of private and of all memory."""
     from octavo.config import Config, replace
     from octavo.weights.sources.source import local
-    from octavo.worker.runner import Runner
+    from octavo.worker.load import Loader
 
-    runner = Runner(replace(Config(), device="cpu", cpu_threads=1), local(Path(folder)))
+    loader = Loader(replace(Config(), device="cpu", cpu_threads=1), local(Path(folder)))
     start = status("RssAnon")[0]
     peaks, is_done = [0, 0], threading.Event()
 
@@ -93,7 +93,7 @@ def load(folder: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    report = runner.load()
+    report = loader.load()
     is_done.set()
     watcher.join()
     print(json.dumps({"start": start, "held": report.weights_bytes >> 20, "private": peaks[0], "all": peaks[1]}))

@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.reference import ReferenceAttention
+from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.kernels.cpu.native import Native
-from octavo.layers import experts as layer
+from octavo.kernels.torch_ops import TorchOps
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Experts, Gate
+from octavo.layers.experts import Experts
 from octavo.parallel import Group
+from octavo.weights.methods import torch_experts
+from octavo.weights.methods.base import Gate, Settings
+from octavo.weights.methods.registry import Methods
 
 
 class Shape(NamedTuple):
@@ -33,10 +37,14 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [T, hidden], lo
 
 def build(shape: Shape, dtype: torch.dtype, native: Native | None, quantization: str = "") -> Experts:
     """Random experts; the same numbers whoever multiplies."""
-    context = BuildContext(
-        Group.single(), torch.float32 if native else dtype, torch.device("cpu"), ReferenceAttention(), 16,
-        native=native, quantization=quantization, weight_dtype=dtype,
-    )  # fmt: skip
+    settings = Settings(
+        torch.device("cpu"),
+        torch.float32 if native else dtype,
+        NativeOps(native) if native else TorchOps(),
+        quantization=quantization,
+        weight_dtype=dtype,
+    )
+    context = BuildContext(Group.single(), ReferenceAttention(), Methods(settings))
     made = Experts(shape.hidden, shape.inner, shape.num_experts, Gate(), context, bias=False)
     generator = torch.Generator().manual_seed(1)
     for expert in range(shape.num_experts):
@@ -51,22 +59,24 @@ def _random(rows: int, columns: int, generator: torch.Generator, dtype: torch.dt
 
 
 def loop(experts: Experts, shape: Shape, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    chosen, weights = layer.choose(logits, shape.num_chosen, True)
+    held = experts.weights
+    assert isinstance(held, torch_experts.PlainExperts)
+    chosen, weights = torch_experts.choose(logits, shape.num_chosen, True)
     y = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         tokens, places = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens], experts.gate_up[expert]).chunk(2, dim=-1)
-        out = F.linear(F.silu(gate) * up, experts.down[expert])
+        gate, up = F.linear(x[tokens], held.gate_up[expert]).chunk(2, dim=-1)
+        out = F.linear(F.silu(gate) * up, held.down[expert])
         y.index_add_(0, tokens, (out * weights[tokens, places, None]).to(x.dtype))
     return y
 
 
 def padded(experts: Experts, shape: Shape, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    grouped, layer.grouped_product = layer.grouped_product, layer.padded_product
+    grouped, torch_experts.grouped_product = torch_experts.grouped_product, torch_experts.padded_product
     try:
         return experts(x, logits, shape.num_chosen, True, torch.zeros_like(x))  # type: ignore[no-any-return]
     finally:
-        layer.grouped_product = grouped
+        torch_experts.grouped_product = grouped
 
 
 def ways(shape: Shape, dtype: torch.dtype, native: Native) -> dict[str, Step]:

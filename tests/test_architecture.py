@@ -20,7 +20,7 @@ TIERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("0", ("errors", "config", "limits", "spec", "gguf", "messages", "observe")),
     ("1", ("ipc", "schedule", "cache", "text", "executor.base")),
     ("2", ("device", "parallel", "batch", "kernels", "quants")),
-    ("3a", ("attention", "sampling")),
+    ("3a", ("attention", "sampling", "weights.methods")),
     ("3b", ("layers",)),
     ("3c", ("models",)),
     ("3d", ("weights",)),
@@ -52,6 +52,7 @@ NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
 LIGHT = {"octavo.weights.sources.source", "octavo.weights.formats.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
+SEAM = ("octavo.kernels.device_ops", "octavo.weights.methods.base", "octavo.weights.methods.registry")
 PLAIN_ATTENTION = {"base", "choose", "reference", "torch_cpu", "__init__"}
 PRINTING = (
     "octavo.cli",
@@ -182,6 +183,18 @@ def cuda_at_home(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno} uses torch.cuda"
 
 
+def layers_ask_no_device(module: str, tree: ast.Module) -> Iterator[str]:
+    """Layers and models ask for operations and for held weights; which kernels those are is picked elsewhere."""
+    if room_of(module) not in ("layers", "models"):
+        return
+    for name in imports(module, tree):
+        is_known = any(f"{name}.".startswith(f"{known}.") for known in SEAM)
+        # `from octavo.kernels import device_ops` yields the package as well as the file: the file is what counts.
+        is_package = any(known.startswith(f"{name}.") for known in SEAM)
+        if name.startswith(("octavo.kernels", "octavo.weights")) and not is_known and not is_package:
+            yield f"imports {name}, which is one way to compute"
+
+
 def families() -> set[str]:
     return {path.stem for path in (PACKAGE / "models").glob("*.py")} - {"__init__"}
 
@@ -229,6 +242,7 @@ RULES: list[Rule] = [
     no_transformers,
     says_page,
     cuda_at_home,
+    layers_ask_no_device,
     families_at_home,
     endpoints_at_home,
     introduces_itself,
@@ -281,6 +295,8 @@ PLANTED = [
     (levels, "octavo.server.endpoints.openapi", "from octavo.server.openapi import build_document"),
     (levels, "octavo.server.batch.runner", "from octavo.server.app import build_app"),
     (levels, "octavo.layers.linear", "from octavo.models import llama"),
+    (levels, "octavo.weights.methods.torch", "from octavo.layers.linear import Linear"),
+    (levels, "octavo.weights.methods.registry", "from octavo.weights.formats.checkpoint import Checkpoint"),
     (known_rooms, "octavo.helpers", ""),
     (torch_free, "octavo.engine.loop", "import torch"),
     (torch_free, "octavo.server.app", "def f():\n    from torch import nn"),
@@ -299,6 +315,9 @@ PLANTED = [
     (cuda_at_home, "octavo.worker.runner", "def f():\n    from torch import nn, cuda as gpu"),
     (cuda_at_home, "octavo.worker.runner", "from torch.cuda import Stream"),
     (cuda_at_home, "octavo.worker.runner", "import torch.cuda"),
+    (layers_ask_no_device, "octavo.layers.linear", "from octavo.kernels.cpu.native import Native"),
+    (layers_ask_no_device, "octavo.layers.mlp", "def f():\n    import octavo.kernels.triton.device_ops"),
+    (layers_ask_no_device, "octavo.models.llama", "from octavo.weights.methods import triton_fp8"),
     (families_at_home, "octavo.worker.runner", "if model_type == 'llama': pass"),
     (families_at_home, "octavo.layers.rope", "class GPT2: pass\ngpt2 = 1"),
     (endpoints_at_home, "octavo.server.app", "path = '/v1/completions'"),
@@ -320,6 +339,9 @@ ALLOWED = [
         "from octavo.cache.kv_cache import KVCache\nfrom octavo.messages import StepPlan",
     ),
     (levels, "octavo.models.llama", "from octavo.layers.norm import RMSNorm\nfrom octavo.batch import Batch"),
+    (levels, "octavo.layers.linear", "from octavo.weights.methods.base import HeldWeight"),
+    (layers_ask_no_device, "octavo.layers.norm", "from octavo.kernels import device_ops"),
+    (layers_ask_no_device, "octavo.layers.linear", "from octavo.weights.methods.base import HeldWeight"),
     (levels, "octavo.server.endpoints.chat", "from octavo.server.dialects.openai_chat import output"),
     (levels, "octavo.server.run_batch", "from octavo.server.endpoints.batches import batch_routes"),
     (

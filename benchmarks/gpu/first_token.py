@@ -23,11 +23,11 @@ def main(options: dict[str, Any]) -> dict[str, float]:
 
     stamps["torch"] = time.monotonic()
     from octavo import LLM, SamplingParams
-    from octavo.worker.runner import Runner
+    from octavo.worker.load import Loader
 
     stamps["imports"] = time.monotonic()
-    Runner.load = _stamping(Runner.load, stamps, "weights")  # type: ignore[method-assign]
-    Runner.allocate = _stamping(Runner.allocate, stamps, "pages")  # type: ignore[method-assign]
+    Loader.load = _stamping(Loader.load, stamps, "weights")  # type: ignore[method-assign]
+    Loader.allocate = _stamping(Loader.allocate, stamps, "pages")  # type: ignore[method-assign]
     with LLM(**options) as llm:
         stamps["engine"] = time.monotonic()
         lowest = min(1000, llm.report.vocab_size // 2)

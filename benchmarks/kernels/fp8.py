@@ -20,7 +20,7 @@ from benchmarks.kernels.timing import distance  # noqa: E402
 from octavo.kernels.triton.elementwise.activation import gate_mul  # noqa: E402
 from octavo.kernels.triton.elementwise.norm import rms_norm  # noqa: E402
 from octavo.kernels.triton.elementwise.quantise import quantise_rows, rms_norm_fp8, silu_mul_fp8  # noqa: E402
-from octavo.layers.fp8 import quantise  # noqa: E402
+from octavo.weights.methods.torch_fp8 import quantise  # noqa: E402
 
 CEILING = 4.26e12  # bytes a second, read
 MATRIX = 2 * 795e12  # 8-bit operations a second: twice what was measured in bfloat16

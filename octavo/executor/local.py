@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from octavo.config import Config
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.weights.sources.source import ModelSource
+from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import settle
 from octavo.worker.runner import Runner
 from octavo.worker.step import Step
@@ -19,17 +20,18 @@ _MANY_ROWS = 6
 class LocalExecutor:
     def __init__(self, config: Config, source: ModelSource) -> None:
         self._config = config
-        runner = Runner(config, source)
-        self._runner: Runner | None = runner
-        self.overlap = runner.device.is_cuda
+        self._loader = Loader(config, source)
+        self._runner: Runner | None = None  # between start() and close()
+        self.overlap = self._loader.device.is_cuda
         # Native code computes a step without the GIL: this thread makes the next plan and sends tokens meanwhile.
-        self._thread = None if runner.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
+        self._thread = None if self._loader.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
         self._steps: deque[Step | Future[StepResult]] = deque()
 
     def start(self) -> EngineReport:
-        assert self._runner is not None, "closed"
-        report = settle(self._config.cache, [self._runner.load()])
-        report.notes.extend(self._runner.allocate(report.num_pages, report.num_host_pages))
+        report = settle(self._config.cache, [self._loader.load()])
+        self._runner, notes = self._loader.allocate(report.num_pages, report.num_host_pages)
+        del self._loader  # what it holds is the runner's from now on
+        report.notes.extend(notes)
         return report
 
     def submit(self, plan: StepPlan) -> None:

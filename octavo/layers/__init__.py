@@ -1,2 +1,1 @@
-"""④⑤ What models are built of: layers that know how to hold their rank's share of a parameter.
-Knows nothing of any model family."""
+"""④⑤ What models are built of: layers that know how to hold their rank's share of a parameter."""

@@ -1,5 +1,4 @@
-"""Self-attention: norm, one fused product for q, k and v, the backend, and the output product. Heads are split over ranks.
-Knows nothing of pages: the backend does."""
+"""Self-attention: norm, one fused product for q, k and v, the backend, and the output product. Heads are split over ranks."""
 
 import torch
 from torch import nn

@@ -1,17 +1,13 @@
-"""Token embedding and output head, split over ranks by vocabulary; the two may be one matrix.
-Knows nothing of tokenizers: ids are integers below the vocabulary size."""
+"""Token embedding and output head, split over ranks by vocabulary; the two may be one matrix."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from octavo.layers.context import BuildContext
-from octavo.layers.linear import ColumnLinear
-from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm
-from octavo.layers.packing import PackedRows
-from octavo.layers.sharding import Slot, Slots, fill_share, padded_share, plain, share_size
+from octavo.layers.sharding import Slot, Slots, plain, share_rows, share_size
 from octavo.quants import Weight
+from octavo.weights.methods.base import HeldWeight, Use, WeightRequest
 
 
 class Embedding(nn.Module):
@@ -25,38 +21,22 @@ class Embedding(nn.Module):
         self.whole_shape = (vocab_size, hidden_size)
         self.num_rows = share_size(vocab_size, context.group)
         self.first_id = context.group.rank * self.num_rows
-        self.native = None if context.native is None else NativeWeight.of_vocabulary(context)
-        self.weight = context.empty(self.num_rows if self.native is None else 0, hidden_size)
-        self._packed: PackedRows | None = None
+        self.table = context.methods.table(WeightRequest((self.num_rows,), hidden_size, Use.VOCABULARY))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[T] → [T, hidden], the same on every rank."""
         if self.group.size == 1:
-            return self._rows(ids)
+            return self.table.look_up(ids, self.factor)
         mine = ids - self.first_id
         is_elsewhere = (mine < 0) | (mine >= self.num_rows)
-        rows = self._rows(mine.masked_fill_(is_elsewhere, 0))
+        rows = self.table.look_up(mine.masked_fill_(is_elsewhere, 0), self.factor)
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[:, None], 0))
-
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.native is not None:
-            return self.native.embed(ids, self.factor)
-        rows = F.embedding(ids, self.weight) if self._packed is None else self._packed[ids]
-        return rows if self.factor == 1.0 else rows.mul_(self.factor)
 
     def slots(self, name: str) -> Slots:
         def store(tensor: Weight) -> None:
-            if self.native is not None:
-                self.native.fill(0, padded_share(tensor, self.group))
-            else:
-                fill_share(self.weight, plain(tensor), self.group)
+            self.table.fill(0, share_rows(tensor, self.group))
 
         return {f"{name}.weight": Slot(self.whole_shape, store)}
-
-    def read_from(self, rows: PackedRows) -> None:
-        """Give up the own copy: the head's packed weight holds the same rows."""
-        self._packed = rows
-        self.weight = self.weight.new_empty(0)
 
 
 class LearnedPositions(nn.Module):
@@ -66,14 +46,12 @@ class LearnedPositions(nn.Module):
     def __init__(self, num_positions: int, hidden_size: int, context: BuildContext, num_skipped: int = 0) -> None:
         super().__init__()
         self.weight = context.empty(num_positions, hidden_size)
-        self._native = context.native
+        self.ops = context.ops
         self._num_skipped = num_skipped
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], changed; positions [T]."""
-        if self._native is not None:
-            return self._native.add_positions(x, positions, self.weight)
-        return x.add_(F.embedding(positions, self.weight))
+        return self.ops.add_positions(x, positions, self.weight)
 
     def slots(self, name: str) -> Slots:
         def store(tensor: Weight) -> None:
@@ -86,7 +64,6 @@ class LearnedPositions(nn.Module):
 class Head(nn.Module):
     """Hidden states to logits over the whole vocabulary, gathered from the ranks. Tied: its weight is the embedding's.
 
-    Its weight stays in the model's type: an error in a logit is an error in the answer, no later layer evens it out.
     `softcap`: logits become softcap · tanh(logit / softcap); 0: they stay."""
 
     def __init__(
@@ -94,36 +71,36 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.softcap = softcap
-        self._native = context.native
-        self.group = context.group
+        self.group, self.ops = context.group, context.ops
         self.is_tied = is_tied
-        self.vocab_size = vocab_size
-        self.product = ColumnLinear(hidden_size, [vocab_size], context, is_vocabulary=True, is_adopted=is_tied)
+        self.whole_shape = (vocab_size, hidden_size)
+        self.weight: HeldWeight | None = None  # until tie(), where it is tied
+        if not is_tied:
+            num_rows = share_size(vocab_size, context.group)
+            self.weight = context.methods.linear(WeightRequest((num_rows,), hidden_size, Use.VOCABULARY))
 
     def forward(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """[S, hidden] → [S, vocabulary] of norm(hidden), the same on every rank."""
-        logits: torch.Tensor = self.product(hidden, norm)
-        if self.softcap and self._native is not None:
-            logits = self._native.cap(logits, self.softcap)
-        elif self.softcap:
-            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        logits = self.product(hidden, norm)
+        if self.softcap:
+            logits = self.ops.cap(logits, self.softcap)
         if self.group.size > 1:
             # Shares are equal in size: the padding of the last ones is cut off.
-            logits = self.group.all_gather_last(logits)[:, : self.vocab_size].contiguous()
+            logits = self.group.all_gather_last(logits)[:, : self.whole_shape[0]].contiguous()
         return logits
 
+    def product(self, hidden: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """This rank's share of the logits, as they are before the cap."""
+        assert self.weight is not None, "tied, and not loaded"
+        return self.weight.product(hidden, None if norm is None else norm.values)
+
     def slots(self, name: str) -> Slots:
-        return {} if self.is_tied else self.product.slots(name)
+        weight = self.weight
+        if weight is None:
+            return {}
+        return {f"{name}.weight": Slot(self.whole_shape, lambda tensor: weight.fill(0, share_rows(tensor, self.group)))}
 
     def tie(self, embedding: Embedding) -> None:
         """After loading: where it is tied, share the embedding's weight, in one copy."""
-        if not self.is_tied:
-            return
-        if embedding.native is not None:
-            self.product.native = embedding.native
-            return
-        unpacked = embedding.weight
-        self.product.adopt(unpacked)
-        rows = PackedRows.of(self.product.weight, unpacked) if self.product.is_packed else None
-        if rows is not None:
-            embedding.read_from(rows)
+        if self.is_tied:
+            self.weight = embedding.table.as_head()

@@ -1,5 +1,4 @@
 """Attention over latents: the keys and values of all heads are products of one small vector of a token, which is what pages hold.
-Knows nothing of pages: the backend does.
 
 A head's key is up · latent beside a rotated part that all heads share; its value is another product of the latent. Nothing is
 unpacked: scores are (upᵀ · query) · latent, so each query is multiplied once, and what is attended to are the latents of a
@@ -14,11 +13,11 @@ from octavo.attention.base import LayerHeads
 from octavo.batch import Batch
 from octavo.layers.context import BuildContext
 from octavo.layers.linear import ColumnLinear, RowLinear
-from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm, RMSNorm
 from octavo.layers.sharding import Slot, plain
 from octavo.quants import Weight
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import HeadsRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +27,6 @@ class LatentSizes:
     plain: int  # … and what comes from the latent
     value: int
     query: int = 0  # the latent that queries come from; 0: none, they come from the hidden state
-
-
-class HeadProducts(nn.Module):
-    """A weight [outputs, inputs] for each head of this rank."""
-
-    def __init__(self, num_heads: int, num_outputs: int, num_inputs: int, context: BuildContext) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(_Member(context) for _ in range(num_heads if context.native is not None else 0))
-        self.weight = context.empty(0 if self.members else num_heads, num_outputs, num_inputs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H, inputs] → [T, H, outputs]."""
-        if self.members:
-            # One by one: the kernels give a token the same bits whatever its company.
-            return torch.stack([member(x[:, head]) for head, member in enumerate(self.members)], dim=1)
-        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
-
-    def fill(self, head: int, tensor: torch.Tensor) -> None:
-        if self.members:
-            member = self.members[head]
-            assert isinstance(member, _Member)
-            member.native.fill(0, tensor.contiguous())
-        else:
-            self.weight[head] = tensor
-
-
-class _Member(nn.Module):
-    def __init__(self, context: BuildContext) -> None:
-        super().__init__()
-        self.native = NativeWeight.of_parts(context)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.native.product(x)
 
 
 class LatentAttention(nn.Module):
@@ -92,8 +58,8 @@ class LatentAttention(nn.Module):
         self.query = ColumnLinear(sizes.query or spec.hidden_size, (width,), context)
         self.latent = ColumnLinear(spec.hidden_size, (sizes.latent + sizes.rotated,), alone, bias=bias)
         self.latent_norm = RMSNorm(sizes.latent, epsilon, context)
-        self.key_up = HeadProducts(self.num_heads, sizes.latent, sizes.plain, context)
-        self.value_up = HeadProducts(self.num_heads, sizes.value, sizes.latent, context)
+        self.key_up = context.methods.heads(HeadsRequest(self.num_heads, sizes.latent, sizes.plain))
+        self.value_up = context.methods.heads(HeadsRequest(self.num_heads, sizes.value, sizes.latent))
         self.output = RowLinear(spec.num_heads * sizes.value, spec.hidden_size, context, bias=bias)
         self.heads = LayerHeads(index, self.num_heads, 1, spec.head_size, scale)
 
@@ -101,7 +67,7 @@ class LatentAttention(nn.Module):
         """[T, hidden], which may be changed."""
         attended = self.backend.run(self.heads, self._laid_out(x), rotation, batch)
         latents = attended.view(len(x), self.num_heads, -1)[..., self.sizes.rotated :]  # [T, H, latent]
-        out: torch.Tensor = self.output(self.value_up(latents).reshape(len(x), -1), x)
+        out: torch.Tensor = self.output(self.value_up.product(latents).reshape(len(x), -1), x)
         return out
 
     def _laid_out(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,7 +79,7 @@ class LatentAttention(nn.Module):
         normed = self.latent_norm(latents[:, : sizes.latent].contiguous())
         heads: torch.Tensor = queries.new_empty(len(x), num_heads + 2, rotated + sizes.latent)
         heads[:, :num_heads, :rotated] = queries[..., sizes.plain :]
-        heads[:, :num_heads, rotated:] = self.key_up(queries[..., : sizes.plain])
+        heads[:, :num_heads, rotated:] = self.key_up.product(queries[..., : sizes.plain])
         heads[:, num_heads, :rotated] = latents[:, sizes.latent :]
         heads[:, num_heads + 1, :rotated] = 0.0
         heads[:, num_heads:, rotated:] = normed[:, None]

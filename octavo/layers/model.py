@@ -1,5 +1,4 @@
-"""DecoderModel: what all families have in common, which is how weights get in.
-Knows nothing of any family's layers or names."""
+"""DecoderModel: what all families have in common, which is how weights get in."""
 
 from collections.abc import Iterator
 
@@ -7,11 +6,10 @@ import torch
 from torch import nn
 
 from octavo.batch import Batch
-from octavo.layers.native import NativeWeight
 from octavo.layers.norm import Norm
-from octavo.layers.packing import packed_bytes
 from octavo.layers.sharding import Slots, fill
 from octavo.quants import Weight
+from octavo.weights.methods.base import Held
 
 
 class DecoderModel(nn.Module):
@@ -52,10 +50,12 @@ class DecoderModel(nn.Module):
     def finish_loading(self) -> None:
         """What a family does once all its tensors are in."""
 
+    def held(self) -> list[Held]:
+        """All weights that methods hold, each once: a tied head has the embedding's."""
+        values = (value for module in self.modules() for value in vars(module).values())
+        return list({id(value): value for value in values if isinstance(value, Held)}.values())
+
     def _count_bytes(self) -> int:
         values = (value for module in self.modules() for value in vars(module).values())
-        # By address: a tied head that is not packed is the embedding's very tensor.
-        weights = {id(value): value for value in values if isinstance(value, torch.Tensor | NativeWeight)}
-        return sum(
-            packed_bytes(w) if isinstance(w, torch.Tensor) and w.is_mkldnn else w.nbytes for w in weights.values()
-        )
+        others = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+        return sum(held.nbytes for held in self.held()) + sum(tensor.nbytes for tensor in others.values())

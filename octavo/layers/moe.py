@@ -1,17 +1,15 @@
-"""A sparse feed-forward network: a router sends each token to a few of many experts, whose answers are added, weighted.
-Knows nothing of how the experts' products are computed: experts.py does."""
+"""A sparse feed-forward network: a router sends each token to a few of many experts, whose answers are added, weighted."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Experts, Gate
-from octavo.layers.native import NativeWeight
+from octavo.layers.experts import Experts
 from octavo.layers.norm import Norm
 from octavo.layers.sharding import Slot, Slots, whole
+from octavo.weights.methods.base import Gate, Use, WeightRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +26,14 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, num_experts: int, context: BuildContext, bias: bool) -> None:
         super().__init__()
         self.shape = (num_experts, hidden_size)
-        self.native: NativeWeight | None = None
-        if context.native is not None:
-            self.native = NativeWeight(context.native, 1, context.weight_dtype)
-        self.weight = context.empty(num_experts if self.native is None else 0, hidden_size)
+        self.weight = context.methods.linear(WeightRequest((num_experts,), hidden_size, Use.ROUTER))
         self.bias = context.empty(num_experts) if bias else None
-        self._kernels = context.kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.native is not None:
-            return self.native.product(x, None, self.bias)
-        if self._kernels is not None and self._kernels.IS_INVARIANT:
-            logits: torch.Tensor = self._kernels.few_rows_linear(x, self.weight, bias=self.bias)
-            return logits
-        return F.linear(x, self.weight, self.bias)
+        return self.weight.product(x, None, self.bias)
 
     def slots(self, name: str) -> Slots:
-        def store(tensor: torch.Tensor) -> None:
-            if self.native is not None:
-                self.native.fill(0, tensor)
-            else:
-                self.weight.copy_(tensor)
-
-        slots = {f"{name}.weight": Slot(self.shape, store)}
+        slots = {f"{name}.weight": Slot(self.shape, lambda tensor: self.weight.fill(0, tensor))}
         return slots if self.bias is None else slots | whole(f"{name}.bias", self.bias)
 
 
@@ -58,7 +41,7 @@ class SparseMLP(nn.Module):
     """x + Σ weight · down(gate(gate_up(norm(x)))) over the experts that are chosen for each token.
 
     The inner width of every expert is split over ranks. `bias`: the router and the experts have them.
-    `is_fp4`: the experts' weights come as MXFP4."""
+    `is_mxfp4`: the experts' weights come as MXFP4."""
 
     def __init__(
         self,
@@ -70,13 +53,13 @@ class SparseMLP(nn.Module):
         context: BuildContext,
         *,
         bias: bool = False,
-        is_fp4: bool = False,
+        is_mxfp4: bool = False,
     ) -> None:
         super().__init__()
         self.norm = norm
         self.routing = routing
         self.router = Router(hidden_size, routing.num_experts, context, bias)
-        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias, is_fp4)
+        self.experts = Experts(hidden_size, inner_size, routing.num_experts, gate, context, bias, is_mxfp4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden], which may be changed."""

@@ -1,5 +1,5 @@
 """Rotary position embedding with its scalings, as one complex product over queries and keys together.
-Knows nothing of any family; it reads the rope settings of an HF config in their old and new spelling.
+Reads the rope settings of an HF config in their old and new spelling.
 
 Checkpoints hold a head's pairs as (i, i + D/2). `interleave` reorders the rows of q and k to (2i, 2i + 1) at load, so
 that a pair is one complex number in memory. Scores are sums over the head, so the order does not show anywhere else.
@@ -7,13 +7,12 @@ that a pair is one complex number in memory. Scores are sums over the head, so t
 Where only the first part of a head is rotated, the other pairs have the frequency 0: they stay as they are."""
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError
-from octavo.kernels.cpu.native import Native
+from octavo.kernels.device_ops import DeviceOps, Waves
 from octavo.quants import Quants, SameWeight
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -85,28 +84,19 @@ class Rope:
         settings: dict[str, Any],
         head_size: int,
         device: torch.device,
-        kernels: ModuleType | None = None,
-        native: Native | None = None,
+        ops: DeviceOps,
         max_len: int = 0,
     ) -> None:
         turning, self.amplitude = frequencies(settings, rotated_size(settings, head_size), max_len)
         still = torch.zeros(head_size // 2 - len(turning))
         self.frequencies = torch.cat((turning, still)).to(device)  # [D/2] radians per position
-        self._kernels = kernels
-        self._native = native
         amplitudes = torch.cat((torch.full_like(turning, self.amplitude), torch.ones_like(still)))
-        self._amplitudes = amplitudes[None].to(device)  # [1, D/2]
+        self._waves = Waves(self.frequencies, self.amplitude, amplitudes[None].to(device))
+        self._ops = ops
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """[T] → [T, 1, D/2] complex: what every head of every layer is multiplied with in this step."""
-        if self._kernels is not None:
-            factors = self._kernels.rotation(positions, self.frequencies, self.amplitude)
-            return torch.view_as_complex(factors).unsqueeze(1)
-        if self._native is not None:
-            factors = self._native.rotation(positions, self.frequencies, self.amplitude)
-            return torch.view_as_complex(factors.view(len(factors), 1, -1, 2))
-        angles = torch.outer(positions.float(), self.frequencies)
-        return torch.polar(self._amplitudes.expand_as(angles), angles).unsqueeze(1)
+        return self._ops.rotation(positions, self._waves)
 
     def divide_frequencies(self, factors: torch.Tensor) -> None:
         """Some GGUF files bring their scaling as one divisor for each frequency."""

@@ -1,5 +1,4 @@
-"""Slots: where a checkpoint's tensors go, and which share of each a rank keeps.
-Knows nothing of file formats or of how a layer computes."""
+"""Slots: where a checkpoint's tensors go, and which share of each a rank keeps."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,14 +43,11 @@ def fill_share(target: torch.Tensor, tensor: torch.Tensor, group: Group) -> None
     target[len(mine) :].zero_()
 
 
-def padded_share(weight: Weight, group: Group) -> Weight:
-    """This rank's share of the rows, share_size of them: the last ranks' end in zeros."""
-    rows = weight.rows if isinstance(weight, Quants) else weight
-    mine = share(rows, 0, group)
-    missing = share_size(len(rows), group) - len(mine)
-    if missing:
-        mine = torch.cat((mine, mine.new_zeros(missing, *mine.shape[1:])))  # quants of zeros are zeros
-    return Quants(weight.type, mine) if isinstance(weight, Quants) else mine
+def share_rows(weight: Weight, group: Group) -> Weight:
+    """This rank's share of the rows: share_size of them, or what is left for the last ranks."""
+    if isinstance(weight, Quants):
+        return weight if group.size == 1 else Quants(weight.type, share(weight.rows, 0, group))
+    return share(weight, 0, group)
 
 
 def share_columns(weight: Weight, group: Group) -> Weight:

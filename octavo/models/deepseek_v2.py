@@ -1,5 +1,4 @@
 """DeepSeek-V2: attention over latents, and experts of which some see every token and others those that a router sends them.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do.
 
 A page holds a token's latent as one KV head, and once more as its value: docs/decisions says what that costs."""
 
@@ -15,7 +14,7 @@ from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
-from octavo.layers.experts import Experts, Gate
+from octavo.layers.experts import Experts
 from octavo.layers.latent_attention import LatentAttention, LatentSizes
 from octavo.layers.mlp import GatedMLP
 from octavo.layers.model import DecoderModel
@@ -26,6 +25,7 @@ from octavo.layers.sharding import Slots, check_shares
 from octavo.models import llama, number, positive, require_causal
 from octavo.parallel import Group
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import Gate
 
 _INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
 _NOT_CHOSEN = -1e30  # the logarithm of no weight at all
@@ -264,7 +264,7 @@ class Model(DecoderModel):
         sizes = latent_sizes(config)
         # Half a number more, so that no rounding of the quotient turns one less.
         settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
-        self.rope = Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
+        self.rope = Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, llama.epsilon(config), context)

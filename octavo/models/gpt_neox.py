@@ -1,5 +1,4 @@
-"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -122,9 +121,7 @@ class Model(DecoderModel):
             intermediate_size=spec.intermediate_size,
         )
         self.attention_backend = context.attention
-        self.rope = Rope(
-            _rope(config), spec.head_size, context.device, context.kernels, context.native, context.max_len
-        )
+        self.rope = Rope(_rope(config), spec.head_size, context.device, context.ops, context.max_len)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
         self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)

@@ -1,5 +1,4 @@
-"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The gpt-oss family: sinks, windows in every other layer, biases everywhere, experts whose gate is clamped, stretched rope."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import torch
 
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate, narrow
+from octavo.layers.experts import narrow
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slot, Slots, share
@@ -15,6 +14,7 @@ from octavo.models import llama, number, positive, sliding_layers
 from octavo.models.mixtral import read_routing
 from octavo.quants import Quants, Weight
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import Gate
 
 # Where config.json does not say.
 _ROPE = {
@@ -66,7 +66,7 @@ def gate(config: dict[str, Any]) -> Gate:
     return Gate(number(config, "swiglu_alpha", _ALPHA), number(config, "swiglu_limit", _LIMIT), 1.0)
 
 
-def is_packed(config: dict[str, Any]) -> bool:
+def is_mxfp4(config: dict[str, Any]) -> bool:
     """Whether the experts are stored as MXFP4."""
     quantised = config.get("quantization_config")
     return isinstance(quantised, dict) and quantised.get("quant_method") == "mxfp4"
@@ -80,7 +80,7 @@ class Layer(llama.Layer):
         self.sinks = sinks
         self.group = context.group
         self.num_heads = spec.num_heads
-        self.is_packed = is_packed(config)
+        self.is_mxfp4 = is_mxfp4(config)
 
     def make_mlp(
         self, index: int, config: dict[str, Any], spec: ModelSpec, norm: RMSNorm | None, context: BuildContext
@@ -94,7 +94,7 @@ class Layer(llama.Layer):
             norm,
             context,
             bias=True,
-            is_fp4=is_packed(config),
+            is_mxfp4=is_mxfp4(config),
         )
 
     def slots(self, name: str) -> Slots:
@@ -110,7 +110,7 @@ class Layer(llama.Layer):
         experts = self.mlp.experts
         count, hidden, inner = experts.num_experts, experts.hidden_size, experts.whole_inner
         shapes = ((count, hidden, 2 * inner), (count, inner, hidden))
-        if self.is_packed:
+        if self.is_mxfp4:
             shapes = ((count * 2 * inner, hidden), (count * hidden, inner))  # type: ignore[assignment]
         place = f"{name}.mlp.experts"
         return self.mlp.router.slots(f"{name}.mlp.router") | {
@@ -140,7 +140,7 @@ class Layer(llama.Layer):
 
     def _rows(self, tensor: Weight, expert: int, num_rows: int) -> Weight:
         """One expert's weight [rows, columns], as a product has it."""
-        if not self.is_packed:
+        if not self.is_mxfp4:
             assert isinstance(tensor, torch.Tensor)
             return tensor[expert].t()
         return narrow(tensor, expert * num_rows, num_rows)

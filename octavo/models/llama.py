@@ -1,5 +1,4 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -235,7 +234,7 @@ class Model(DecoderModel):
         return rope_settings(config)
 
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
-        return Rope(settings, spec.head_size, context.device, context.kernels, context.native, context.max_len)
+        return Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
     def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
         """Of each layer: here it is the same for all."""

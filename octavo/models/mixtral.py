@@ -1,17 +1,16 @@
-"""The Mixtral family: a Llama whose MLP is a few of several experts, with a window over all layers where asked for.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Mixtral family: a Llama whose MLP is a few of several experts, with a window over all layers where asked for."""
 
 import dataclasses
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slots
 from octavo.models import llama, positive
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import Gate
 
 _THETA, _EPSILON, _CONTEXT = 1e6, 1e-5, 131072  # where config.json does not say
 

@@ -1,5 +1,4 @@
-"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""The Qwen3-MoE family: a Qwen3 of which all layers, or all but some, have experts in place of their MLP."""
 
 import dataclasses
 import re
@@ -8,13 +7,13 @@ from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.layers.experts import Gate
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
 from octavo.layers.sharding import Slots
 from octavo.models import llama, positive, qwen3
 from octavo.models.mixtral import read_routing
 from octavo.spec import ModelSpec
+from octavo.weights.methods.base import Gate
 
 _STACKED = "octavo_stacked_experts"  # our own key, for GGUF files: all experts' rows are one matrix
 

@@ -1,5 +1,4 @@
-"""The CPU's native kernels in a rank: whether they serve here, and whole steps as one call.
-Knows nothing of plans or rows: a batch comes in, logits go out."""
+"""The native CPU kernels of a rank: whether they can be used here, and whole steps recorded as one call."""
 
 import ctypes
 from collections import Counter
@@ -16,12 +15,12 @@ from octavo.kernels.cpu.library import Kind, isa
 from octavo.kernels.cpu.native import Native
 from octavo.kernels.cpu.tape import NotRecordable, Tape
 from octavo.layers.model import DecoderModel
-from octavo.layers.native import NativeWeight
 from octavo.limits import Limits
+from octavo.weights.methods.cpu_native import NativeHeld, kind_name
 
 
 def find_native(config: Config, limits: Limits, device: Device, rank: int) -> tuple[Native | None, str]:
-    """The kernels where they serve, and a line about it for people ("": there is nothing to say)."""
+    """The kernels where they can be used, and a note for the report of the start ("": none)."""
     native, note = None, ""
     if not device.is_cuda:
         native, note = _open(limits, rank * limits.cpu_threads if config.parallel.cpu_pinning else -1)
@@ -39,7 +38,7 @@ def _open(limits: Limits, first_cpu: int) -> tuple[Native | None, str]:
 
 
 def _require(config: Config, native: Native | None, note: str) -> None:
-    """What only native kernels can do is refused without them, rather than passed over."""
+    """Refuse the options that only native kernels have where there are none."""
     if native is not None:
         return
     for flag, value in (
@@ -52,17 +51,16 @@ def _require(config: Config, native: Native | None, note: str) -> None:
 
 
 def kinds_of(model: DecoderModel) -> Counter[Kind]:
-    """In how many bytes weights are held in which way."""
-    weights = {id(value): value for module in model.modules() for value in vars(module).values()}
-    return sum((w.bytes_of_kinds for w in weights.values() if isinstance(w, NativeWeight)), Counter[Kind]())
+    """Bytes of weights by the way in which they are held."""
+    return sum((held.bytes_of_kinds for held in model.held() if isinstance(held, NativeHeld)), Counter[Kind]())
 
 
 def held(model: DecoderModel) -> str:
-    """How the weights are held, for people."""
+    """How the weights are held, as a note for the report of the start."""
     kinds = kinds_of(model)
     by_words: Counter[str] = Counter()
     for kind, num_bytes in kinds.items():
-        by_words[_words(kind)] += num_bytes
+        by_words[kind_name(kind)] += num_bytes
     whole = kinds.total()
     parts = [f"{num_bytes / whole:.0%} in {words}" for words, num_bytes in by_words.most_common()]
     how = ""
@@ -71,12 +69,6 @@ def held(model: DecoderModel) -> str:
     if any(kind.is_decoded for kind in kinds):
         how = "; packed ones are decoded where they are used, and multiplied in float32"
     return f"weights: {', '.join(parts)}{how}"
-
-
-def _words(kind: Kind) -> str:
-    if not kind.is_packed:
-        return kind.name.lower()
-    return f"{kind.name.removeprefix('CODES')[0]} bits"
 
 
 _INPUTS = ("input_ids", "positions", "slots", "sample_at")
@@ -90,7 +82,7 @@ class CpuSteps:
         self._logits = logits  # [S at most, V]
 
     def run(self, batch: Batch) -> torch.Tensor:
-        """→ logits [S, V], whole until the next run."""
+        """→ logits [S, V], valid until the next run."""
         step = step_of(batch)
         self._tape.run(self._native.threads, step)
         return self._logits[: step.num_samples]
@@ -104,8 +96,8 @@ class CpuSteps:
 
 
 def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, num_groups: int = 1) -> CpuSteps | str:
-    """Or why the model's steps cannot be recorded: then they run operation by operation. `num_groups`: of layers that
-    have page tables of their own."""
+    """The model's steps, recorded; or why they cannot be: then they run operation by operation. `num_groups`: groups of
+    layers, each of which has its own page tables."""
     tape = Tape(max_tokens, max_rows)
     batch = _stand_in(tape, num_groups)
     inputs = {name: getattr(batch, name) for name in _INPUTS}
@@ -120,7 +112,7 @@ def record(model: DecoderModel, native: Native, max_tokens: int, max_rows: int, 
 
 
 def _stand_in(tape: Tape, num_groups: int) -> Batch:
-    """A batch of the largest size, of which nobody reads a number."""
+    """A batch of the largest size. Its numbers are never read."""
     longs = [torch.zeros(tape.max_tokens, dtype=torch.int64) for _ in range(2)]
     slots = torch.zeros(num_groups, tape.max_tokens, dtype=torch.int64)
     ints = [torch.zeros(size, dtype=torch.int32) for size in (tape.max_samples + 1, tape.max_samples)]

@@ -1,5 +1,4 @@
-"""Checkup: what a rank would meet when it loads a model, found out by its own code before any weight is read.
-Knows nothing of words: tokenizer and template are looked at elsewhere, and nothing is printed here."""
+"""DryRun: what a rank would meet when it loads a model, found out by its own code before any weight is read."""
 
 import dataclasses
 
@@ -8,13 +7,15 @@ import torch
 
 from octavo.config import Config
 from octavo.errors import ConfigError
+from octavo.kernels.torch_ops import torch_ops
 from octavo.layers.context import BuildContext
 from octavo.messages import EngineReport, LoadReport
 from octavo.spec import ModelSpec
 from octavo.weights.formats.checkpoint import Checkpoint
+from octavo.weights.methods.registry import Methods
 from octavo.weights.sources.source import ModelSource
+from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import in_words, settle
-from octavo.worker.runner import Runner
 
 _META = torch.device("meta")  # tensors that have a shape and no numbers
 
@@ -28,11 +29,11 @@ class DryRun:
 
     def __init__(self, config: Config, source: ModelSource) -> None:
         self._config = config
-        self._runner = Runner(config, source)
+        self._loader = Loader(config, source)
 
     def configuration(self) -> str:
-        self._checkpoint = self._runner.open()
-        spec = self.spec = self._runner.spec
+        self._checkpoint = self._loader.open()
+        spec = self.spec = self._loader.spec
         return (
             f"{spec.family}: {spec.num_layers} layers, hidden size {spec.hidden_size}, {spec.num_heads} heads of "
             f"{spec.head_size} ({spec.num_kv_heads} for keys and values), vocabulary {spec.vocab_size:,}, "
@@ -41,13 +42,19 @@ class DryRun:
 
     def arithmetic(self) -> str:
         """Who computes, in which types, and whether the family can be built so."""
-        runner = self._runner
-        self._context = runner.choose_kernels(self._checkpoint)
+        loader = self._loader
+        self._context = loader.choose(self._checkpoint)
         # Kernels hold weights in layouts of their own, which need the numbers; slots and their shapes are the same.
+        dtype = loader.weight_dtype
         outline = dataclasses.replace(
-            self._context, device=_META, dtype=runner.weight_dtype, kernels=None, native=None, quantization=""
+            self._context.methods.settings,
+            device=_META,
+            dtype=dtype,
+            ops=torch_ops(_META, dtype),
+            quantization="",
+            has_triton=False,
         )
-        runner.build(self._checkpoint, outline)
+        loader.build(self._checkpoint, dataclasses.replace(self._context, methods=Methods(outline)))
         report = self._report()
         pages = f"KV pages in {report.kv_dtype}" if report.can_generate else "an encoder"
         return "; ".join([f"{report.device}, {report.dtype}, {pages}", *report.notes])
@@ -57,8 +64,8 @@ class DryRun:
         weights = self._checkpoint.weights
         if weights is None:
             return "none are needed: --load-format dummy makes random ones"
-        tensors = list(self._checkpoint.tensors(_META, self._runner.weight_dtype))
-        self._runner.model.load(iter(tensors))
+        tensors = list(self._checkpoint.tensors(_META, self._loader.weight_dtype))
+        self._loader.model.load(iter(tensors))
         stored = f"packed ({weights.packing})" if weights.packing else weights.stored_dtype
         return (
             f"{len(tensors)} tensors, {in_words(weights.num_bytes)}, {stored}; none is missing, and every shape is what "
@@ -81,15 +88,15 @@ class DryRun:
 
     def needs(self) -> LoadReport:
         """As if the weights were in: how much they take, what a page takes, what is left."""
-        available = self._runner.device.memory_available()
-        self._runner.weights.check_fit(self._checkpoint, available)
-        weights_bytes = self._runner.weights.needed(self._checkpoint)
+        available = self._loader.device.memory_available()
+        self._loader.weights.check_fit(self._checkpoint, available)
+        weights_bytes = self._loader.weights.needed(self._checkpoint)
         report = self._report()
         return msgspec.structs.replace(
             report,
             weights_bytes=weights_bytes,
             available_bytes=available - weights_bytes,
-            host_available_bytes=report.host_available_bytes - (0 if self._runner.device.is_cuda else weights_bytes),
+            host_available_bytes=report.host_available_bytes - (0 if self._loader.device.is_cuda else weights_bytes),
         )
 
     def settled(self, needs: LoadReport) -> EngineReport:
@@ -97,4 +104,4 @@ class DryRun:
         return settle(self._config.cache, [needs])
 
     def _report(self) -> LoadReport:
-        return self._runner.report(self._context.dtype, None)
+        return self._loader.report(self._context.dtype, None)

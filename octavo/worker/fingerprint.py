@@ -1,5 +1,6 @@
 """What the bits of an answer depend on, named part by part: the same for two engines that give the same bits.
-Knows nothing of requests; threads, batches, pages and processes are not among the parts because no bit depends on them."""
+
+Threads, batches, pages and processes are not among the parts, because no bit depends on them."""
 
 import importlib.metadata
 
@@ -28,7 +29,6 @@ def fingerprint_of(
     chip: str,
 ) -> dict[str, str]:
     """`model`: filled. `kv_dtype`: what pages hold. `chip`: the GPU's name."""
-    is_invariant = context.kernels is not None and context.kernels.IS_INVARIANT
     parts = {
         "numerics": NUMERICS,
         "model": weights_identity(source, config.load_format == "dummy"),
@@ -39,7 +39,7 @@ def fingerprint_of(
         "attention": context.attention.name,
         "kv": kv_dtype,
         "tensor_parallel": str(context.group.size),
-        "deterministic": "yes" if is_invariant or context.native is not None else "no",
+        "deterministic": "yes" if context.ops.is_invariant or context.ops.kernels == "native" else "no",
     }
     if spec.longest_len > spec.context_len:  # positions are turned otherwise in a stretched context
         parts["context"] = str(context.max_len)
@@ -47,21 +47,22 @@ def fingerprint_of(
 
 
 def _held(context: BuildContext, model: DecoderModel) -> str:
-    if context.native is not None:
+    if context.ops.kernels == "native":
         # Decoded ones give float32's bits.
         return "+".join(sorted({"float32" if kind.is_decoded else kind.name.lower() for kind in kinds_of(model)}))
-    packed = context.quantization or ("mxfp4" if context.keeps_packed else "")
-    return "+".join(filter(None, (packed, _name(context.weight_dtype))))
+    settings = context.methods.settings
+    packed = settings.quantization or ("mxfp4" if settings.keeps_packed else "")
+    return "+".join(filter(None, (packed, _name(settings.weight_dtype))))
 
 
 def _kernels(context: BuildContext, chip: str) -> str:
-    if context.native is not None:
+    if context.ops.kernels == "native":
         return f"native {isa()} torch {torch.__version__}"  # torch makes rotations and logprobs
     if context.device.type != "cuda":
         # torch's own products: their order of sums goes by the CPU, and may go by the threads.
         capability = torch.backends.cpu.get_cpu_capability()
         return f"torch {torch.__version__} {capability} {torch.get_num_threads()} threads"
-    triton = f"triton {importlib.metadata.version('triton')} " if context.kernels is not None else ""
+    triton = f"triton {importlib.metadata.version('triton')} " if context.ops.kernels == "triton" else ""
     return f"{triton}torch {torch.__version__} {chip}"
 
 

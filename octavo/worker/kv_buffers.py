@@ -1,5 +1,5 @@
-"""The memory behind the pages: one store for each place in a page, which layers of different groups share.
-Knows nothing of which page belongs to whom; an attention backend says what a page of one layer looks like."""
+"""The memory behind the pages: its type, and one store for each place in a page, which layers of different groups share.
+An attention backend says what a page of one layer looks like."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,31 @@ import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.cache.span import longest
+from octavo.config import Config
+from octavo.limits import Limits
 from octavo.spec import ModelSpec, PageLayout
+from octavo.weights.formats.checkpoint import Weights
+
+_PAGE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "float16": torch.float16, "float32": torch.float32}
+
+
+def page_dtype(
+    config: Config, limits: Limits, weights: Weights | None, is_native: bool, dtype: torch.dtype
+) -> torch.dtype:
+    """`dtype`: of the arithmetic. auto is that, but weights that are rounded to a few bits leave nothing for float32 pages to
+    be exact about."""
+    if (named := config.cache.kv_cache_dtype) in _PAGE_DTYPES:
+        return _PAGE_DTYPES[named]
+    if not is_native:
+        return dtype
+    is_rounded = config.model.quantization in ("int8", "int4")
+    is_packed = limits.keeps_packed and not limits.decodes_packed and weights is not None and weights.has_packed
+    return torch.float16 if is_rounded or is_packed else dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As --kv-cache-dtype has it."""
+    return next((name for name, kind in _PAGE_DTYPES.items() if kind == dtype), str(dtype).removeprefix("torch."))
 
 
 class KVBuffers:

@@ -59,7 +59,7 @@ def _serve(connection: Connection, side: Connection) -> None:
     # Imported here, so that a failing import is reported to the parent like everything else.
     from octavo.device import pick
     from octavo.parallel import init_group
-    from octavo.worker.runner import Runner
+    from octavo.worker.load import Loader
     from octavo.worker.step import Step
 
     device = pick(start.config.model.device, start.rank).torch_device
@@ -67,11 +67,11 @@ def _serve(connection: Connection, side: Connection) -> None:
         start.rank, start.num_ranks, start.rendezvous, device, is_deterministic=start.config.model.deterministic
     )
     source = ModelSource(Path(start.model_path), start.model_name, start.model_kind)
-    runner = Runner(start.config, source, start.rank, group)
+    loader = Loader(start.config, source, start.rank, group)
     encoder = msgspec.msgpack.Encoder()
-    connection.send_bytes(OK + encoder.encode(runner.load()))
+    connection.send_bytes(OK + encoder.encode(loader.load()))
     allocate = msgspec.msgpack.decode(connection.recv_bytes(), type=Allocate)
-    runner.allocate(allocate.num_pages, allocate.num_host_pages)
+    runner, _ = loader.allocate(allocate.num_pages, allocate.num_host_pages)
     connection.send_bytes(OK)
     threading.Thread(target=_prepare, args=(side, runner.rows.sampling.grammars), daemon=True).start()
     plans = msgspec.msgpack.Decoder(StepPlan)

@@ -1,5 +1,4 @@
-"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them.
-Knows nothing of steps or pages, or of who multiplies with them."""
+"""Weights of one rank: how many bytes they will take, whether they fit, and the filling of the model with them."""
 
 import math
 from dataclasses import dataclass
@@ -9,11 +8,11 @@ import torch
 from octavo.config import AUTO, ModelConfig
 from octavo.device import Device
 from octavo.errors import ConfigError
-from octavo.layers.fp8 import check_fp8
-from octavo.layers.linear import fp8_saving
+from octavo.layers.linear import Linear
 from octavo.layers.model import DecoderModel
 from octavo.weights.formats.checkpoint import Checkpoint
 from octavo.weights.formats.dummy import dummy_tensors
+from octavo.weights.methods.torch_fp8 import check_fp8, saving
 from octavo.worker.memory.page_count import decoded_weights, weights_too_large
 
 _ROUNDED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight, with its group's scale and minimum
@@ -29,7 +28,7 @@ class Weights:
     keeps_packed: bool  # and some of them come so
 
     def fill(self, checkpoint: Checkpoint, available: int) -> list[str]:
-        """Read them in. → what there is to say of them."""
+        """Read them in. → notes for the report of the start."""
         self.check_fit(checkpoint, available)
         place = self.device.torch_device
         if self.config.load_format == "dummy":
@@ -56,7 +55,7 @@ class Weights:
         whole = self._whole(self.dtype)
         match self.config.quantization:
             case "fp8":
-                return whole - fp8_saving(self.model)
+                return whole - fp8_saving(self.model, self.dtype)
             case "int8" | "int4":
                 return int(whole / self.dtype.itemsize * _ROUNDED_BYTES[self.config.quantization])
             case _:
@@ -77,7 +76,7 @@ class Weights:
             check_fp8(self.device.torch_device, dtype)
         except ConfigError:
             return 0
-        return fp8_saving(self.model)
+        return fp8_saving(self.model, self.dtype)
 
     def _whole(self, dtype: torch.dtype) -> int:
         """Bytes of this rank's weights in that type."""
@@ -89,3 +88,8 @@ class Weights:
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: slot.shape for name, slot in self.model.slots().items() if not slot.is_optional}
+
+
+def fp8_saving(model: DecoderModel, dtype: torch.dtype) -> int:
+    """Bytes by which the model's weights on this rank are smaller with 8-bit products than in `dtype`."""
+    return sum(saving(module.request, dtype) for module in model.modules() if isinstance(module, Linear))

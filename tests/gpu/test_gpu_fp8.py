@@ -1,20 +1,20 @@
 """8-bit weights on a GPU: how near products and a whole model stay to 16-bit ones, in graphs too, and what loading takes."""
 
 import dataclasses
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.attention.reference import ReferenceAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.fp8 import Fp8Weight, check_fp8, quantise
-from octavo.layers.linear import ColumnLinear, RowLinear, fp8_saving
+from octavo.layers.linear import ColumnLinear, RowLinear
 from octavo.layers.norm import RMSNorm
 from octavo.models import load_family
-from octavo.parallel import Group
+from octavo.weights.methods.base import WeightRequest
+from octavo.weights.methods.torch_fp8 import Fp8Weight, check_fp8, quantise
+from octavo.worker.weights import fp8_saving
+from tests.contexts import context
 from tests.models import checkpoints
 from tests.models.batches import Store, make_batch
 from tests.models.walk import prompts, tensors
@@ -25,17 +25,8 @@ GPU = torch.device("cuda")
 ROWS = [1, 3, 16, 17, 257]
 
 
-@pytest.fixture
-def kernels() -> ModuleType:
-    from octavo.kernels.triton import kernel_set
-
-    return kernel_set
-
-
-def context_of(
-    kernels: ModuleType | None, dtype: torch.dtype = torch.bfloat16, quantization: str = "fp8"
-) -> BuildContext:
-    return BuildContext(Group.single(), dtype, GPU, ReferenceAttention(), 16, kernels, quantization)
+def context_of(kernels: str = "triton", dtype: torch.dtype = torch.bfloat16, quantization: str = "fp8") -> BuildContext:
+    return context(dtype=dtype, device=GPU, kernels=kernels, quantization=quantization)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -53,10 +44,10 @@ def test_this_gpu_is_allowed() -> None:
 
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("n", "k"), [(48, 64), (1024, 2048), (6144, 4096), (4096, 14336)])
-def test_products_are_near(n: int, k: int, num_rows: int, kernels: ModuleType) -> None:
+def test_products_are_near(n: int, k: int, num_rows: int) -> None:
     torch.manual_seed(n)
     x, weight, residual = randn(num_rows, k), randn(n, k) * 0.02, randn(num_rows, n)
-    column, row = ColumnLinear(k, (n,), context_of(kernels)), RowLinear(k, n, context_of(kernels))
+    column, row = ColumnLinear(k, (n,), context_of()), RowLinear(k, n, context_of())
     column.fill_weight(0, weight)
     row.fill_weight(weight)
     assert 0.001 < error(column(x), F.linear(x, weight)) < 0.05
@@ -65,9 +56,9 @@ def test_products_are_near(n: int, k: int, num_rows: int, kernels: ModuleType) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", ROWS)
-def test_norm_gate_and_bias(num_rows: int, dtype: torch.dtype, kernels: ModuleType) -> None:
+def test_norm_gate_and_bias(num_rows: int, dtype: torch.dtype) -> None:
     torch.manual_seed(num_rows)
-    context = context_of(kernels, dtype)
+    context = context_of(dtype=dtype)
     x, weight, bias = randn(num_rows, 512, dtype=dtype) * 5, randn(768, 512, dtype=dtype), randn(768, dtype=dtype)
     norm = RMSNorm(512, 1e-5, context)
     norm.weight.copy_(torch.linspace(0.5, 2, 512))
@@ -87,7 +78,7 @@ def test_norm_gate_and_bias(num_rows: int, dtype: torch.dtype, kernels: ModuleTy
     assert 0.001 < error(row.after_gate(gate_up, "silu", residual.clone()), expected) < 0.05
 
 
-def test_kernels_round_as_torch_does(kernels: ModuleType) -> None:
+def test_kernels_round_as_torch_does() -> None:
     from octavo.kernels.triton.elementwise.quantise import quantise_rows
 
     torch.manual_seed(1)
@@ -106,9 +97,9 @@ def test_kernels_round_as_torch_does(kernels: ModuleType) -> None:
         assert ((low <= numbers.float()) & (numbers.float() <= high)).all()
 
 
-def test_a_broken_row_breaks_no_other(kernels: ModuleType) -> None:
+def test_a_broken_row_breaks_no_other() -> None:
     torch.manual_seed(2)
-    layer = ColumnLinear(256, (128,), context_of(kernels))
+    layer = ColumnLinear(256, (128,), context_of())
     layer.fill_weight(0, randn(128, 256))
     x = randn(20, 256)
     expected = layer(x)
@@ -121,9 +112,9 @@ def test_a_broken_row_breaks_no_other(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64])
-def test_products_can_be_captured(num_rows: int, kernels: ModuleType) -> None:
+def test_products_can_be_captured(num_rows: int) -> None:
     torch.manual_seed(3)
-    context = context_of(kernels)
+    context = context_of()
     layer, norm = ColumnLinear(1024, (2048, 512), context), RMSNorm(1024, 1e-6, context)
     norm.weight.fill_(1.0)
     for part, size in enumerate((2048, 512)):
@@ -141,12 +132,12 @@ def test_products_can_be_captured(num_rows: int, kernels: ModuleType) -> None:
 
 
 def test_loading_holds_no_copy_in_16_bits() -> None:
-    context = context_of(None)
+    settings, request = context_of("").methods.settings, WeightRequest((14336,), 4096)
     tensor = randn(14336, 4096)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    weights = [Fp8Weight(14336, 4096, context) for _ in range(4)]
+    weights = [Fp8Weight(request, settings) for _ in range(4)]
     for weight in weights:
         weight.fill(0, tensor)
     held = torch.cuda.memory_allocated() - before
@@ -157,11 +148,9 @@ def test_loading_holds_no_copy_in_16_bits() -> None:
 # ── a whole model ───────────────────────────────────────────────────────────────────────────────────
 
 
-def logits_of(
-    reference: Any, quantization: str, kernels: ModuleType, tokens: list[int]
-) -> tuple[torch.Tensor, int, int]:
+def logits_of(reference: Any, quantization: str, tokens: list[int]) -> tuple[torch.Tensor, int, int]:
     config = reference.config.to_dict()
-    family, context = load_family(config["model_type"]), context_of(kernels, quantization=quantization)
+    family, context = load_family(config["model_type"]), context_of(quantization=quantization)
     spec = family.spec(config)
     model = family.Model(config, spec, context)
     model.load((name, tensor.to(GPU)) for name, tensor in tensors(reference))
@@ -175,11 +164,11 @@ def logits_of(
     }
     with torch.inference_mode():
         logits = model.logits(model.forward(dataclasses.replace(batch, **moved)))
-    return logits.float(), model.weights_bytes, fp8_saving(model)
+    return logits.float(), model.weights_bytes, fp8_saving(model, torch.bfloat16)
 
 
 @pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3])
-def test_a_model_in_8_bits(make: Any, kernels: ModuleType) -> None:
+def test_a_model_in_8_bits(make: Any) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
     reference = make(**sizes, head_dim=64, tie_word_embeddings=make is checkpoints.qwen3)
     with torch.no_grad():
@@ -187,8 +176,8 @@ def test_a_model_in_8_bits(make: Any, kernels: ModuleType) -> None:
             if parameter.dim() == 2 and "embed" not in name:
                 parameter.mul_(0.3)  # as trained models are: each layer adds a little to what went before
     (tokens,) = prompts(seed=4, lengths=(90,), vocab_size=512)
-    expected, plain_bytes, saving = logits_of(reference, "", kernels, tokens)
-    found, num_bytes, _ = logits_of(reference, "fp8", kernels, tokens)
+    expected, plain_bytes, saving = logits_of(reference, "", tokens)
+    found, num_bytes, _ = logits_of(reference, "fp8", tokens)
     assert 0.001 < error(found, expected) < 0.15
     divergence = F.kl_div(found.log_softmax(-1), expected.softmax(-1), reduction="batchmean")
     assert divergence < 0.05

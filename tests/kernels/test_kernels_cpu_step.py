@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.library import Kind, PackedWeight, pack, pack_quantised
-from octavo.kernels.cpu.native import Heads, Native, Norm
+from octavo.kernels.cpu.native import Heads, Native
 from octavo.kernels.cpu.ops import Count, Finish, Step
 from octavo.kernels.cpu.tape import NotRecordable, Tape, _Buffer, _place
+from octavo.kernels.device_ops import Norm
 from tests.native import native
 
 HIDDEN, INNER, VOCAB = 64, 96, 200

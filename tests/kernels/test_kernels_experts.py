@@ -8,8 +8,9 @@ pytest.importorskip("triton")
 from octavo.kernels.triton.moe import experts as kernels
 from octavo.kernels.triton.moe.expert_plan import Tiles
 from octavo.kernels.triton.moe.experts import Weights
-from octavo.layers.experts import Gate, choose
 from octavo.quants import Quants
+from octavo.weights.methods.base import Gate
+from octavo.weights.methods.torch_experts import choose
 
 TILES = Tiles(16, 32, 32, 4, 2)
 

@@ -15,14 +15,11 @@ from torch import nn
 
 pytest.importorskip("triton")
 
-from octavo.attention.reference import ReferenceAttention
-from octavo.kernels.triton import kernel_set
 from octavo.kernels.triton.gemm import gated, gated_hopper
 from octavo.kernels.triton.gemm.gated import BLOCK_K, TILES, Tile, choose_tile, gated_linear, gated_row_counts, pays
-from octavo.layers.context import BuildContext
 from octavo.layers.mlp import GatedMLP, warm_up_gates
 from octavo.layers.norm import RMSNorm
-from octavo.parallel import Group
+from tests.contexts import context
 from tests.kernels import gluon_model
 from tests.kernels.gluon_model import Deadlock, Descriptor, Number, Pointer
 
@@ -211,9 +208,9 @@ def test_a_layer_takes_it(act, bias, device, launched):
         "down": torch.randn(hidden, inner) / 9, "norm": torch.randn(hidden), "bias": torch.randn(2, inner),
     }  # fmt: skip
     layers = []
-    for dtype, kernels in ((torch.float32, None), (torch.float16, kernel_set)):
-        context = BuildContext(Group.single(), dtype, device, ReferenceAttention(), 16, kernels)
-        layer = GatedMLP(hidden, inner, act, RMSNorm(hidden, 1e-6, context), context, bias=bias)
+    for dtype, kernels in ((torch.float32, ""), (torch.float16, "triton")):
+        surroundings = context(dtype=dtype, device=device, kernels=kernels)
+        layer = GatedMLP(hidden, inner, act, RMSNorm(hidden, 1e-6, surroundings), surroundings, bias=bias)
         for part, name in enumerate(("gate", "up")):
             layer.gate_up.fill_weight(part, tensors[name].to(device, dtype))
             if bias:
@@ -232,7 +229,7 @@ def test_a_layer_takes_it(act, bias, device, launched):
         assert launched.num_launches - before == (is_taken and not bias)
     before, launched.is_rehearsal = launched.num_launches, True
     warm_up_gates(nn.ModuleList([ours, ours]), 200)
-    counts = gated_row_counts(ours.gate_up.weight, "silu", 200)
+    counts = gated_row_counts(ours.gate_up.weight.tensor, "silu", 200)
     assert counts and launched.num_launches - before == (0 if bias else len(counts))
 
 

@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.attention.reference import ReferenceAttention
-from octavo.layers.context import BuildContext
-from octavo.layers.experts import Experts, Gate, choose, grouped_product, padded_product
+from octavo.layers.experts import Experts
 from octavo.layers.moe import Routing, SparseMLP
 from octavo.layers.norm import RMSNorm
-from octavo.parallel import Group
 from octavo.quants import Quants
 from octavo.quants.writers import q8_0
+from octavo.weights.methods.base import Gate
+from octavo.weights.methods.torch_experts import choose, grouped_product, padded_product
+from tests.contexts import context
 from tests.native import native
 
-CPU = torch.device("cpu")
 SIX, SILU = Routing(6, 3), Gate()
 
 
@@ -54,9 +53,9 @@ def build(
     case: Case, weights: dict[str, torch.Tensor], is_native: bool, num_threads: int = 2, **more: Any
 ) -> SparseMLP:
     kernels = native(num_threads) if is_native else None
-    context = BuildContext(Group.single(), torch.float32, CPU, ReferenceAttention(), 16, native=kernels, **more)
-    norm = RMSNorm(case.hidden, 1e-5, context)
-    layer = SparseMLP(case.hidden, case.inner, case.routing, case.gate, norm, context, bias=case.bias)
+    surroundings = context(native=kernels, **more)
+    norm = RMSNorm(case.hidden, 1e-5, surroundings)
+    layer = SparseMLP(case.hidden, case.inner, case.routing, case.gate, norm, surroundings, bias=case.bias)
     norm.slots("norm")["norm.weight"].store(weights["norm"])
     slots = layer.router.slots("router")
     slots["router.weight"].store(weights["router"])
@@ -207,16 +206,15 @@ def test_experts_of_four_bits_are_held_as_they_come_where_a_kernel_multiplies_th
 ) -> None:
     """A GPU's way, in Triton's interpreter: against the same numbers decoded."""
     pytest.importorskip("triton")
-    from octavo.kernels.triton.moe import experts as kernels
     from tests.interpreter import mend
 
     mend(monkeypatch)
     generator = torch.Generator().manual_seed(12)
-    context = BuildContext(Group.single(), torch.float32, CPU, ReferenceAttention(), 16, keeps_packed=True)
-    decoded = Experts(64, 32, 3, SILU, context, False, is_fp4=True)
-    monkeypatch.setattr("octavo.layers.experts._kernels", lambda device: kernels)
-    packed = Experts(64, 32, 3, SILU, context, False, is_fp4=True)
-    assert (decoded.holds_fp4, packed.holds_fp4) == (False, True)
+    decoded, packed = (
+        Experts(64, 32, 3, SILU, context(keeps_packed=True, has_triton=has_triton), False, is_mxfp4=True)
+        for has_triton in (False, True)
+    )
+    assert (decoded.weights.name, packed.weights.name) == ("float32", "mxfp4")
 
     def random_quants(num_rows: int, width: int) -> Quants:
         quants = torch.randint(0, 256, (num_rows, width // 32, 17), dtype=torch.uint8, generator=generator)
@@ -231,7 +229,7 @@ def test_experts_of_four_bits_are_held_as_they_come_where_a_kernel_multiplies_th
         weight = random_quants(64, 32)
         decoded.fill_down(expert, weight)
         packed.fill_down(expert, weight)
-    assert packed.gate_up.nbytes * 8 == decoded.gate_up.nbytes
+    assert packed.weights.nbytes * 32 == decoded.weights.nbytes / 4 * 17  # 17 bytes hold 32 weights
     x, logits = torch.randn(9, 64, generator=generator), torch.randn(9, 3, generator=generator)
     found, expected = (made(x, logits, 2, True, torch.zeros(9, 64)) for made in (packed, decoded))
     assert expected.std() > 0.1

@@ -1,23 +1,21 @@
 """Weights in 8 bits: how near products stay, what they take, over parts and ranks, and where they are refused."""
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
-from octavo.layers.context import BuildContext
-from octavo.layers.fp8 import check_fp8, quantise
-from octavo.layers.linear import ColumnLinear, Linear, RowLinear, fp8_saving
+from octavo.layers.linear import ColumnLinear, Linear, RowLinear
 from octavo.layers.model import DecoderModel
 from octavo.layers.norm import LayerNorm, RMSNorm
 from octavo.layers.sharding import share
 from octavo.models import load_family
 from octavo.parallel import Group
+from octavo.weights.methods.torch_fp8 import Fp8Weight, check_fp8, quantise, saving
+from octavo.worker.weights import fp8_saving
+from tests.contexts import context
 from tests.models import checkpoints
 from tests.models.batches import Store
 from tests.models.walk import prompts, tensors, walk
@@ -26,11 +24,11 @@ CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 
 
-def context_of(rank: int = 0, size: int = 1, quantization: str = "fp8", kernels: ModuleType | None = None) -> Any:
+def context_of(rank: int = 0, size: int = 1, quantization: str = "fp8", kernels: str = "") -> Any:
     group = Group.single()
     group.rank, group.size = rank, size
-    dtype = torch.float32 if kernels is None else torch.bfloat16
-    return BuildContext(group, dtype, CPU, ReferenceAttention(), 16, kernels, quantization)
+    dtype = torch.bfloat16 if kernels else torch.float32
+    return context(group, dtype, kernels=kernels, quantization=quantization)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -73,19 +71,19 @@ def test_parts_of_a_column_product(bias: bool) -> None:
     ):  # each by itself: the second is so much larger that the first would not show
         expected = x @ weight.t() + (biases[part, : len(weight)] if bias else 0)
         assert 0.001 < error(found[part], expected) < 0.05
-    assert layer.weight.numel() == 0 and layer.fp8 is not None
-    assert layer.fp8.numbers.nbytes + layer.fp8.scales.nbytes == 80 * 64 + 80 * 4
+    assert isinstance(layer.weight, Fp8Weight)
+    assert layer.weight.nbytes == 80 * 64 + 80 * 4
 
 
 def test_large_weights_are_rounded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     weight, found = torch.randn(80, 64), []
     for at_once in (1 << 24, 64 * 7, 1):
-        monkeypatch.setattr("octavo.layers.fp8._AT_ONCE", at_once)
+        monkeypatch.setattr("octavo.weights.methods.torch_fp8._AT_ONCE", at_once)
         layer = ColumnLinear(64, (80,), context_of())
         layer.fill_weight(0, weight)
-        assert layer.fp8 is not None
-        found.append((layer.fp8.numbers.float(), layer.fp8.scales))
+        assert isinstance(layer.weight, Fp8Weight)
+        found.append((layer.weight.numbers.float(), layer.weight.scales))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
@@ -131,15 +129,14 @@ def test_a_weight_that_is_no_multiple_of_16_stays_as_it_comes(inner: int, width:
     x, weight = torch.randn(4, inner), torch.randn(width, inner)
     layer = ColumnLinear(inner, (width,), context_of())
     layer.fill_weight(0, weight)
-    assert layer.fp8 is None and layer.fp8_saving == 0
+    assert layer.weight.name == "float32" and saving(layer.request, torch.bfloat16) == 0
     torch.testing.assert_close(layer(x), x @ weight.t())
 
 
-@pytest.mark.parametrize("name", ["kernel_set", "kernel_set_invariant"])
-def test_kernels_round_what_torch_does(name: str) -> None:
+@pytest.mark.parametrize("kernels", ["triton", "invariant"])
+def test_kernels_round_what_torch_does(kernels: str) -> None:
     """The layers' way through the kernels, in the interpreter; how near its rounding is, their own tests say."""
     pytest.importorskip("triton")
-    kernels = importlib.import_module(f"octavo.kernels.triton.{name}")
     torch.manual_seed(7)
     context = context_of(kernels=kernels)
     x, weight, residual = (torch.randn(*shape).bfloat16() for shape in ((3, 64), (48, 64), (3, 48)))
@@ -179,17 +176,18 @@ def test_a_model_in_8_bits(name: str) -> None:
     expected, found = walk(plain, plain_store, sequences, seed=1), walk(ours, store, sequences, seed=1)
     # These layers, large and random, multiply errors; a wrong scale, row or part is off by the size of a logit.
     assert 0.005 < error(torch.cat(found), torch.cat(expected)) < 0.25
-    assert plain.weights_bytes - ours.weights_bytes == fp8_saving(ours) == fp8_saving(plain) > 0
+    saved = plain.weights_bytes - ours.weights_bytes
+    assert saved == fp8_saving(ours, torch.float32) == fp8_saving(plain, torch.float32) > 0
     products = [module for module in ours.modules() if isinstance(module, Linear)]
-    assert sum(product.fp8 is None for product in products) == 1 and ours.head.product.fp8 is None
-    assert ours.embedding.weight.dtype == torch.float32
+    assert {product.weight.name for product in products} == {"fp8"}
+    assert ours.head.weight.name == ours.embedding.table.name == "float32"
 
 
 def test_a_tied_head_makes_no_room_of_its_own() -> None:
     reference = checkpoints.qwen3(tie_word_embeddings=True)
     config, context = reference.config.to_dict(), context_of(quantization="")
     ours = load_family("qwen3").Model(config, load_family("qwen3").spec(config), context)
-    assert ours.head.product.weight.numel() == 0
+    assert ours.head.weight is None
 
 
 def test_where_it_is_refused() -> None:

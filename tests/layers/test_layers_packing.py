@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.layers.packing import PackedRows, can_pack, pack, packed_linear, packed_linear_add
+from octavo.weights.methods.onednn import PackedRows, can_pack, pack, packed_linear, packed_linear_add
 
 SHAPES = [(960, 576), (49, 64), (512, 64), (1000, 48), (17, 5)]
 
@@ -12,7 +12,7 @@ SHAPES = [(960, 576), (49, 64), (512, 64), (1000, 48), (17, 5)]
 def weight_of(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(3)
     weight = (torch.randn(shape) * 0.1).to(dtype)
-    if not can_pack(weight):
+    if not can_pack(weight.device, dtype):
         pytest.skip(f"this CPU does not multiply packed {dtype}")
     return weight
 

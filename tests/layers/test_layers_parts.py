@@ -5,8 +5,8 @@ import torch
 
 from octavo import device as devices
 from octavo.attention.qk_norm_rope import rotate
-from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
+from octavo.kernels.torch_ops import TorchOps
 from octavo.layers.context import BuildContext
 from octavo.layers.embedding import Embedding, Head
 from octavo.layers.linear import ColumnLinear, RowLinear
@@ -15,6 +15,7 @@ from octavo.layers.rope import Rope, interleave, rope_settings, split_halves
 from octavo.layers.sharding import check_shares, share
 from octavo.parallel import Group, init_group
 from octavo.quants import Quants
+from tests.contexts import context
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 def context_of(rank: int = 0, size: int = 1, dtype: torch.dtype = torch.float32) -> BuildContext:
     group = Group.single()
     group.rank, group.size = rank, size
-    return BuildContext(group, dtype, CPU, ReferenceAttention(), 16)
+    return context(group, dtype)
 
 
 def test_shares_are_equal_and_cover_everything() -> None:
@@ -117,7 +118,7 @@ def test_rows_that_are_packed_are_reordered_as_plain_ones_are() -> None:
 
 def test_rotating_interleaved_heads_equals_rotating_halves() -> None:
     torch.manual_seed(4)
-    rope = Rope(rope_settings({"rope_theta": 100.0}), 8, CPU)
+    rope = Rope(rope_settings({"rope_theta": 100.0}), 8, CPU, TorchOps())
     positions, heads = torch.tensor([0, 3, 90]), torch.randn(3, 2, 8)
     angles = torch.outer(positions.float(), rope.frequencies)
     cos, sin = (torch.cat((f(angles), f(angles)), dim=-1)[:, None] for f in (torch.cos, torch.sin))
@@ -133,7 +134,7 @@ def test_what_is_not_rotated_stays_as_it_is() -> None:
     """Not stretched either, by a scaling that stretches."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5, "rope_theta": 100.0}
     config = {"rope_parameters": yarn, "max_position_embeddings": 64}
-    rope = Rope(rope_settings(config, can_be_partial=True), 8, CPU)
+    rope = Rope(rope_settings(config, can_be_partial=True), 8, CPU, TorchOps())
     rotation = rope.rotation(torch.tensor([0, 5]))[:, 0]
     assert torch.equal(rotation[:, 2:], torch.ones(2, 2, dtype=torch.complex64))
     torch.testing.assert_close(rotation[:, :2].abs(), torch.full((2, 2), rope.amplitude))
@@ -141,7 +142,7 @@ def test_what_is_not_rotated_stays_as_it_is() -> None:
     for share_rotated in (0, 0.3, -1, 1.5, "half", None):
         settings = rope_settings(config, can_be_partial=True) | {"partial_rotary_factor": share_rotated}
         with pytest.raises(ConfigError, match=r"partial_rotary_factor is '.*': of a head of 10 it must leave an even"):
-            Rope(settings, 10, CPU)
+            Rope(settings, 10, CPU, TorchOps())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

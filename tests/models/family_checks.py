@@ -10,12 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from octavo import LLM
-from octavo.attention.reference import ReferenceAttention
 from octavo.kernels.cpu.build import NoCompiler
-from octavo.layers.context import BuildContext
 from octavo.models import load_family
-from octavo.parallel import Group
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from tests.contexts import context
 from tests.engine.exactness import check, greedy_references
 from tests.models.ranks import run_ranks
 from tests.models.walk import build_from, greedy, prompts, reference_greedy, reference_logits, walk
@@ -62,8 +60,7 @@ def check_outline(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
     """The model can be built and filled where tensors have shapes and no numbers, as `octavo doctor` does it."""
     family, place = load_family(config["model_type"]), torch.device("meta")
     spec = family.spec(config)
-    context = BuildContext(Group.single(), torch.float32, place, ReferenceAttention(), 4)
-    family.Model(config, spec, context).load(checkpoint.tensors(place, torch.float32))
+    family.Model(config, spec, context(device=place)).load(checkpoint.tensors(place, torch.float32))
 
 
 def check_gguf(

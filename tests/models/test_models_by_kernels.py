@@ -10,10 +10,8 @@ pytest.importorskip("triton")
 
 from octavo.attention.triton import TritonAttention
 from octavo.attention.triton_invariant import InvariantTritonAttention
-from octavo.kernels.triton import kernel_set, kernel_set_invariant
-from octavo.layers.context import BuildContext
 from octavo.models import load_family
-from octavo.parallel import Group
+from tests.contexts import context
 from tests.interpreter import mend
 from tests.models.batches import Store
 from tests.models.test_models_gemma import gemma2, gemma3
@@ -43,14 +41,12 @@ TYPES = {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16,
 )
 def test_logits_equal_the_reference(reference: Any, is_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mend(monkeypatch)
-    monkeypatch.setattr("octavo.layers.linear.can_pack", lambda weight: False)  # as on a GPU
     config = reference.config.to_dict()
     family = load_family(config["model_type"])
     spec, attention = family.spec(config), InvariantTritonAttention() if is_invariant else TritonAttention()
-    kernels = kernel_set_invariant if is_invariant else kernel_set
     assert attention.supports(spec, CPU, torch.float32, torch.float32) is None
-    context = BuildContext(Group.single(), torch.float32, CPU, attention, 16, kernels=kernels, max_len=64)
-    ours = family.Model(config, spec, context)
+    kernels = "invariant" if is_invariant else "triton"
+    ours = family.Model(config, spec, context(attention=attention, kernels=kernels, max_len=64))
     ours.load(tensors(reference))
     store = Store(spec, attention, num_pages=8, page_size=16)
     sequences = prompts(seed=7, lengths=(2, 11), vocab_size=48)

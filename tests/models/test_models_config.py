@@ -1,5 +1,5 @@
 """What a family reads of a configuration: every size it needs is missing, or nonsense, once; one line says which.
-Through the runner too, where the line gets the file's name."""
+Through the loader too, where the line gets the file's name."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from octavo.config import Config
 from octavo.errors import ConfigError
 from octavo.models import load_family
 from octavo.weights.sources.source import resolve
-from octavo.worker.runner import Runner
+from octavo.worker.load import Loader
 from tests.models import checkpoints
 from tests.models.test_models_loading import llama_metadata
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -152,7 +152,7 @@ def test_sizes_that_do_not_fit_and_numbers_that_are_none(family: str, changes: d
 
 def load_refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        Runner(Config(), resolve(str(path))).load()
+        Loader(Config(), resolve(str(path))).load()
     assert "\n" not in caught.value.message
     return caught.value.message
 

@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models import gpt2, llama, load_family
 from octavo.weights.formats.checkpoint import open_checkpoint
 from octavo.weights.sources.source import local
-from octavo.worker.runner import Runner
+from octavo.worker.load import Loader
 from tests.models import checkpoints
 from tests.models.test_models_gpt_neox import METADATA as NEOX_METADATA
 from tests.models.test_models_gpt_neox import gguf_weights as neox_weights
@@ -99,10 +99,10 @@ def test_what_would_take_more_than_packed_weights_is_not_offered(
     source = local(write_gguf(tmp_path / "tiny.gguf", GPT2_METADATA, weights))
 
     def refusal(available: int, **options: str) -> str:
-        runner = Runner(replace(Config(), dtype="float32", **options), source)
-        monkeypatch.setattr(runner.device, "memory_available", lambda: available)
+        loader = Loader(replace(Config(), dtype="float32", **options), source)
+        monkeypatch.setattr(loader.device, "memory_available", lambda: available)
         with pytest.raises(ConfigError, match="the weights take") as caught:
-            runner.load()
+            loader.load()
         return caught.value.message
 
     assert re.match(r"the weights take [\d.]+ KiB packed and ", message := refusal(60_000)), message

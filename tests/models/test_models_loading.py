@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.layers.packing import PackedRows, can_pack, pack
 from octavo.models import families, gpt2, llama, load_family, qwen3
 from octavo.weights.formats.checkpoint import open_checkpoint
+from octavo.weights.methods.onednn import PackedRows, can_pack, pack
 from tests.models import checkpoints
 from tests.models.walk import build_from, prompts, reference_logits, tensors, walk
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -98,7 +98,7 @@ def test_a_tied_embedding_is_held_once() -> None:
         sizes[is_tied] = ours.weights_bytes
     # On a CPU whose packed layout is none of the known ones, the embedding keeps a copy of its own beside the head's.
     weight = torch.randn(1024, 64)
-    is_read_from_head = not can_pack(weight) or PackedRows.of(pack(weight), weight) is not None
+    is_read_from_head = not can_pack(weight.device, weight.dtype) or PackedRows.of(pack(weight), weight) is not None
     assert sizes[False] - sizes[True] == (1024 * 64 * 4 if is_read_from_head else 0)
 
 

@@ -26,11 +26,11 @@ from octavo.attention.choose import choose
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.build import NoCompiler
 from octavo.kernels.cpu.library import Kind
-from octavo.layers.context import BuildContext
 from octavo.models import load_family
 from octavo.parallel import Group
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
 from octavo.worker.cpu_steps import CpuSteps, record
+from tests.contexts import context
 from tests.engine.exactness import check, greedy_references, scores
 from tests.models import checkpoints
 from tests.models.batches import Store
@@ -187,7 +187,7 @@ def test_experts_of_four_bits_equal_the_reference_decoded_and_kept(tmp_path: Pat
     for found, logits in zip(walk(ours, store, sequences, seed=3), expected, strict=True):
         assert 0 < (found - logits).abs().mean() < 0.02 * logits.std()
     (first, *_) = ours.layers  # type: ignore[misc]
-    kinds = first.mlp.experts.members[0].gate_up.bytes_of_kinds
+    kinds = first.mlp.experts.weights.gate_up[0].bytes_of_kinds
     assert set(kinds) == {Kind.CODES5}
 
 
@@ -203,7 +203,7 @@ def test_a_scale_that_no_kernel_holds_makes_a_layer_decode_its_experts(tmp_path:
     ours, store = build_from(checkpoint.config, packed, "native_cpu")  # type: ignore[arg-type]
     (logits,) = walk(ours, store, prompts(seed=7, lengths=(9,)), seed=3)
     assert logits.isfinite().all()
-    kinds = [{kind for m in layer.mlp.experts.members for kind in m.down.bytes_of_kinds} for layer in ours.layers]  # type: ignore[union-attr]
+    kinds = [{kind for down in layer.mlp.experts.weights.down for kind in down.bytes_of_kinds} for layer in ours.layers]  # type: ignore[union-attr]
     assert kinds == [{Kind.FLOAT32}, {Kind.CODES5}]
 
 
@@ -266,7 +266,7 @@ def test_a_gguf_file_is_kept_packed(tmp_path: Path) -> None:
     expected = reference_logits(reference, tokens)
     assert 0 < (logits - expected).abs().mean() < 0.03 * expected.std()
     (first, *_) = ours.layers  # type: ignore[misc]
-    assert set(first.mlp.experts.members[0].gate_up.bytes_of_kinds) == {Kind.CODES8}
+    assert set(first.mlp.experts.weights.gate_up[0].bytes_of_kinds) == {Kind.CODES8}
 
 
 # ── through the engine ──────────────────────────────────────────────────────────────────────────────
@@ -302,10 +302,8 @@ def test_whole_steps_give_a_request_the_same_bits_in_any_company(make: Any, quan
         kernels, family = native(num_threads), load_family(checkpoint.config["model_type"])
         spec = family.spec(checkpoint.config)
         attention, _ = choose(spec, CPU, torch.float32, torch.float32, "native_cpu", kernels)
-        context = BuildContext(
-            Group.single(), torch.float32, CPU, attention, 4, quantization=quantization, native=kernels
-        )
-        model = family.Model(checkpoint.config, spec, context)
+        surroundings = context(attention=attention, quantization=quantization, native=kernels)
+        model = family.Model(checkpoint.config, spec, surroundings)
         model.load(weights_of(checkpoint))
         store = Store(spec, attention)
         with torch.inference_mode():

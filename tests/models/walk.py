@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo.attention.choose import choose
-from octavo.layers.context import BuildContext
 from octavo.layers.model import DecoderModel
 from octavo.models import load_family
 from octavo.parallel import Group
+from tests.contexts import context
 from tests.models.batches import Row, Store, make_batch
 from tests.native import native
 
@@ -49,7 +49,8 @@ def build_from(
     group = group or Group.single()
     kernels = native() if backend == "native_cpu" else None
     attention, _ = choose(spec, CPU, dtype, dtype, backend, kernels)
-    ours = family.Model(config, spec, BuildContext(group, dtype, CPU, attention, 4, native=kernels, max_len=max_len))
+    surroundings = context(group, dtype, attention=attention, native=kernels, max_len=max_len)
+    ours = family.Model(config, spec, surroundings)
     ours.load(weights)
     return ours, Store(spec, attention, dtype=dtype, tensor_parallel=group.size)
 

@@ -20,7 +20,7 @@ from octavo.quants import PACKED_TYPES, Quants
 from octavo.weights.formats.checkpoint import open_checkpoint
 from octavo.weights.formats.gguf_tensors import GGUFTensors
 from octavo.weights.sources.source import local
-from octavo.worker.runner import Runner
+from octavo.worker.load import Loader
 from tests.models import checkpoints
 from tests.models.walk import build_from, tensors
 from tests.native import native
@@ -291,5 +291,5 @@ def test_absurd_configurations_are_refused_before_anything_is_taken(
     (tmp_path / "config.json").write_text(json.dumps(reference.config.to_dict() | {key: value}, default=str))
     save_file(dict(tensors(reference)), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError) as caught:
-        Runner(replace(Config(), device="cpu", cpu_threads=1), local(tmp_path)).load()
+        Loader(replace(Config(), device="cpu", cpu_threads=1), local(tmp_path)).load()
     assert told in caught.value.message and "\n" not in caught.value.message

@@ -12,17 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.attention.reference import ReferenceAttention
 from octavo.errors import ConfigError
-from octavo.layers.context import BuildContext
-from octavo.layers.native import NativeWeight
+from octavo.kernels.cpu.device_ops import NativeOps
 from octavo.layers.sharding import Slot, fill
 from octavo.models import load_family
-from octavo.parallel import Group
 from octavo.quants import PACKED_TYPES, Quants, Weight
 from octavo.quants.exact import held_bytes
 from octavo.weights.formats.checkpoint import Checkpoint, open_checkpoint
+from octavo.weights.methods.cpu_native import NativeWeight
 from octavo.weights.sources.source import resolve
+from tests.contexts import context
 from tests.native import native
 from tests.scalar_quants import QUANTS, as_tensor, random_quants
 from tests.weights.gguf_writer import Packed, write_gguf
@@ -161,10 +160,10 @@ def test_safetensors_hold_nothing_packed(tmp_path: Path) -> None:
 def test_every_type_is_held_by_the_native_kernels(type: str) -> None:
     """As it is, in another type with the same numbers, or decoded: rows read back are those of the file."""
     weight = Quants(type, as_tensor(random_quants(type, 48 * 512 // QUANTS[type][1], 3)).view(48, -1))
-    held = NativeWeight(native(), 1, torch.float32)
+    held = NativeWeight(NativeOps(native()), (48,), torch.float32)
     held.fill(0, weight)
     want = weight.dequantise()
-    torch.testing.assert_close(held.embed(torch.arange(48)), want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
+    torch.testing.assert_close(held.look_up(torch.arange(48)), want, rtol=1e-6, atol=1e-6 * float(want.abs().max()))
     assert held.nbytes == pytest.approx(held_bytes(type, 48 * 512, 4), rel=0.03)  # 6-bit scales have bytes of their own
     x = torch.randn(3, 512, generator=torch.Generator().manual_seed(0))
     exact = x @ want.T
@@ -192,8 +191,7 @@ def test_rows_that_are_not_all_heads_are_refused_by_name(
     tensors = [packed("blk.0.attn_q.weight", shape, "Q8_0" if shape else "F32")]
     checkpoint = opened(tmp_path, "llama", tensors)
     family = load_family("llama")
-    context = BuildContext(Group.single(), torch.float32, torch.device("cpu"), ReferenceAttention(), 16)
-    model = family.Model(checkpoint.config, family.spec(checkpoint.config), context)
+    model = family.Model(checkpoint.config, family.spec(checkpoint.config), context())
     with pytest.raises(ConfigError, match=r"self_attn\.q_proj\.weight has shape .* asks for \[256, 256\]"):
         model.load(checkpoint.tensors("cpu", torch.float32, keep_packed))
 

@@ -13,10 +13,10 @@ from octavo import LLM
 from octavo.attention.choose import choose
 from octavo.batch import Batch
 from octavo.kernels.cpu.library import Kind, library
-from octavo.layers.context import BuildContext
 from octavo.models import load_family
-from octavo.parallel import Group
-from octavo.worker.cpu_steps import CpuSteps, _words, record
+from octavo.weights.methods.cpu_native import kind_name
+from octavo.worker.cpu_steps import CpuSteps, record
+from tests.contexts import context
 from tests.engine.exactness import check, greedy_references
 from tests.models import checkpoints
 from tests.models.batches import Row, Store, make_batch
@@ -45,11 +45,8 @@ def build(family_name: str, held: str, num_threads: int, kv_dtype: torch.dtype) 
     family = load_family(config["model_type"])
     spec = family.spec(config)
     attention, _ = choose(spec, CPU, torch.float32, kv_dtype, "native_cpu", kernels)
-    context = BuildContext(
-        Group.single(), torch.float32, CPU, attention, 4,
-        quantization=quantization, native=kernels, weight_dtype=weight_dtype,
-    )  # fmt: skip
-    model = family.Model(config, spec, context)
+    surroundings = context(attention=attention, quantization=quantization, native=kernels, weight_dtype=weight_dtype)
+    model = family.Model(config, spec, surroundings)
     model.load(tensors(reference))
     store = Store(spec, attention, dtype=kv_dtype)
     with torch.inference_mode():
@@ -131,6 +128,6 @@ def test_people_are_told_the_bits_of_a_code():
     """A weight takes those, and about one more for its scales."""
     native()
     for kind in filter(lambda kind: kind.is_quantised, Kind):
-        number, unit = _words(kind).split()
+        number, unit = kind_name(kind).split()
         taken = library().octavo_packed_bytes(kind, 64, 2048) * 8 / (64 * 2048)
         assert unit == "bits" and int(number) < taken < int(number) + 1.2

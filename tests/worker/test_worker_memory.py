@@ -15,8 +15,8 @@ from octavo.limits import resolve
 from octavo.messages import DeviceMemory, LoadReport
 from octavo.supervisor.memory_report import budget_lines
 from octavo.worker.cores import _quota, usable_cores
+from octavo.worker.load import Loader
 from octavo.worker.memory.page_count import GiB, MiB, in_words, settle, weights_too_large
-from octavo.worker.runner import Runner
 from tests.worker.tiny import tiny_config, write_tiny_llama
 
 REPORT = LoadReport(
@@ -281,11 +281,11 @@ def test_weights_that_do_not_fit() -> None:
 def test_8_bits_are_not_offered_where_they_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tiny_llama(tmp_path / "llama")
     (weights,) = source.path.glob("*.safetensors")
-    runner = Runner(tiny_config(), source)
+    loader = Loader(tiny_config(), source)
     # Enough for the weights with 8 bits, which are a little more than half as large.
-    monkeypatch.setattr(runner.device, "memory_available", lambda: weights.stat().st_size * 7 // 10)
+    monkeypatch.setattr(loader.device, "memory_available", lambda: weights.stat().st_size * 7 // 10)
     with pytest.raises(ConfigError, match="the weights take") as refusal:
-        runner.load()
+        loader.load()
     assert "--quantization" not in refusal.value.message
 
 

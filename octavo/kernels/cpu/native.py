@@ -1,7 +1,6 @@
-"""Native: a rank's operations on a CPU, each done at once, or noted down on a tape to be run as whole steps.
-Knows nothing of layers or models: tensors and packed weights in, tensors out. float32 throughout.
+"""Native: a rank's operations on a CPU in float32, each run at once, or recorded on a tape to be run as whole steps.
 
-A layer's code is the same both ways: while a tape is recorded it is given the tape's buffers in place of results."""
+A layer's code is the same both ways: while a tape is recorded, operations return the tape's buffers in place of results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,14 +15,7 @@ from octavo.kernels.cpu.experts import ExpertWeights, room_bytes
 from octavo.kernels.cpu.library import Kind, PackedWeight, Product, Threads, aligned, zeros
 from octavo.kernels.cpu.ops import Code, Count, Finish, Op, Step, prepared_bytes
 from octavo.kernels.cpu.tape import Field, NotRecordable, Tape
-
-
-class Norm(NamedTuple):
-    """RMSNorm, or LayerNorm where it has a bias."""
-
-    weight: Tensor  # [D]
-    bias: Tensor | None
-    epsilon: float
+from octavo.kernels.device_ops import Norm
 
 
 class Heads(NamedTuple):
@@ -54,7 +46,7 @@ class Native:
 
     @contextmanager
     def recording(self, tape: Tape, inputs: Mapping[str, Tensor], num_groups: int = 1) -> Iterator[None]:
-        """What is asked for inside is noted on the tape. `inputs` stand for those of the steps to come, by Step's names.
+        """Operations inside are recorded on the tape. `inputs` stand for those of the steps to come, by Step's names.
         `num_groups`: so many times slots and page tables lie behind each other, those of `inputs` first."""
         self._tape, self._inputs, self._num_groups = tape, inputs, num_groups
         try:
@@ -191,7 +183,7 @@ class Native:
         return y
 
     def _group_of(self, step: Step) -> int:
-        """Whose slots and page tables the step to be recorded has: told by their address."""
+        """The group whose slots and page tables the step to be recorded has, known by their address."""
         if self._tape is None:
             return 0
         slots = self._inputs["slots"]

@@ -1,5 +1,5 @@
-"""What a rank's GPU holds and what its steps take, found out by running steps of the largest size before there are pages.
-Knows nothing of what the bytes are used for afterwards: memory.py counts them."""
+"""What a rank's GPU holds and what its steps take, measured by running steps of the largest size before there are pages.
+page_count.py turns the bytes into a number of pages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,7 +51,7 @@ def measure(
     must fit into `num_rows` rows.
 
     `staging_bytes`: what will be taken besides pages once their number is known. `is_alone`: no other rank takes part in
-    the steps; with others, all of them must run the same ones, so that nobody tries smaller ones by itself."""
+    the steps; with others, all of them must run the same ones, so no rank tries smaller ones by itself."""
     num_rows = min(num_rows, num_tokens)
     least = working_bytes(device, partial(run_step, 1, 1, False))
     plain = working_bytes(device, partial(run_step, num_rows, num_rows, True)) if num_graphs else 0
@@ -76,7 +76,7 @@ def measure(
 
 
 def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
-    """What `run` takes while it runs, over what is held once it is done; None: there is not so much.
+    """What `run` takes while it runs, beyond what is held after it; None: it does not fit.
 
     Counted is what the allocator reserves, its unusable gaps included. What stays (a library's workspace, loaded kernels)
     is no working space: the next look at the device finds it taken."""
@@ -92,7 +92,7 @@ def working_bytes(device: Device, run: Callable[[], object]) -> int | None:
 
 @contextmanager
 def memory_errors(dtype: str, available: int) -> Iterator[None]:
-    """An allocation that fails while starting is a person's matter, not a traceback's."""
+    """Turn an allocation that fails during the start into a ConfigError that says what to change."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -113,7 +113,7 @@ def trial_columns(num_tokens: int, num_rows: int) -> Columns:
 
 
 def _no_room(device: Device, run_step: RunStep | None, num_tokens: int, num_rows: int) -> str:
-    """Why it does not fit, and steps that do: those were run."""
+    """Why a step does not fit, and the largest size that does, found by running it."""
     free = device.memory_use().free
     why = (
         f"a step of {num_tokens} tokens takes more than the {in_words(free)} that the weights and other processes leave"

@@ -232,7 +232,7 @@ def experts(
     plan: Plan,
     gate_up: Weights,  # [E, 2 I, D]: gate, then up
     down: Weights,  # [E, D, I]
-    gate: tuple[float, float, float],  # alpha, limit (0: none) and offset, as layers/experts.py has them
+    gate: tuple[float, float, float],  # alpha, limit (0: none) and offset, as the Gate of weights/methods has them
     residual: torch.Tensor | None,  # [T, D], changed, and returned
 ) -> torch.Tensor:
     """(residual +) the weighted sum of what each token's experts give, [T, D]. Sums are float32, rounded once for each product."""

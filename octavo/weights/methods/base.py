@@ -1,0 +1,260 @@
+"""HeldWeight and LinearMethod: a weight as it lies in memory, and a way of holding weights that a rank may pick.
+
+A layer asks the registry to hold a weight of some shape for some use, fills it part by part with this rank's share, and
+then asks the held weight for products. It never asks how the weight is held.
+
+There are four kinds of held weights: of a product (HeldWeight), of an embedding (HeldTable), one for each head (HeldHeads),
+and of all experts of a layer (HeldExperts). A method offers those that it can hold."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.kernels.device_ops import Activation, DeviceOps, Norm
+from octavo.quants import Quants, Weight
+
+Request = TypeVar("Request")
+HeldKind = TypeVar("HeldKind", bound="Held")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a rank has settled before its layers are built: where and in which types it computes, and what was asked for."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of weights that no method holds otherwise
+    ops: DeviceOps
+    quantization: str = ""  # "" as they come, "fp8", "int8", "int4"
+    weight_dtype: torch.dtype = torch.float32  # in which the native CPU kernels hold weights that are not packed
+    keeps_packed: bool = False
+    """Weights that are packed in the checkpoint arrive so. A method that cannot hold them decodes."""
+    decodes: bool = False
+    """The native CPU kernels multiply packed weights in float32, as if they had been decoded."""
+    has_triton: bool = False
+    """Triton kernels run on this device, even where the ops are torch's: those of experts take float32 too."""
+
+    def empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+class Use(Enum):
+    PRODUCT = "product"
+    VOCABULARY = "vocabulary"  # a head's: an error in a logit is an error in the answer, so it stays more exact
+    ROUTER = "router"  # never rounded: a token that goes to another expert is not nearly the same token
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRequest:
+    """A weight [sum of part_sizes, in_features] of this rank. Parts are checkpoint tensors whose rows are joined."""
+
+    part_sizes: tuple[int, ...]  # rows of each part
+    in_features: int
+    use: Use = Use.PRODUCT
+    is_gated: bool = False  # the two parts are gate and up
+    adds_residual: bool = True  # False: another rank does, and this one's product is added to it
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.part_sizes)
+
+    def rows(self, part: int) -> slice:
+        first = sum(self.part_sizes[:part])
+        return slice(first, first + self.part_sizes[part])
+
+
+class Held(ABC):
+    """What a layer keeps of its weights."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of memory, once it is filled."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """How the numbers are held, for the report of a start."""
+
+
+class HeldWeight(Held):
+    """W [out, in] of one rank. Biases belong to the layer and come with each product."""
+
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
+
+    @abstractmethod
+    def fill(self, part: int, rows: Weight) -> None:
+        """`rows`: this rank's rows of the part; where they are fewer than the part has, the rest are zeros. Each part once."""
+
+    @abstractmethod
+    def product(
+        self, x: Tensor, norm: Norm | None = None, bias: Tensor | None = None, activation: Activation = "none"
+    ) -> Tensor:
+        """[T, in] → activation(norm(x) · Wᵀ + bias), [T, out]."""
+
+    @abstractmethod
+    def product_add(self, x: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        """[T, in] → x · Wᵀ + bias + residual, [T, out]. The residual may be changed, and may be the result."""
+
+    def gated(self, x: Tensor, norm: Norm | None, bias: Tensor | None, activation: Activation) -> Tensor | None:
+        """activation(gate) · up of norm(x) · Wᵀ + bias, [T, out / 2], as part of the product. None: for this activation and
+        so many rows it is not, so use product() and then product_after_gate() of the weight that comes next."""
+        return None
+
+    def product_after_gate(
+        self, gate_up: Tensor, activation: Activation, bias: Tensor | None, residual: Tensor | None
+    ) -> Tensor:
+        """product_add of activation(gate) · up, where gate_up [T, 2 in] has the two side by side, and may be changed."""
+        return self.product_add(self._ops.gate(gate_up, activation), bias, residual)
+
+    def warm_up_gate(self, activation: Activation, has_bias: bool, max_rows: int) -> None:
+        """Inside a warm-up: run every kernel that gated() may take for up to max_rows rows and no trial step meets."""
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return x if norm is None else self._ops.norm(x, norm)
+
+    def _rms_normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, tuple[Tensor, float] | None]:
+        """For kernels that take an RMSNorm with the product, as its weight and epsilon: a LayerNorm is computed here."""
+        if norm is None:
+            return x, None
+        return (x, (norm.weight, norm.epsilon)) if norm.bias is None else (self._ops.norm(x, norm), None)
+
+
+class HeldTable(Held):
+    """An embedding's rows [num_rows, width]: a weight of which single rows are read."""
+
+    @abstractmethod
+    def fill(self, part: int, rows: Weight) -> None:
+        """As HeldWeight.fill."""
+
+    @abstractmethod
+    def look_up(self, ids: Tensor, factor: float = 1.0) -> Tensor:
+        """[T] → the rows times factor, [T, width], a new tensor."""
+
+    @abstractmethod
+    def as_head(self) -> HeldWeight:
+        """The same rows as the weight of a head that is tied to them, once they are filled: one copy serves both, where the
+        layout of the product can be read row by row."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsRequest:
+    num_heads: int  # of this rank
+    num_outputs: int
+    num_inputs: int
+
+
+class HeldHeads(Held):
+    """A weight [outputs, inputs] for each head of this rank."""
+
+    @abstractmethod
+    def fill(self, head: int, rows: Tensor) -> None: ...
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """[T, H, inputs] → [T, H, outputs]."""
+
+
+# ── experts ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """gate · sigmoid(alpha · gate) · (up + offset), with gate cut off above the limit and up on both sides of it."""
+
+    alpha: float = 1.0
+    limit: float = 0.0  # 0: none
+    offset: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Gate()  # silu(gate) · up
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.is_plain:
+            return F.silu(gate) * up
+        if self.limit:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsRequest:
+    """All experts of a layer, of each this rank's share of the inner width. Biases are filled by the layer."""
+
+    num_experts: int
+    hidden_size: int
+    inner_size: int  # of this rank
+    gate: Gate
+    gate_up_bias: Tensor | None = None  # [experts, 2 inner]
+    down_bias: Tensor | None = None  # [experts, hidden]
+    is_mxfp4: bool = False  # how they come
+
+
+class HeldExperts(Held):
+    @abstractmethod
+    def fill_gate_up(self, expert: int, part: int, rows: Weight) -> None:
+        """Part 0: this rank's rows of the gate, [inner, hidden]; 1: of up. Where they are fewer, the rest are zeros."""
+
+    @abstractmethod
+    def fill_down(self, expert: int, columns: Weight) -> None:
+        """This rank's columns of down, [hidden, inner]."""
+
+    def alike(self, stack: Weight) -> Weight:
+        """All experts' rows in one form, in which a part of them can be given to the two methods above."""
+        return stack
+
+    @abstractmethod
+    def weighted_sum(
+        self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
+    ) -> Tensor:
+        """x [T, hidden], logits [T, experts] → residual + the weighted sum over the chosen experts, [T, hidden]. The residual
+        may be changed, and may be the result. `is_normalised`: the weights of the chosen ones add up to 1."""
+
+
+# ── methods ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, HeldKind]):
+    """A way of holding weights on some devices.
+
+    A method around another one (an adapter's, say) has that one hold the weight, and returns what it holds around it."""
+
+    name: str
+    supports: Callable[[Request, Settings], str | None]
+    """None: it can hold such a weight here, and multiply with it; else why not."""
+    hold: Callable[[Request, Settings], HeldKind]
+    """Makes room for the weight. Only where supports() says None."""
+    packings: tuple[str, ...] = ()
+    """Of checkpoints whose weights its GPU kernels multiply as they are stored. (The native CPU kernels take any.)"""
+
+
+LinearMethod = Method[WeightRequest, HeldWeight]
+TableMethod = Method[WeightRequest, HeldTable]
+HeadsMethod = Method[HeadsRequest, HeldHeads]
+ExpertsMethod = Method[ExpertsRequest, HeldExperts]
+
+
+def supports_all(request: object, settings: Settings) -> None:
+    """Of the last method in an order."""
+    return None
+
+
+def other_kernels(settings: Settings) -> str:
+    """Why a method of other kernels does not hold anything here."""
+    return f"{settings.ops.kernels} computes here"
+
+
+def decoded(weight: Weight) -> Tensor:
+    return weight.dequantise() if isinstance(weight, Quants) else weight
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,65 @@
+"""Experts as the MXFP4 codes and scales they come in, on a GPU: Triton kernels multiply them as they are stored."""
+
+import torch
+from torch import Tensor
+
+from octavo.quants import Quants, Weight
+from octavo.weights.methods.base import ExpertsMethod, ExpertsRequest, HeldExperts, Method, Settings
+from octavo.weights.methods.triton_experts import ExpertSums
+
+_GROUP = 32  # weights that share a scale
+
+
+class Mxfp4Experts(HeldExperts):
+    name = "mxfp4"
+
+    def __init__(self, request: ExpertsRequest, settings: Settings) -> None:
+        self._request, self._sums = request, ExpertSums(request, settings)
+        self.gate_up = _room(request.num_experts, 2 * request.inner_size, request.hidden_size, settings.device)
+        self.down = _room(request.num_experts, request.hidden_size, request.inner_size, settings.device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.gate_up, *self.down))
+
+    def fill_gate_up(self, expert: int, part: int, rows: Weight) -> None:
+        inner, (codes, scales) = self._request.inner_size, self.gate_up
+        to = slice(part * inner, (part + 1) * inner)
+        _fill(codes[expert, to], scales[expert, to], rows)
+
+    def fill_down(self, expert: int, columns: Weight) -> None:
+        codes, scales = self.down
+        _fill(codes[expert], scales[expert], columns)
+
+    def weighted_sum(
+        self, x: Tensor, logits: Tensor, num_chosen: int, is_normalised: bool, residual: Tensor | None
+    ) -> Tensor:
+        return self._sums(x, logits, num_chosen, is_normalised, self.gate_up, self.down, residual)
+
+
+def _room(num_experts: int, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes, two in a byte, and scales."""
+    sizes = (num_experts, num_rows, width // 2), (num_experts, num_rows, width // _GROUP)
+    codes, scales = (torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    return codes, scales
+
+
+def _fill(codes: Tensor, scales: Tensor, weight: Weight) -> None:
+    assert isinstance(weight, Quants) and weight.type == "MXFP4", "they were to be kept packed"
+    count = weight.shape[0]
+    quants = weight.rows.reshape(count, -1, 1 + _GROUP // 2)  # a scale, then 16 bytes
+    scales[:count].copy_(quants[:, :, 0])
+    codes[:count].copy_(quants[:, :, 1:].flatten(1))
+    scales[count:].zero_()
+    codes[count:].zero_()
+
+
+def supports(request: ExpertsRequest, settings: Settings) -> str | None:
+    if not request.is_mxfp4 or not settings.keeps_packed:
+        return "they do not come as MXFP4"
+    if request.hidden_size % _GROUP or request.inner_size % _GROUP:
+        return f"a group of {_GROUP} weights would be cut, so that this rank's must be decoded"
+    return None
+
+
+EXPERTS: ExpertsMethod = Method("triton_mxfp4", supports, Mxfp4Experts, packings=("MXFP4",))

@@ -1,0 +1,293 @@
+"""Loader: one rank before its first step. Reads what the files say, chooses who computes in which types, builds and fills the
+model, measures what steps take, takes the memory for pages, and ends with a Runner."""
+
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from octavo.attention.base import AttentionBackend
+from octavo.attention.choose import choose
+from octavo.attention.native_cpu import NativeCpuAttention
+from octavo.config import Config
+from octavo.device import Device, pick
+from octavo.kernels.cpu.device_ops import NativeOps
+from octavo.kernels.cpu.native import Native
+from octavo.kernels.device_ops import DeviceOps
+from octavo.kernels.torch_ops import torch_ops
+from octavo.kernels.triton.runtime.batch_sizes import ladder
+from octavo.layers.context import BuildContext
+from octavo.layers.experts import Experts
+from octavo.layers.model import DecoderModel
+from octavo.limits import Limits, hold_whole_prompts, resolve
+from octavo.messages import DeviceMemory, LoadReport
+from octavo.models import load_family
+from octavo.parallel import Group
+from octavo.sampling.grammar.masks import Grammars
+from octavo.spec import ModelSpec, PageLayout
+from octavo.weights.formats.checkpoint import Checkpoint, naming, open_checkpoint
+from octavo.weights.methods.base import Settings
+from octavo.weights.methods.registry import Methods, gpu_packings
+from octavo.weights.methods.torch_fp8 import check_fp8
+from octavo.weights.sources.source import ModelSource
+from octavo.worker.cores import usable_cores
+from octavo.worker.cpu_steps import CpuSteps, find_native, held, record
+from octavo.worker.determinism import about_determinism
+from octavo.worker.fingerprint import fingerprint_of
+from octavo.worker.graphs import Graphs
+from octavo.worker.kv_buffers import KVBuffers, name_of, page_dtype
+from octavo.worker.memory.measure import measure, memory_errors
+from octavo.worker.pages import STAGING_BYTES, Pages
+from octavo.worker.rows import Rows
+from octavo.worker.runner import Runner
+from octavo.worker.staging import Staging
+from octavo.worker.trial_steps import TrialSteps, most_tokens
+from octavo.worker.weights import Weights
+
+if TYPE_CHECKING:
+    from octavo.text.tokenize.vocabulary import Vocabulary
+
+_START_S = 2.0  # after which a start is over, and there is time for what a first grammar would wait for
+
+
+class Loader:
+    """load(), then allocate(), which gives the rank's Runner. The steps of load() are public for a dry run."""
+
+    spec: ModelSpec
+    limits: Limits
+    model: DecoderModel
+    weights: Weights
+    layout: PageLayout
+    attention: AttentionBackend
+    stores: KVBuffers
+    weight_dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def __init__(self, config: Config, source: ModelSource, rank: int = 0, group: Group | None = None) -> None:
+        self.config = config
+        self.source = source
+        self.group = group or Group.single()
+        self.device: Device = pick(config.model.device, rank)
+        self._native: Native | None = None
+        self._runner: Runner | None = None  # on a GPU it is there before the pages are, to measure with
+        self._notes: list[str] = []
+
+    def load(self) -> LoadReport:
+        """Read the weights. → what is left for pages, once every rank has read its own."""
+        checkpoint = self.open()
+        context = self.choose(checkpoint)
+        available = self.device.memory_available()
+        with torch.inference_mode(), memory_errors(self.limits.dtype, available):
+            self.build(checkpoint, context)
+            self._notes += self.weights.fill(checkpoint, available)
+        self._notes.append(held(self.model) if self._native is not None else context.methods.in_words())
+        self.group.barrier()  # ranks on one machine share its memory: measure when all have taken their part
+        report = self.report(context.dtype, self._measure(context.ops) if self.device.is_cuda else None)
+        if self.group.rank:
+            return report
+        parts = fingerprint_of(
+            context, self.config.model, self.source, self.spec, self.model, report.kv_dtype, self.device.chip
+        )
+        return msgspec.structs.replace(report, fingerprint=parts)
+
+    def open(self) -> Checkpoint:
+        """Read what the files say of themselves, and settle what follows from it: spec and limits."""
+        is_dummy = self.config.model.load_format == "dummy"
+        checkpoint = open_checkpoint(self.source, allow_missing_weights=is_dummy)
+        family = load_family(checkpoint.config["model_type"])
+        with naming(checkpoint.config_path):
+            self.spec = family.spec(checkpoint.config)
+        self.limits = resolve(
+            self.config,
+            device=self.device.kind,
+            stored_dtype=checkpoint.stored_dtype,
+            context_len=self.spec.context_len,
+            num_cores=usable_cores(),
+            longest_len=self.spec.longest_len,
+        )
+        if self.spec.is_encoder:
+            self.limits = hold_whole_prompts(self.limits, self.config)
+        return checkpoint
+
+    def choose(self, checkpoint: Checkpoint) -> BuildContext:
+        """Who computes, in which types: what the layers are built with."""
+        config = self.config
+        torch.set_num_threads(self.limits.cpu_threads)
+        dtype: torch.dtype = getattr(torch, self.limits.dtype)
+        self.weight_dtype = dtype
+        place = self.device.torch_device
+        self._native, note = find_native(config, self.limits, self.device, self.group.rank)
+        is_invariant = config.model.deterministic and self.device.is_cuda
+        self._notes += about_determinism(
+            config.model.deterministic, self.device.kind, self.limits.dtype, self.spec, self._native is not None
+        )
+        if note:
+            self._notes.append(note)
+        if self._native is not None:
+            dtype = torch.float32
+            torch.set_num_threads(1)  # two pools on the same cores only get in each other's way
+        self.kv_dtype = page_dtype(config, self.limits, checkpoint.weights, self._native is not None, dtype)
+        self.layout = self.spec.page_layout(self.limits.max_model_len)
+        self.attention, why = choose(
+            self.spec, place, dtype, self.kv_dtype, config.model.attention_backend, self._native, self.layout,
+            is_invariant=is_invariant,
+        )  # fmt: skip
+        zeros = self.device.zeros if self._native is None else self._native.zeros
+        page_size, ranks = config.cache.page_size, self.group.size
+        self.stores = KVBuffers(self.spec, self.layout, self.attention, self.kv_dtype, page_size, ranks, zeros)
+        self._notes += [why, *filter(None, [self.stores.in_words()])]
+        if config.model.quantization == "fp8":
+            check_fp8(place, dtype)
+        ops = _choose_ops(self.device, dtype, self._native, is_invariant)
+        packing = "" if checkpoint.weights is None else checkpoint.weights.packing
+        by_triton = bool(packing) and ops.kernels == "triton" and packing in gpu_packings()
+        settings = Settings(
+            place,
+            dtype,
+            ops,
+            quantization=config.model.quantization if config.model.quantization in ("fp8", "int8", "int4") else "",
+            weight_dtype=self.weight_dtype,
+            keeps_packed=self.limits.keeps_packed and (self._native is not None or by_triton),
+            decodes=self.limits.decodes_packed,
+            has_triton=_has_triton(self.device),
+        )
+        return BuildContext(self.group, self.attention, Methods(settings), self.limits.max_model_len)
+
+    def build(self, checkpoint: Checkpoint, context: BuildContext) -> None:
+        """The model, with room for its weights and none of them in it."""
+        family = load_family(checkpoint.config["model_type"])
+        self.model = family.Model(checkpoint.config, self.spec, context)
+        settings = context.methods.settings
+        if settings.quantization == "fp8" and any(isinstance(module, Experts) for module in self.model.modules()):
+            self._notes.append(f"--quantization fp8 leaves the experts in {self.limits.dtype}")
+        keeps_packed = settings.keeps_packed and checkpoint.weights is not None and checkpoint.weights.has_packed
+        self.weights = Weights(
+            self.model, self.config.model, self.weight_dtype, self.device, self.group.size, keeps_packed
+        )
+
+    def _measure(self, ops: DeviceOps) -> DeviceMemory:
+        """What steps of the largest size take, run over a store of one page."""
+        limits, cache = self.limits, self.config.cache
+        with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
+            runner = self._runner = self._make_runner(limits.max_model_len)
+            self.stores.allocate(1, limits.max_num_seqs)
+            trials = TrialSteps(runner, self.spec, limits)
+            if ops.kernels == "triton":
+                trials.warm_up()
+            return measure(
+                self.device,
+                trials.run,
+                most_tokens(limits),
+                limits.max_num_seqs,
+                num_graphs=len(ladder(limits.max_num_seqs)) if runner.graphs is not None else 0,
+                staging_bytes=2 * max(STAGING_BYTES, self.stores.page_bytes) if cache.swap_space else 0,
+                is_alone=self.group.size == 1,
+            )
+
+    def allocate(self, num_pages: int, num_host_pages: int) -> tuple[Runner, list[str]]:
+        """Take the memory that the executor settled on. → the runner, whose steps can run now, and notes on them."""
+        notes: list[str] = []
+        limits = self.limits
+        with torch.inference_mode(), memory_errors(limits.dtype, self.device.memory_available()):
+            stores = self.stores.allocate(num_pages, limits.max_num_seqs)
+            pages = Pages(stores, self.attention.page_dim, self.device, num_host_pages)
+            if self._runner is None:  # on a GPU, the tables were taken before the measurement
+                longest = self.stores.longest(num_pages, limits.max_model_len, limits.max_num_batched_tokens)
+                self._runner = self._make_runner(longest)
+                notes = self._record(self._runner)
+            runner = self._runner
+            runner.pages = pages
+        # A CPU's memory is what weights and pages live in too: there the first grammar waits for the vocabulary, half a second.
+        if self.device.is_cuda and not self.spec.is_encoder:
+            runner.rows.sampling.grammars.warm_later(_START_S)
+        return runner, notes
+
+    def _make_runner(self, max_model_len: int) -> Runner:
+        limits, page_size, vocab_size = self.limits, self.config.cache.page_size, self.spec.vocab_size
+        staging = Staging(self.device)
+        vocabulary = functools.partial(_vocabulary, self.source, self.config.model.tokenizer)
+        rows = Rows(
+            limits.max_num_seqs,
+            max_model_len,
+            page_size,
+            vocab_size,
+            self.device,
+            staging,
+            self.layout.windows,
+            Grammars(vocab_size, vocabulary, limits.cpu_threads if self.device.is_cuda else 1),  # a CPU is busy
+        )
+        graphs: Graphs | None = None
+        can_capture = self.device.is_cuda and self.attention.can_capture
+        # Ranks talk to each other in the middle of a step; that is not captured yet.
+        if can_capture and not self.config.model.enforce_eager and self.group.size == 1:
+            graphs = Graphs(self.device, rows, self.model, limits.max_num_seqs)
+        return Runner(self.device, self.model, rows, staging, limits.max_num_seqs, self._native, graphs)
+
+    def _record(self, runner: Runner) -> list[str]:
+        # Ranks talk to each other in the middle of a step, which no tape can hold.
+        if self._native is None or self.config.model.enforce_eager or self.group.size > 1 or self.spec.is_encoder:
+            return []
+        steps: CpuSteps | str = f"attention is by {self.attention.name}"
+        if self.attention.name == NativeCpuAttention.name:
+            num_rows, num_groups = self.limits.max_num_seqs, len(self.layout.windows)
+            steps = record(self.model, self._native, most_tokens(self.limits), num_rows, num_groups)
+        if isinstance(steps, str):
+            return [f"steps run operation by operation: {steps}"]
+        runner.steps = steps
+        return []
+
+    def report(self, dtype: torch.dtype, memory: DeviceMemory | None) -> LoadReport:
+        limits, page_bytes = self.limits, self.stores.page_bytes
+        place = self.device.torch_device
+        has_8_bits = memory is not None and self.kv_dtype == dtype
+        has_8_bits = has_8_bits and self.attention.supports(self.spec, place, dtype, torch.float8_e4m3fn) is None
+        saving = 0 if memory is None else self.weights.offered_saving(dtype)
+        host_available = pick("cpu").memory_available() // self.group.size
+        return LoadReport(
+            device=self.device.describe(limits.cpu_threads),
+            dtype=limits.dtype,
+            vocab_size=self.spec.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_model_len_is_auto=limits.max_model_len_is_auto,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            weights_bytes=self.model.weights_bytes,
+            page_bytes=page_bytes,
+            available_bytes=host_available if memory is None else memory.for_pages,
+            host_available_bytes=host_available,
+            notes=self._notes,
+            memory=memory,
+            fp8_weights_bytes=self.model.weights_bytes - saving if saving else 0,
+            bfloat16_weights_bytes=self.weights.in_bfloat16(),
+            # Native kernels compute in float32 then, too, and so do their pages hold it.
+            bfloat16_page_bytes=page_bytes // 2 if self._native is None and self.kv_dtype == dtype else page_bytes,
+            fp8_page_bytes=page_bytes // dtype.itemsize if has_8_bits else 0,
+            hidden_size=self.model.vector_size or self.spec.hidden_size,
+            can_generate=not self.spec.is_encoder,
+            kv_dtype=name_of(self.kv_dtype),
+            windows=self.layout.windows,
+        )
+
+
+def _choose_ops(device: Device, dtype: torch.dtype, native: Native | None, is_invariant: bool) -> DeviceOps:
+    """Triton's kernels where they can run: they need tensor cores for 16-bit types."""
+    if native is not None:
+        return NativeOps(native)
+    if not _has_triton(device) or dtype == torch.float32:
+        return torch_ops(device.torch_device, dtype)
+    kernels = importlib.import_module("octavo.kernels.triton.device_ops")  # by name: Triton may be missing
+    ops: DeviceOps = kernels.InvariantTritonOps() if is_invariant else kernels.TritonOps()
+    return ops
+
+
+def _has_triton(device: Device) -> bool:
+    return device.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def _vocabulary(source: ModelSource, tokenizer: str) -> "Vocabulary":
+    from octavo.text import load_text  # for grammars alone: a start need not wait for it
+
+    return load_text(source.path, tokenizer=tokenizer).vocabulary.alone()

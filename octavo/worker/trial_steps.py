@@ -1,0 +1,55 @@
+"""Steps as requests may cause them, run before there are any: kernels are compiled and memory is measured by them."""
+
+import importlib
+
+from octavo.layers.mlp import warm_up_gates
+from octavo.limits import Limits
+from octavo.messages import PoolingParams, SamplingParams
+from octavo.spec import ModelSpec
+from octavo.worker.cores import usable_cores
+from octavo.worker.memory.measure import DEMANDING, trial_columns
+from octavo.worker.runner import Runner
+
+_WARMUP_SIZES = (1, 2, 4, 8, 16, 32, 64)  # products with few rows have kernels of their own
+
+
+def most_tokens(limits: Limits) -> int:
+    """What a step can have: a prompt is in it once."""
+    return min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)
+
+
+class TrialSteps:
+    def __init__(self, runner: Runner, spec: ModelSpec, limits: Limits) -> None:
+        self._runner, self._spec, self._limits = runner, spec, limits
+
+    def run(self, num_tokens: int, num_rows: int, is_plain: bool, prefix_len: int = 0) -> None:
+        """is_plain: sampled greedily. `prefix_len`: tokens that each row has already."""
+        rows = self._runner.rows
+        for row in range(num_rows):
+            rows.sampling.enter(row, SamplingParams(temperature=0.0) if is_plain else DEMANDING, 0, 1, [])
+        if self._spec.is_encoder:
+            rows.pooling = dict.fromkeys(range(num_rows), PoolingParams("mean"))
+        columns = trial_columns(num_tokens, num_rows)
+        columns.lens += 0 if self._spec.is_encoder else prefix_len
+        self._runner.compute(columns)
+        for row in range(num_rows):  # what is no longer asked for must cost nothing
+            rows.sampling.leave(row)
+
+    def warm_up(self) -> None:
+        """Compile the Triton kernels that first requests need, all at once: one after the other they take several times as
+        long."""
+        limits, runner = self._limits, self._runner
+        num_tokens = most_tokens(limits)
+        num_rows = min(limits.max_num_seqs, num_tokens)
+        chunk = max(1, min(32, limits.max_model_len // 2))
+        with importlib.import_module("octavo.kernels.triton.runtime.warmup").warmup(usable_cores()):
+            sizes = ((1, 1, 0), (num_rows, num_rows, 0), (num_tokens, num_rows, 0), (chunk, 1, chunk))
+            for tokens, rows, prefix_len in sizes:
+                self.run(tokens, rows, rows > 1, prefix_len)
+                runner.rows.tokens.zero_()  # nothing was sampled: what was stored is no token
+            warm_up_gates(runner.model, num_tokens)
+            for size in _WARMUP_SIZES:
+                if runner.graphs is not None and size <= limits.max_num_seqs:
+                    runner.graphs.warm_up(size, is_shared=False)
+                    runner.graphs.warm_up(size, is_shared=True)
+        runner.rows.tokens.zero_()
