@@ -1,10 +1,10 @@
-"""What the HTTP front costs: `octavo serve` with its real processes over a model that is a clock, under `octavo bench serve`.
-Knows nothing of models or GPUs. CPU seconds are counted for each process, so that a busy machine gives the same figures.
+"""Measures what the HTTP front costs: `octavo serve` with its real processes, a clock as its model, under `octavo bench serve`.
+CPU seconds are counted for each process, so a busy machine gives the same figures.
 
 Usage: python -m benchmarks.front [--streams 256] [--step-ms 14] [--api-processes 1] [--client-processes 1] [--requests 512]
 
-With --step-ms 0 the engine makes tokens as fast as it can and the front is the limit. A process of its own takes one core at
-most: 1000 / (CPU ms per 1,000 tokens) thousand tokens a second is what one API process could stream at best."""
+With --step-ms 0 the engine makes tokens as fast as it can and the front is the limit. A process uses one core at most:
+1000 / (CPU ms per 1,000 tokens) thousand tokens a second is the most that one API process can stream."""
 
 import argparse
 import dataclasses
@@ -104,7 +104,7 @@ def measure(arguments: argparse.Namespace, url: str, pid: int, folder: Path) -> 
 
 
 def offline(load: Load, step_seconds: float) -> float:
-    """Tokens per second of the same load and clock where all requests are handed over at once and nobody reads along."""
+    """Return tokens per second of the same load and clock in process: all requests are submitted at once, without streaming."""
     executor = TimedSteps(load.num_streams, step_seconds)
     report = executor.start()
     scheduler = Scheduler(
@@ -136,7 +136,7 @@ def _row(figures: dict[str, Any], offline_rate: float, processes: dict[int, str]
 
 
 def _children(pid: int) -> dict[int, str]:
-    """The supervisor's processes: number → what it is."""
+    """Return the supervisor's child processes: process id → kind."""
     numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     named = {int(number): Path(f"/proc/{number}/cmdline").read_text() for number in numbers}
     return {number: "engine" if "front_engine" in line else "API" for number, line in named.items()}

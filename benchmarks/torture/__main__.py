@@ -1,5 +1,4 @@
-"""python -m benchmarks.torture [faults | fuzz | soak]: done to a real server, with the figures printed. Exit code 1: something was lost.
-Knows nothing of how a fault is done."""
+"""python -m benchmarks.torture [faults | fuzz | soak], on a real server, with the figures printed. Exit code 1: something was lost."""
 
 import argparse
 import asyncio
@@ -50,7 +49,7 @@ def run_faults(arguments: argparse.Namespace) -> int:
 
 
 def _show(fault: str, recovery: str, lost: str, leaked: str, saw: str) -> None:
-    """As it comes. `leaked`: pages, and whatever else was left behind."""
+    """Print a row of the table at once. `leaked`: pages, and anything else left behind."""
     print(f"{fault:36}  {recovery:>8}  {lost:>4}  {leaked:>6}  {saw}", flush=True)
 
 
