@@ -1,5 +1,4 @@
-"""`python -m benchmarks.cpu`: reads the command line and runs what it names; without a part, Octavo beside the peers.
-Knows nothing of how anything is measured."""
+"""`python -m benchmarks.cpu`: reads the command line and runs the parts it names; without one, Octavo beside the peers."""
 
 import argparse
 import signal
@@ -71,7 +70,7 @@ def _some_of(known: Collection[str], text: str) -> list[str]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """How many measurements failed."""
+    """Return how many measurements failed."""
     results = Results(arguments.result)
     source = resolve(arguments.model)
     wanted = tuple(load for load in (loads.QUICK if arguments.quick else loads.FULL) if load.name in arguments.loads)
@@ -89,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_here(parts: Sequence[str], arguments: argparse.Namespace, model: str, results: Results) -> int:
-    """What looks at the engine in this process."""
+    """Run the parts that use the engine in this process."""
     if not parts:
         return 0
     from benchmarks.cpu import engine, growth, profile
@@ -121,7 +120,7 @@ def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Resul
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C does: on the way out, servers are stopped."""
+    """Exit as Ctrl-C does: on the way out, servers are stopped."""
     raise KeyboardInterrupt
 
 

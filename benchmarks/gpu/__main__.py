@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu`: reads the command line and runs what it names, several parts on one engine where they can share it.
-Knows nothing of how anything is measured. Runs without the HTTP packages, but for --serve."""
+"""`python -m benchmarks.gpu`: reads the command line and runs the parts it names, several on one engine where they can share it.
+Only --serve needs the HTTP packages."""
 
 import argparse
 import sys
@@ -80,7 +80,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """How many measurements failed."""
+    """Return how many measurements failed."""
     if arguments.determinism:
         from benchmarks.gpu import determinism
 
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from benchmarks.gpu import ceilings
 
         ceilings.run(results)
-    # Parts with processes of their own come first: afterwards this process holds memory of the GPU.
+    # Parts with processes of their own come first: afterwards this process holds GPU memory.
     num_failed = _run_processes(arguments, seeds, results)
     if in_process:
         num_failed += _run_here(arguments, seeds, results)

@@ -119,7 +119,9 @@ class AloneCampaign:
             alone = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             began = time.monotonic()
             os.kill(doomed, signal.SIGKILL)
-            while Path(f"/proc/{doomed}").exists():  # a connection made while the process is still ending would be lost with it
+            while Path(
+                f"/proc/{doomed}"
+            ).exists():  # a connection made while the process is still ending would be lost with it
                 time.sleep(0.001)
             answer = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             seconds = time.monotonic() - began

@@ -84,7 +84,9 @@ async def _throw(connection: Streams, each: Hostile, dice: random.Random, tally:
         return False
     status = await _status(reader)
     tally.statuses[status] += 1
-    if status >= 500 and not (status == 504 and b'"deadline_ms"' in each.request):  # 504 is right where the request set a deadline
+    if status >= 500 and not (
+        status == 504 and b'"deadline_ms"' in each.request
+    ):  # 504 is right where the request set a deadline
         tally.faults.append(f"{status}: {each.kind}: {each.request[:600]!r}")
     if each.waits == "status":
         return False
