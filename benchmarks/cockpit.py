@@ -53,11 +53,11 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="at one time (default: 1000)")
-    parser.add_argument("--rows", type=int, default=0, help="that run of them; the others wait (default: all)")
+    parser.add_argument("--requests", type=int, default=1000, help="concurrent requests (default: 1000)")
+    parser.add_argument("--rows", type=int, default=0, help="requests that run at once; the others wait (default: all)")
     parser.add_argument("--pages", type=int, default=10_000)
     parser.add_argument("--step-ms", type=float, default=200.0)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement (default: 10)")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--watchers", type=int, default=1)
     return parser
@@ -105,7 +105,7 @@ async def spent(
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
-    assert not num_watchers or num_bytes, "the feed said nothing"
+    assert not num_watchers or num_bytes, "the feed sent nothing"
     return found, num_bytes
 
 

@@ -56,13 +56,15 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256, help="open at one time (default: 256)")
-    parser.add_argument("--requests", type=int, default=512, help="in all (default: 512)")
+    parser.add_argument("--streams", type=int, default=256, help="concurrent streams (default: 256)")
+    parser.add_argument("--requests", type=int, default=512, help="total requests (default: 512)")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, default=14.0, help="time of a step (default: 14); 0: none")
-    parser.add_argument("--api-processes", default="1", help="as `octavo serve` takes it (default: 1)")
-    parser.add_argument("--client-processes", default="1", help="as its client takes it (default: 1)")
+    parser.add_argument(
+        "--step-ms", type=float, default=14.0, help="time of a step in ms; 0: as fast as possible (default: 14)"
+    )
+    parser.add_argument("--api-processes", default="1", help="value for `octavo serve` (default: 1)")
+    parser.add_argument("--client-processes", default="1", help="value for `octavo bench serve` (default: 1)")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument(
         "--profile", metavar="FOLDER", help="also write py-spy profiles of engine and API processes there"

@@ -41,15 +41,15 @@ def build_parser() -> Parser:
     add("--profile", action="store_true", help="where the time of a step of one row goes, by operation")
     add = parser.add_argument_group("settings").add_argument
     add("--model", default="", metavar="FILE", help="GGUF file or folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"who takes part (default: {','.join(peers.NAMES)})")  # fmt: skip
+    add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"servers to compare (default: {','.join(peers.NAMES)})")  # fmt: skip
     add("--llama-server", default="", metavar="FILE", help="llama.cpp's own server (default: llama-server on the PATH); without one, llama-cpp-python's")  # fmt: skip
     add("--llama-python", default="", metavar="FILE", help="interpreter with llama-cpp-python[server] (default: this one)")  # fmt: skip
     add("--vllm-python", default="", metavar="FILE", help="interpreter with vllm (default: this one)")
-    add("--loads", type=_load_names, default=[load.name for load in loads.FULL], metavar="NAME,…", help=f"which loads they get (default: {','.join(load.name for load in loads.FULL)})")  # fmt: skip
+    add("--loads", type=_load_names, default=[load.name for load in loads.FULL], metavar="NAME,…", help=f"loads to run (default: {','.join(load.name for load in loads.FULL)})")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="rounds over all servers (default: 3)")
-    add("--patience", type=number, default=0.0, metavar="X", help="on a machine that others use: seconds to wait for it to be quiet before each start and load, and try a disturbed load again (default: 0)")  # fmt: skip
+    add("--patience", type=number, default=0.0, metavar="X", help="on a shared machine: seconds to wait for it to be quiet before each start and load; also repeat a disturbed load (default: 0)")  # fmt: skip
     add("--quick", action="store_true", help="one round of small loads: a rehearsal, not a measurement")
-    add("--result", metavar="FILE", help="also write everything measured to this JSON file, as it comes")
+    add("--result", metavar="FILE", help="also write all measurements to this JSON file, as they arrive")
     return parser
 
 

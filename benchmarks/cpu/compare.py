@@ -179,17 +179,15 @@ def _remarks(servers: Sequence[Server], rounds: Rounds) -> list[str]:
         ]
         if short:
             got, asked = (sum(found[key] for found in short) for key in ("output_tokens", "expected_tokens"))
-            lines.append(f"{name}: {got} of {asked} tokens in {len(short)} runs; rates count what came")
+            lines.append(f"{name}: {got} of {asked} tokens in {len(short)} runs; rates count the tokens received")
         if any(whose == name and found["token_counts_from"] == "chunks" for whose, found in every):
-            lines.append(f"{name}: says no usage; each text it sent counts as a token")
+            lines.append(f"{name}: reports no usage; each chunk of text counts as a token")
     if every:
         client = max(found["client_share"] for _, found in every)
         others = sorted(found["others_share"] for _, found in every)
-        busy = "" if client <= _BUSY_CLIENT else ": it is part of what was measured"
+        busy = "" if client <= _BUSY_CLIENT else ": it distorts the measurement"
         lines.append(f"the client computed for at most {client:.0%} of one core's time{busy}")
         middle = statistics.median(others)
-        noisy = (
-            "" if middle <= QUIET else ": not a quiet machine, and servers suffer from that unequally; measure again"
-        )
-        lines.append(f"other processes took {middle:.0%} of the cores in the middle, {others[-1]:.0%} at worst{noisy}")
+        noisy = "" if middle <= QUIET else ": the machine was not quiet, which affects servers unequally; measure again"
+        lines.append(f"other processes took {middle:.0%} of the cores at the median, {others[-1]:.0%} at worst{noisy}")
     return lines

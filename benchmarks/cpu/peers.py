@@ -74,7 +74,7 @@ def setting(arguments: argparse.Namespace, source: ModelSource, loads: Sequence[
 
 def _program(flag: str, path: str) -> str:
     if path and not shutil.which(path):
-        raise ConfigError(f"{flag} {path} is no program: give the path of one that can be run")
+        raise ConfigError(f"{flag} {path} is not a program: give the path of an executable")
     return shutil.which(path) or "" if path else ""
 
 
@@ -116,7 +116,7 @@ def _llama(name: str, given: Setting) -> Server:
     if not given.llama_server and not given.llama_python:
         raise Skipped("not installed (--llama-server, --llama-python)")
     if given.source.kind != "gguf":
-        raise Skipped(f"{given.source.path} is no GGUF file")
+        raise Skipped(f"{given.source.path} is not a GGUF file")
     kind = name.removeprefix(LLAMA).lstrip("-")
     file = llama_file(kind, given) if kind else given.source.path
     make = _llama_binary if given.llama_server else _llama_package
@@ -128,7 +128,7 @@ def llama_file(kind: str, given: Setting) -> Path:
     target = _kept(given, f"{kind}.gguf")
     if not target.exists():
         if not given.llama_python:
-            raise Skipped("the file is made with llama-cpp-python, which is not installed (--llama-python)")
+            raise Skipped("converting the file needs llama-cpp-python, which is not installed (--llama-python)")
         code = ask_llama(given.llama_python, "convert", str(given.source.path), str(target), kind, given.threads)
         if code:
             raise Skipped(f"llama.cpp could not convert the file (code {code})")
@@ -210,7 +210,7 @@ def folder_of(given: Setting) -> Path:
         command = [sys.executable, "-m", "benchmarks.cpu.hf_folder", str(source.path), str(folder)]
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Skipped(f"its folder could not be made: {(done.stderr.splitlines() or ['?'])[-1]}")
+            raise Skipped(f"the folder could not be written: {(done.stderr.splitlines() or ['?'])[-1]}")
     return folder
 
 

@@ -131,7 +131,7 @@ class _Hidden:
         self._taken.clear()
         (output,) = self._llm.generate([list(window)], exactly(1), use_tqdm=False)
         if sum(map(len, self._taken)) != len(window):
-            raise RuntimeError("the engine computed a prompt without handing on all of its hidden states")
+            raise RuntimeError("the engine computed a prompt without returning all of its hidden states")
         hidden = torch.cat(self._taken)  # [T, hidden]
         total = 0.0
         for at in range(0, len(window), _ROWS_AT_ONCE):
@@ -140,7 +140,7 @@ class _Hidden:
             scores = logits[: len(targets)].double().log_softmax(-1)
             total -= float(scores.gather(1, targets[:, None]).sum())
         if int(logits[-1].argmax()) != output.outputs[0].token_ids[0]:
-            raise RuntimeError("the hidden states seen are not those that the answer was chosen from")
+            raise RuntimeError("the recorded hidden states are not the ones the answer was sampled from")
         return total
 
 
@@ -148,7 +148,7 @@ def _llama_losses(given: peers.Setting, kind: str, windows: Sequence[list[int]])
     if not given.llama_python:
         raise peers.Skipped("llama-cpp-python is not installed (--llama-python)")
     if given.source.kind != "gguf":
-        raise peers.Skipped(f"{given.source.path} is no GGUF file")
+        raise peers.Skipped(f"{given.source.path} is not a GGUF file")
     file = peers.llama_file(kind, given) if kind else given.source.path
     found: list[float] = peers.ask_llama(
         given.llama_python, "losses", str(file), given.threads, stdin=json.dumps(list(windows))

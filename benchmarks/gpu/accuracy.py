@@ -155,8 +155,8 @@ class _Logits:
 def _check(logits: torch.Tensor, chosen: Sequence[int]) -> None:
     """Check that rows belong to their prompts: greedy sampling chose each row's largest logit."""
     if len(logits) != len(chosen):
-        raise RuntimeError(f"{len(logits)} rows of logits were seen for {len(chosen)} prompts")
+        raise RuntimeError(f"{len(logits)} rows of logits were recorded for {len(chosen)} prompts")
     largest = logits.max(-1).values
     picked = logits.gather(1, torch.tensor(chosen)[:, None]).squeeze(1)
     if not torch.equal(largest, picked):
-        raise RuntimeError("the logits seen are not those that the tokens were chosen from")
+        raise RuntimeError("the recorded logits are not the ones the tokens were sampled from")

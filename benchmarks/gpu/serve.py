@@ -205,7 +205,7 @@ def main() -> int:
 
     parser = build_parser()
     for name, whose in (("--api-processes", "octavo serve"), ("--client-processes", "octavo bench serve")):
-        parser.add_argument(name, default=config.AUTO, metavar="N", help=f"as `{whose}` takes it (default: auto)")
+        parser.add_argument(name, default=config.AUTO, metavar="N", help=f"value for `{whose}` (default: auto)")
     arguments = parser.parse_args()
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
     return run(arguments, Load.scaled(arguments.streams, arguments.scale), seeds, Results(arguments.result))

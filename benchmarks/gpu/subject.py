@@ -88,7 +88,7 @@ class Subject:
         seconds = time.perf_counter() - started
         wrong = sum(len(o.outputs[0].token_ids) != i.output_len for o, i in zip(outputs, items, strict=True))
         if wrong:
-            raise RuntimeError(f"{wrong} of {len(items)} answers have not the length that was asked for")
+            raise RuntimeError(f"{wrong} of {len(items)} answers have the wrong length")
         return seconds
 
     def describe(self) -> dict[str, Any]:

@@ -72,7 +72,9 @@ def run(subject: Subject, path: str, seed: int, scale: float, num_traced: int, r
     with TracedSteps(subject, batch, num_before, num_traced) as steps:
         subject.generate(items)
     if not steps.last:
-        print(f"trace: fewer than {num_steps} steps in which all {batch} rows got a token: give --trace-steps less")
+        print(
+            f"trace: fewer than {num_steps} steps in which all {batch} rows got a token: give a smaller --trace-steps"
+        )
         return 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -129,7 +131,7 @@ def busy(intervals: Iterable[Interval]) -> float:
 def judge(intervals: Sequence[Interval], num_steps: int) -> dict[str, Any]:
     """Return busy time over the span from the first kernel's start to the last one's end, and the time of each kernel."""
     if not intervals:
-        raise RuntimeError("the trace holds nothing that the device did")
+        raise RuntimeError("the trace contains no work of the device")
     span = max(interval.end for interval in intervals) - intervals[0].start
     took: dict[str, list[float]] = defaultdict(list)
     for interval in intervals:

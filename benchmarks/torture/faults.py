@@ -59,7 +59,7 @@ class Campaign:
     async def freeze_engine(self, house: House) -> Row:
         engine = house.engine()
         row = await self._under_load(house, "SIGSTOP engine", signal_to(engine, signal.SIGSTOP))
-        assert not is_alive(engine), "it was not replaced"
+        assert not is_alive(engine), "the engine was not replaced"
         return row
 
     async def kill_api_process(self, house: House) -> Row:
@@ -75,8 +75,8 @@ class Campaign:
         row = await self._under_load(house, name, signal_to(doomed, number), load, asks_again=True)
         while len(servers := house.servers()) < 2 or not await house.is_well():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert doomed not in servers and others[0] in servers, "it was not replaced, or another was"
-        remark = f"{load.num_again} connections closed, and asked again"
+        assert doomed not in servers and others[0] in servers, "the API process was not replaced, or the other one was"
+        remark = f"{load.num_again} connections closed, requests sent again"
         return Row(row.fault, row.saw, row.recovery_s, row.lost, row.leaked, remark)
 
     async def slow_clients(self, house: House) -> Row:

@@ -125,11 +125,15 @@ class AloneCampaign:
                 time.sleep(0.001)
             answer = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             seconds = time.monotonic() - began
-            saw = "who came next was answered" if answer.content == alone.content else answer.error or "another answer"
+            saw = (
+                "the next client was answered" if answer.content == alone.content else answer.error or "another answer"
+            )
             restarts = asyncio.run(_get(house, "/health/progress"))["api_restarts"]
             lost = int(answer.content != alone.content) + (restarts != 1)
             leaked = asyncio.run(house.used_pages())
-        return Row("kill -9 only API process", saw, seconds, lost, leaked, f"health tells of {restarts}")
+        return Row(
+            "kill -9 only API process", saw, seconds, lost, leaked, f"/health/progress reports {restarts} restarts"
+        )
 
     def two_poisons(self) -> Row:
         """Two requests that end every engine they enter, among sixteen."""
@@ -226,4 +230,4 @@ async def _kill_under_load(house: House, num_streams: int, num_tokens: int) -> N
     await load.until(num_streams * num_tokens // 4)
     os.kill(house.process.pid, signal.SIGKILL)
     await running
-    assert all(answer.error for answer in load.answers if answer.usage is None), "somebody was told nothing"
+    assert all(answer.error for answer in load.answers if answer.usage is None), "a stream ended without an error"

@@ -207,6 +207,6 @@ def verdict(looks: list[Look], count: Count) -> list[str]:
         (bool(count.errors), f"{len(count.errors)} errors"),
         (bool(count.changed), f"{count.changed} of {count.canaries} canaries changed"),
         (not count.killed or looks[0].engine == looks[-1].engine, "no engine was killed and replaced"),
-        (not count.preemptions, "nobody was preempted: the load is too light"),
+        (not count.preemptions, "no request was preempted: the load is too light"),
     ]
     return [what for is_wrong, what in found if is_wrong]
