@@ -1,5 +1,5 @@
-"""How long one large request holds up an API process's event loop, and with it everybody's streams: the longest gap between two beats.
-Knows nothing of models: the engine is a script, the words are the embedded model's.
+"""Measures how long one large request blocks an API process's event loop, and with it every other stream: the longest gap
+between two ticks of a timer. The engine is scripted; the tokenizer is the embedded model's.
 
     python -m benchmarks.api_stalls
 """
@@ -31,7 +31,7 @@ NUM_FILES = 900
 
 
 def scored(request: GenerateRequest) -> list[list[TokenDelta]]:
-    """As many tokens as were asked for, and logprobs of them and of the prompt's."""
+    """Answer with max_tokens tokens, their logprobs and, if requested, the prompt's logprobs."""
     num_tokens, top = request.params.max_tokens or 1, request.params.logprobs or TOP
     entry = Logprobs(7, list(range(100, 101 + top)), [-1.5] * (top + 1))
     scores = (entry,) * (len(request.prompt_ids) - 1) if request.params.prompt_logprobs is not None else ()
@@ -40,7 +40,7 @@ def scored(request: GenerateRequest) -> list[list[TokenDelta]]:
 
 
 async def longest_gap(work: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
-    """(longest gap between two beats, the work's own time), in milliseconds"""
+    """Return (longest gap between two timer ticks, time of the work itself), in milliseconds."""
     longest, is_over = 0.0, False
 
     async def beat() -> None:

@@ -1,9 +1,9 @@
-"""What somebody who watches costs the server: CPU seconds of API and engine processes with and without a cockpit's feed.
-Knows nothing of models: `octavo serve` with its real processes, over steps that are a clock (benchmarks.front_engine).
+"""Measures what a cockpit's live feed costs the server: CPU seconds of API and engine processes with and without a watcher.
+Runs `octavo serve` with its real processes; the model is a clock (benchmarks.front_engine).
 
 Usage: python -m benchmarks.cockpit [--requests 1000] [--pages 10000] [--step-ms 200] [--seconds 10] [--pairs 3] [--watchers 1]
 
-Requests come and go without end. Times with and without a watcher take turns; the verdict is by the median of the differences."""
+Requests arrive without pause. Measurements with and without a watcher alternate; the verdict uses the median difference."""
 
 import argparse
 import asyncio
@@ -53,11 +53,11 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000, help="at one time (default: 1000)")
-    parser.add_argument("--rows", type=int, default=0, help="that run of them; the others wait (default: all)")
+    parser.add_argument("--requests", type=int, default=1000, help="concurrent requests (default: 1000)")
+    parser.add_argument("--rows", type=int, default=0, help="requests that run at once; the others wait (default: all)")
     parser.add_argument("--pages", type=int, default=10_000)
     parser.add_argument("--step-ms", type=float, default=200.0)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each measurement (default: 10)")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--watchers", type=int, default=1)
     return parser
@@ -67,7 +67,7 @@ async def measure(arguments: argparse.Namespace, url: str, processes: dict[int, 
     place = urllib.parse.urlsplit(url)
     host, port = place.hostname or "", place.port or 0
     load = [asyncio.create_task(ask_for_ever(host, port, number)) for number in range(arguments.requests)]
-    await asyncio.sleep(4 + arguments.step_ms / 1000 * 10)  # all are there, and no longer in step with each other
+    await asyncio.sleep(4 + arguments.step_ms / 1000 * 10)  # all requests have started and no longer decode in lockstep
     machine = facts()["machine"]
     print(f"{machine['processor']}, {machine['cores']} cores; {arguments.requests} requests, {arguments.pages} pages, "
           f"{arguments.step_ms:g} ms a step, {arguments.watchers} watching; CPU seconds in {arguments.seconds:g} s")  # fmt: skip
@@ -91,10 +91,10 @@ async def measure(arguments: argparse.Namespace, url: str, processes: dict[int, 
 async def spent(
     seconds: float, processes: dict[int, str], host: str, port: int, num_watchers: int
 ) -> tuple[dict[str, float], int]:
-    """(CPU seconds by kind of process, bytes that the watchers read)."""
+    """Return (CPU seconds by kind of process, bytes that the watchers read)."""
     counts = [0] * num_watchers
     watchers = [asyncio.create_task(watch(host, port, counts, at)) for at in range(num_watchers)]
-    await asyncio.sleep(1.5)  # the whole state, which comes first, is not what watching costs
+    await asyncio.sleep(1.5)  # skip the initial full state: only the updates are the cost of watching
     before = {pid: _cpu_seconds(pid) for pid in processes}
     read = sum(counts)
     await asyncio.sleep(seconds)
@@ -105,7 +105,7 @@ async def spent(
     for watcher in watchers:
         watcher.cancel()
     await asyncio.gather(*watchers, return_exceptions=True)
-    assert not num_watchers or num_bytes, "the feed said nothing"
+    assert not num_watchers or num_bytes, "the feed sent nothing"
     return found, num_bytes
 
 
@@ -120,7 +120,7 @@ async def watch(host: str, port: int, counts: list[int], at: int) -> None:
 
 
 async def ask_for_ever(host: str, port: int, number: int) -> None:
-    """One request after another, of different lengths, some with a prefix that others have too."""
+    """Send one request after another, of different lengths; half of them share a prefix."""
     rng = random.Random(number)
     with suppress(ConnectionError, asyncio.IncompleteReadError):
         reader, writer = await asyncio.open_connection(host, port)

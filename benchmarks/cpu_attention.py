@@ -1,5 +1,5 @@
-"""Native attention of one layer (turn, store, attend) against octavo's torch_cpu backend and against reading memory, and
-the elementwise kernels, in µs: `python -m benchmarks.cpu_attention [--threads 2] [--shapes 9/3/64,…] [--only decode]`."""
+"""Times native attention of one layer (rotate, store, attend) against octavo's torch_cpu backend and against reading memory,
+and the elementwise kernels, in µs: `python -m benchmarks.cpu_attention [--threads 2] [--shapes 9/3/64,…] [--only decode]`."""
 
 import argparse
 import random
@@ -19,14 +19,14 @@ from octavo.kernels.cpu.library import Kind, Threads, isa, library
 
 SHAPES = ["9/3/64", "14/2/64", "32/4/64", "12/2/128"]  # heads, KV heads, head size: SmolLM2-135M's first
 PAGE = 16
-LAYERS = 12  # stores that take turns, so that a layer's pages are as cold as in a step of a model
+LAYERS = 12  # layers used in turn, so that a layer's pages are as cold as in a step of a model
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Load:
     name: str
-    rows: list[tuple[int, int]]  # tokens before this step, and in it
+    rows: list[tuple[int, int]]  # (tokens before this step, tokens in it)
     num_shared: int = 0  # tokens that all rows have in common
 
 
@@ -45,7 +45,7 @@ LOADS = {
 
 
 def batch_of(load: Load) -> tuple[Batch, int]:
-    """→ batch, number of pages. Pages lie in random order."""
+    """Return (batch, number of pages). Pages lie in random order."""
     lengths = [before + count for before, count in load.rows]
     num_shared = load.num_shared // PAGE
     num_pages = num_shared + sum(-(-length // PAGE) - num_shared for length in lengths) + 1
@@ -71,7 +71,7 @@ def batch_of(load: Load) -> tuple[Batch, int]:
 
 
 def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The fastest round of each: others on the machine only ever add. Rounds alternate, so that a noisy moment meets all."""
+    """Return the fastest round of each call: noise only ever adds time. Rounds alternate, so that noise affects all calls."""
     repeats = {}
     for name, call in calls.items():
         call()
@@ -89,7 +89,7 @@ def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 class Native:
-    """A layer's two calls for each of several stores, made ready beforehand as an executor would."""
+    """The two calls of a layer, for several layers, prepared beforehand as an executor does."""
 
     def __init__(self, pool: Threads, heads: tuple[int, int, int], batch: Batch, num_pages: int, dtype: torch.dtype):
         num_heads, num_kv_heads, size = heads
@@ -97,7 +97,7 @@ class Native:
         self.heads = torch.randn(batch.num_tokens, num_heads + 2 * num_kv_heads, size)
         self.rotation = torch.randn(batch.num_tokens, size // 2, 2)
         self.output = torch.empty(batch.num_tokens, num_heads * size)
-        self.batch = batch  # whose tensors the calls point to
+        self.batch = batch  # keeps alive the tensors that the calls point to
         self.layers = [self._filled(new_pages(num_pages, num_kv_heads, size, PAGE, dtype)) for _ in range(LAYERS)]
         self.turns = [QkNormRopeCall() for _ in self.layers]
         self.attentions = [AttentionCall() for _ in self.layers]
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--only", choices=[*LOADS, "between"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    pool = Threads(options.threads)  # not pinned: torch's own threads would then all get this one's CPU
+    pool = Threads(options.threads)  # not pinned: torch's threads would inherit this thread's CPU mask
     print(f"{options.threads} threads, {isa()}; a layer, µs. read: all of its pages of 32 bits; GFLOP/s with those")
     for shape in SHAPES if options.shapes == "all" else options.shapes.split(","):
         if options.only == "between":

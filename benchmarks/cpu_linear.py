@@ -1,7 +1,7 @@
-"""How fast torch multiplies by a weight on this CPU, by route, shape and number of rows, with cold weights.
-Knows nothing of Octavo but SmolLM2-135M's shapes. Run: python benchmarks/cpu_linear.py --threads 2
+"""Times torch's products with a weight on this CPU, by route, shape and number of rows, with cold weights.
+The shapes are SmolLM2-135M's. Run: python benchmarks/cpu_linear.py --threads 2
 
-Why: a decode step reads every weight once, from memory. The route chosen in octavo/weights/methods/onednn.py is the best here."""
+A decode step reads every weight once, from memory. octavo/weights/methods/onednn.py uses the route that is fastest here."""
 
 import argparse
 import time
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-SHAPES = {  # name: (inputs, outputs, copies: a model's worth of layers, so that caches hold none of them)
+SHAPES = {  # name: (inputs, outputs, copies: as many as the model has, so that the caches hold none of them)
     "qkv": (576, 960, 30),
     "attention out": (576, 576, 30),
     "gate and up": (576, 3072, 30),
@@ -36,10 +36,10 @@ def routes(weights: list[torch.Tensor], num_rows: int) -> dict[str, Route]:
 
 
 def measure(route: Route, x: torch.Tensor, copies: int, repeats: int, junk: torch.Tensor) -> float:
-    """Seconds of one product, the best of the repeats."""
+    """Return the seconds of one product, the best of the repeats."""
     best = float("inf")
     for _ in range(repeats):
-        junk.add_(1)  # pushes the weights out of the caches
+        junk.add_(1)  # evicts the weights from the caches
         start = time.perf_counter()
         for copy in range(copies):
             route(x, copy)

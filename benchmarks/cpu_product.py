@@ -1,14 +1,14 @@
-"""How near the native products come to this machine's own limits, by kind of weight, shape and number of rows.
-Knows nothing of Octavo but the product kernels. Run: python -m benchmarks.cpu_product --threads 2
+"""Compares the native products with this machine's own limits, by kind of weight, shape and number of rows.
+Run: python -m benchmarks.cpu_product --threads 2
 
-Weights are cold: calls take turns over a model's worth of copies. The ceilings are measured in the same run with the same
+Weights are cold: calls alternate over a model's worth of copies. The ceilings are measured in the same run with the same
 threads: bandwidth by reading as much memory, arithmetic by dot instructions on registers alone (a quarter of that for
 float32: an instruction does 16 products, not 64). Scales cost two multiplications a group beside eight dots: no packed
-product can pass 80 % of it (with minimums 73 %; five and six bits, which are put together first, and Q6_K's two scales a
-group leave less).
-A shared machine is noisy: reading and multiplying take turns, a share of reading is the median of the rounds' own ratios,
-and every other figure is the best of the rounds' medians. A call is about a millisecond (wide weights are cut into
-pieces): a longer one would lose its core to other jobs."""
+product can exceed 80 % of it (73 % with minimums; less for five and six bits, which are assembled first, and for Q6_K's
+two scales a group).
+A shared machine is noisy: reading and multiplying alternate, a share of reading is the median of the rounds' own ratios,
+and every other figure is the best of the rounds' medians. A call takes about a millisecond (wide weights are cut into
+pieces): a longer one would lose its core to other processes."""
 
 import argparse
 import statistics
@@ -42,7 +42,7 @@ SHAPES = {  # name: (inputs, outputs)
     "1.1B gate and up": (2048, 11264),
     "1.1B down": (5632, 2048),
 }
-CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # of one timed call, at most
+CALL_BYTES, CALL_OPS = 16_000_000, 500_000_000  # upper limits of one timed call
 KINDS = {type.lower(): kind for type, kind in GGUF_KINDS.items()}
 KINDS |= {f"{name}_decoded": kind.decoded for name, kind in KINDS.items()}
 KINDS |= {"bfloat16": Kind.BFLOAT16, "float32": Kind.FLOAT32}
@@ -64,7 +64,7 @@ def random_weight(threads: Threads, kind: Kind, depth: int, num_columns: int) ->
 
 
 def copies_of(threads: Threads, kind: Kind, depth: int, num_columns: int, copies: int) -> list[PackedWeight]:
-    """In one piece of memory, as a model's weights are."""
+    """Return copies of one weight in one piece of memory, as a model's weights are."""
     first = random_weight(threads, kind, depth, num_columns)
     size = first.memory.numel()
     whole = aligned(size * copies)
@@ -73,7 +73,7 @@ def copies_of(threads: Threads, kind: Kind, depth: int, num_columns: int, copies
 
 
 def pieces(weight: PackedWeight, num_columns: int) -> list[PackedWeight]:
-    """The same weight cut into narrower ones, of num_columns (a multiple of PANEL) or less."""
+    """Cut the weight into pieces of at most num_columns columns (a multiple of PANEL)."""
     panel = weight.memory.numel() // -(-weight.num_columns // PANEL)
     return [
         PackedWeight(
@@ -87,7 +87,7 @@ def pieces(weight: PackedWeight, num_columns: int) -> list[PackedWeight]:
 
 
 def short_calls(weights: list[PackedWeight], num_rows: int) -> tuple[list[list[PackedWeight]], int]:
-    """What each call multiplies by, about a millisecond of work; and the columns of a piece."""
+    """Return the weights of each call, about a millisecond of work, and the number of columns of a piece."""
     weight = weights[0]
     column_bytes = weight.memory.numel() / weight.num_columns
     most_ops = CALL_OPS if weight.kind.is_quantised else CALL_OPS / 4
@@ -100,7 +100,7 @@ def short_calls(weights: list[PackedWeight], num_rows: int) -> tuple[list[list[P
 
 
 class Turns:
-    """Calls in turn, so that each finds its memory cold; medians of a few, and the best of them."""
+    """Runs calls in turn, so that each finds its memory cold. Keeps the best of the medians."""
 
     def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
         self._calls, self._next, self.seconds = calls, 0, float("inf")
@@ -119,7 +119,7 @@ class Turns:
 
 
 def measure(threads: Threads, kind: Kind, depth: int, num_columns: int, rows: list[int], megabytes: int, rounds: int):
-    """Bytes of a weight; seconds to read it; for each number of rows seconds to multiply by it and the share of reading."""
+    """Return the bytes of a weight, the seconds to read it, and for each number of rows the seconds of the product and its share of reading."""
     size: int = library.library().octavo_packed_bytes(kind, num_columns, depth)
     weights = copies_of(threads, kind, depth, num_columns, max(2, megabytes * 1_000_000 // size))
     taken: dict[int, tuple[Turns, float]] = {}
@@ -157,8 +157,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 512])
     parser.add_argument("--kinds", nargs="+", default=[name for name in KINDS if "_decoded" not in name], choices=KINDS)
-    parser.add_argument("--shapes", default="", help="only those whose name contains this")
-    parser.add_argument("--megabytes", type=int, default=160, help="of weights in turn")
+    parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
+    parser.add_argument("--megabytes", type=int, default=160, help="megabytes of weights to alternate over")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--isa", default="")
     arguments = parser.parse_args()

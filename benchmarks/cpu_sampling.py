@@ -1,8 +1,8 @@
-"""What choosing a step's tokens costs on this CPU: native kernels against torch's sampler, in µs for all rows.
-Knows nothing of models: logits are drawn from a normal distribution. Run: python -m benchmarks.cpu_sampling --threads 2
+"""Times the choice of a step's tokens on this CPU: native kernels against torch's sampler, in µs for all rows.
+Logits are drawn from a normal distribution. Run: python -m benchmarks.cpu_sampling --threads 2
 
-Why: with native kernels a step of one row takes about 4 ms, and one of 32 rows about 30. The spread decides how many tokens
-top_p keeps: 3 about 2,000 of 49,152, as a model of great doubt; 6 some ten, as most steps of a trained one."""
+For comparison: with native kernels a step of one row takes about 4 ms, one of 32 rows about 30. The spread decides how many
+tokens top_p keeps: 3 keeps about 2,000 of 49,152, as an uncertain model does; 6 about ten, as most steps of a trained one."""
 
 import argparse
 import statistics
@@ -29,7 +29,7 @@ CONTEXT_LEN = 512  # tokens of a row that are penalised
 def microseconds(
     native: Native | None, logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, position: int
 ) -> float:
-    """Of one call. The logits [S, V] are written just before, as a step's last product does."""
+    """Return the microseconds of one call. The logits [S, V] are written just before, as a step's last product does."""
     logits = logits.clone()
     rows = np.arange(len(logits))
     start = time.perf_counter()
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, nargs="+", default=[3.0, 6.0])
     parser.add_argument("--repeats", type=int, default=9)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # as the runner has it beside native kernels: two pools would spin on the same cores
+    torch.set_num_threads(1)  # as the runner does with native kernels: two thread pools would spin on the same cores
     torch.set_grad_enabled(False)
     rng = np.random.default_rng(0)
     native = Native(arguments.threads)
@@ -59,7 +59,7 @@ def main() -> None:
                 for row in range(num_rows):
                     state.enter(row, params, row, 1, [])
                 took: dict[bool, list[float]] = {False: [], True: []}
-                for repeat in range(arguments.repeats):  # in turn: whatever else the machine does hits both
+                for repeat in range(arguments.repeats):  # alternating, so that noise affects both
                     for by_native in (False, True):
                         which = native if by_native else None
                         took[by_native].append(microseconds(which, logits, tokens, state, CONTEXT_LEN + repeat))

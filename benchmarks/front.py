@@ -1,10 +1,10 @@
-"""What the HTTP front costs: `octavo serve` with its real processes over a model that is a clock, under `octavo bench serve`.
-Knows nothing of models or GPUs. CPU seconds are counted for each process, so that a busy machine gives the same figures.
+"""Measures what the HTTP front costs: `octavo serve` with its real processes, a clock as its model, under `octavo bench serve`.
+CPU seconds are counted for each process, so a busy machine gives the same figures.
 
 Usage: python -m benchmarks.front [--streams 256] [--step-ms 14] [--api-processes 1] [--client-processes 1] [--requests 512]
 
-With --step-ms 0 the engine makes tokens as fast as it can and the front is the limit. A process of its own takes one core at
-most: 1000 / (CPU ms per 1,000 tokens) thousand tokens a second is what one API process could stream at best."""
+With --step-ms 0 the engine makes tokens as fast as it can and the front is the limit. A process uses one core at most:
+1000 / (CPU ms per 1,000 tokens) thousand tokens a second is the most that one API process can stream."""
 
 import argparse
 import dataclasses
@@ -56,13 +56,15 @@ def main() -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, default=256, help="open at one time (default: 256)")
-    parser.add_argument("--requests", type=int, default=512, help="in all (default: 512)")
+    parser.add_argument("--streams", type=int, default=256, help="concurrent streams (default: 256)")
+    parser.add_argument("--requests", type=int, default=512, help="total requests (default: 512)")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--step-ms", type=float, default=14.0, help="time of a step (default: 14); 0: none")
-    parser.add_argument("--api-processes", default="1", help="as `octavo serve` takes it (default: 1)")
-    parser.add_argument("--client-processes", default="1", help="as its client takes it (default: 1)")
+    parser.add_argument(
+        "--step-ms", type=float, default=14.0, help="time of a step in ms; 0: as fast as possible (default: 14)"
+    )
+    parser.add_argument("--api-processes", default="1", help="value for `octavo serve` (default: 1)")
+    parser.add_argument("--client-processes", default="1", help="value for `octavo bench serve` (default: 1)")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument(
         "--profile", metavar="FOLDER", help="also write py-spy profiles of engine and API processes there"
@@ -104,7 +106,7 @@ def measure(arguments: argparse.Namespace, url: str, pid: int, folder: Path) -> 
 
 
 def offline(load: Load, step_seconds: float) -> float:
-    """Tokens per second of the same load and clock where all requests are handed over at once and nobody reads along."""
+    """Return tokens per second of the same load and clock in process: all requests are submitted at once, without streaming."""
     executor = TimedSteps(load.num_streams, step_seconds)
     report = executor.start()
     scheduler = Scheduler(
@@ -136,7 +138,7 @@ def _row(figures: dict[str, Any], offline_rate: float, processes: dict[int, str]
 
 
 def _children(pid: int) -> dict[int, str]:
-    """The supervisor's processes: number → what it is."""
+    """Return the supervisor's child processes: process id → kind."""
     numbers = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     named = {int(number): Path(f"/proc/{number}/cmdline").read_text() for number in numbers}
     return {number: "engine" if "front_engine" in line else "API" for number, line in named.items()}

@@ -1,6 +1,6 @@
 """The engine process of `benchmarks.front`: the real one, sockets, driver and scheduler, over an executor without a model.
-Knows nothing of HTTP. Started by the supervisor in place of octavo.engine.process; a step takes OCTAVO_FRONT_STEP_MS,
-and there are OCTAVO_FRONT_PAGES pages, or enough for everybody."""
+The supervisor starts it in place of octavo.engine.process. A step takes OCTAVO_FRONT_STEP_MS; there are
+OCTAVO_FRONT_PAGES pages, or enough for all requests."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ class TimedSteps:
     def __init__(self, num_rows: int, step_seconds: float) -> None:
         self._num_rows, self._step_seconds = num_rows, step_seconds
         self._in_flight: deque[tuple[float, StepResult]] = deque()
-        self._free_at = 0.0  # when the device has done all it was given
+        self._free_at = 0.0  # when the device finishes all submitted work
 
     def start(self) -> EngineReport:
         return EngineReport(
@@ -45,7 +45,7 @@ class TimedSteps:
 
     def submit(self, plan: StepPlan) -> None:
         self._free_at = max(self._free_at, time.monotonic()) + self._step_seconds
-        # Different words at every step, of different lengths, as a model's would be.
+        # Different tokens at every step, of different lengths, as a model's would be.
         tokens = [1000 + (plan.step * 7919 + at * 104_729) % (VOCAB_SIZE - 1000) for at in range(sum(plan.samples))]
         self._in_flight.append((self._free_at, StepResult(plan.step, tokens)))
 

@@ -1,6 +1,6 @@
-"""What keeping to a grammar costs: time per token at a batch of 32 with and without one, time to first token for a large schema
-that was never seen before, and how long its neighbours pause when one arrives. Sides run in turn, in one process; medians are
-shown. Its last lines say whether the targets are met.
+"""Measures what a grammar costs: time per token at a batch of 32 with and without one, time to first token for a large
+schema that was never seen before, and how long the neighbours pause when one arrives. The sides alternate in one process;
+medians are shown. The last lines state whether the targets are met.
 
     python -m benchmarks.grammar [MODEL] [--rows 32] [--tokens 48] [--rounds 5]
 """
@@ -28,12 +28,12 @@ PERSON = {
 }
 PEOPLE = {"type": "array", "items": PERSON, "minItems": 100}  # longer than any answer here
 MAX_OVERHEAD = 0.05  # per token
-MAX_FIRST_TOKEN_MS = 100  # more, for a large schema
+MAX_FIRST_TOKEN_MS = 100  # added by a large schema
 PROMPT = "List the people who work here, with their age and address, as JSON, one after the other. This is number {}: "
 
 
 def large_schema(number: int, num_parts: int = 100) -> dict[str, Any]:
-    """About 70 kB, and different for each number."""
+    """Return a schema of about 70 kB that is different for each number."""
     fields = {
         f"part_{number}_{at}": {"$ref": f"#/$defs/kind_{at}"}
         if at % 3
@@ -63,7 +63,7 @@ def large_schema(number: int, num_parts: int = 100) -> dict[str, Any]:
 
 
 def wide_schema(number: int, num_properties: int = 600) -> dict[str, Any]:
-    """Slow to compile: it may leave out every second of its properties."""
+    """Return a schema that is slow to compile: every second of its properties is optional."""
     kinds = ("string", "integer", "boolean", "number")
     names = [f"property_{number}_{at}" for at in range(num_properties)]
     return {
@@ -75,8 +75,8 @@ def wide_schema(number: int, num_properties: int = 600) -> dict[str, Any]:
 
 
 def longest_pause(llm: LLM, wish: Any, num_neighbours: int = 4, num_steps: int = 60) -> float:
-    """Seconds of the longest step of some who decode, while a request with this wish comes in. Its schema is checked before
-    that, as a server's other processes do."""
+    """Return the seconds of the longest step of some decoding rows while a request with this grammar arrives. Its schema is
+    checked before that, as a server does in its API processes."""
     free = SamplingParams(temperature=0.7, seed=1, max_tokens=1000, ignore_eos=True)
     neighbours = [llm._request(PROMPT.format(number), free) for number in range(num_neighbours)]
     comes = llm._request(PROMPT, SamplingParams(temperature=0.7, seed=1, max_tokens=1000, structured_outputs=wish))
@@ -98,8 +98,8 @@ def longest_pause(llm: LLM, wish: Any, num_neighbours: int = 4, num_steps: int =
 
 
 def per_step(llm: LLM, rows: int, tokens: int, wish: Any, seed: int) -> float:
-    """Seconds of the median step in which all rows decode: a busy machine's outliers, and prompts, do not count. Far from
-    max_tokens, near which answers are brought to their ends."""
+    """Return the seconds of the median step in which all rows decode: noise and prompts do not count. max_tokens is far
+    away: near it, answers are brought to their ends."""
     params = SamplingParams(
         temperature=0.7, seed=seed, max_tokens=1000, ignore_eos=wish is None, structured_outputs=wish
     )

@@ -1,5 +1,5 @@
-"""Host time of one step in steady decode, without a model: plan, assemble, commit and hand-off of the real rooms.
-Knows nothing of models: the executor here assembles every batch as a worker does and makes up the sampled tokens.
+"""Host time of one step in steady decode, without a model: plan, assemble, commit and hand-off by the real modules.
+The executor assembles every batch as a worker does and makes up the sampled tokens.
 
 Usage: python benchmarks/host_step.py [--rows 256] [--steps 1000] [--waiting 0 100000] [--depth 0] [--clock wall] [--lockstep] [--windows 0]"""
 
@@ -27,7 +27,7 @@ PROMPT_LEN, PAGE_SIZE, VOCAB_SIZE, WARMUP = 128, 16, 49152, 50
 
 
 class NoModel:
-    """An executor that does a worker's host work and nothing else."""
+    """An executor that does only a worker's host work."""
 
     def __init__(self, report: EngineReport, overlap: bool, clock: Callable[[], float]) -> None:
         self.overlap, self._clock = overlap, clock
@@ -38,7 +38,7 @@ class NoModel:
             report.max_num_seqs, report.max_model_len, PAGE_SIZE, VOCAB_SIZE, device, self._staging, report.windows
         )
         self._results: deque[StepResult] = deque()
-        self.seconds = 0.0  # spent assembling in the step just done
+        self.seconds = 0.0  # assembling, in the last step
 
     def start(self) -> EngineReport:
         return self._report
@@ -65,7 +65,7 @@ def build(
 ) -> tuple[EngineLoop, NoModel]:
     max_model_len = PROMPT_LEN + num_steps + 16
     num_pages = num_rows * (max_model_len // PAGE_SIZE + 2) * len(windows)
-    # All prompts in one step: every row then decodes in step with the others.
+    # All prompts in one step, so that all rows decode together afterwards.
     report = EngineReport(
         device="none",
         dtype="float32",
@@ -87,7 +87,7 @@ def build(
 
 
 def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, lockstep: bool) -> None:
-    """Rows reach the ends of their pages at different steps, as unrelated requests do; in lockstep all at the same."""
+    """Add requests whose rows reach the ends of their pages at different steps, as unrelated requests do; in lockstep at the same."""
     rng = random.Random(0)
     params = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
     for i in range(num_running + num_waiting):
@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace, num_waiting: int, clock: Callable[[],
     windows = tuple(arguments.windows)
     loop, executor = build(num_rows, num_steps + WARMUP, bool(arguments.depth), clock, windows)
     fill(loop, num_rows, num_waiting, num_steps + WARMUP + 8, arguments.lockstep)
-    # As the engine process does it before its first step.
+    # As the engine process does before its first step.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

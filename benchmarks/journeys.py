@@ -1,11 +1,11 @@
-"""What journeys cost the host: steps of a steady decode with the journal and without it, turn by turn in one run.
-Knows nothing of models: the rooms are the real ones, the executor is host_step's.
+"""Measures what journeys cost the host: steps of a steady decode with and without the journal, alternating in one run.
+The modules are the real ones; the executor is host_step's.
 
 Usage: python -m benchmarks.journeys [--rows 256] [--steps 600] [--rounds 6]
 
-Both sides take turns step by step, so that whatever else the machine does meets both. The verdict is by the time that is spent
-inside the journal's own calls, which is exact to a clock's tick; the difference of the two sides is printed beside it, and is
-as exact as the machine is quiet."""
+The two sides alternate step by step, so that noise affects both. The verdict uses the time spent inside the journal's own
+calls, which is exact to a clock's tick. The difference of the two sides is printed beside it; it is only as exact as the
+machine is quiet."""
 
 import argparse
 import gc
@@ -26,7 +26,7 @@ VERBS = ("queued", "returned", "admitted", "forked", "planned", "committed", "en
 
 
 class NoJournal(EngineJournal):
-    """Is told everything, and keeps nothing."""
+    """A journal that keeps nothing."""
 
     def queued(self, *about: Any) -> None: ...
     def returned(self, *about: Any) -> None: ...
@@ -38,7 +38,7 @@ class NoJournal(EngineJournal):
 
 
 class Timed:
-    """A journal's verbs, and how long they took."""
+    """Times a journal's methods."""
 
     def __init__(self, journal: EngineJournal, clock: Callable[[], float]) -> None:
         self.seconds = 0.0
@@ -64,10 +64,10 @@ def make(rows: int, steps: int, journal: EngineJournal, clock: Callable[[], floa
 def one_round(
     rows: int, steps: int, is_odd: bool, clock: Callable[[], float]
 ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-    """Seconds of each step: with journeys, without, and inside the journal (of a third loop, so that its clock costs neither)."""
+    """Return the seconds of each step: with journeys, without, and inside the journal (of a third loop, so that its clock costs neither)."""
     total = steps + WARMUP
     timed_journal = EngineJournal()
-    # Who was made first lies elsewhere in memory: that changes too, from round to round.
+    # The first loop made lies elsewhere in memory, so the order alternates from round to round.
     made = {
         kind: make(rows, total, kind(), clock)
         for kind in ((EngineJournal, NoJournal) if is_odd else (NoJournal, EngineJournal))
@@ -80,7 +80,7 @@ def one_round(
     gc.set_threshold(50_000, 20, 100)
     kept: tuple[list[float], list[float], list[float]] = ([], [], [])
     for step in range(total):
-        # Who comes first changes: the second finds caches as the first left them.
+        # The order alternates: the second loop finds the caches as the first left them.
         pairs = [(with_journal, kept[0]), (without, kept[1])]
         for loop, seconds in pairs if step % 2 else reversed(pairs):
             started = clock()

@@ -1,5 +1,5 @@
-"""Measures the host's memory while a sharded checkpoint is loaded, by format: what is held after, and the peak before that.
-Knows nothing of speed: load_weights.py times how tensors get to a device.
+"""Measures the host's memory while a sharded checkpoint is loaded, by format: the memory held afterwards, and the peak.
+load_weights.py measures the speed.
 
     python -m benchmarks.load_memory [GB] [folder]     # 2 GB as 16-bit weights, in the folder for temporary files
 """
@@ -51,7 +51,7 @@ def parts(kind: str, module: str, shape: tuple[int, int]) -> dict[str, torch.Ten
 
 
 def write(folder: Path, kind: str, num_layers: int) -> int:
-    """One layer to a file. Returns the bytes of the largest."""
+    """Write one file per layer and one for the rest. Return the bytes of the largest."""
     settings = {"quantization_config": SETTINGS[kind]} if SETTINGS[kind] else {}
     (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers} | settings))
     for layer in range(num_layers):
@@ -70,13 +70,13 @@ def write(folder: Path, kind: str, num_layers: int) -> int:
 
 
 def status(*names: str) -> list[int]:
-    """Of this process, in MiB."""
+    """Return these values of /proc/self/status, in MiB."""
     found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return [int(found[name].split()[0]) >> 10 for name in names]
 
 
 def load(folder: str) -> None:
-    """In a process of its own: prints MiB at the start, held after, and the peaks of private and of all memory."""
+    """Load in a process of its own and print MiB: at the start, held afterwards, and the peaks of private and of all memory."""
     from octavo.config import Config, replace
     from octavo.weights.sources.source import local
     from octavo.worker.load import Loader

@@ -1,5 +1,5 @@
 """Times how weights get from safetensors files to the device: mapped and copied, against read ahead through a ring.
-Knows nothing of models: the file is made up, one layer's worth of an 8B model many times over.
+The file is made up: one layer's worth of an 8B model, many times over.
 
     python -m benchmarks.load_weights [GB] [folder]     # 4 GB, in the folder for temporary files
 """

@@ -1,5 +1,5 @@
-"""One layer's experts on this CPU: the native operation, torch's grouped product, a padded one and a loop over experts.
-Knows nothing of engines. Run: python -m benchmarks.moe --threads 2
+"""Times one layer's experts on this CPU: the native operation, torch's grouped product, a padded one and a loop over experts.
+Run: python -m benchmarks.moe --threads 2
 
 The loop is what a model's reference code does: for each expert that has tokens, gather them, three products, add them back."""
 
@@ -36,7 +36,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [T, hidden], lo
 
 
 def build(shape: Shape, dtype: torch.dtype, native: Native | None, quantization: str = "") -> Experts:
-    """Random experts; the same numbers whoever multiplies."""
+    """Make random experts, with the same values for every implementation."""
     settings = Settings(
         torch.device("cpu"),
         torch.float32 if native else dtype,
@@ -80,7 +80,7 @@ def padded(experts: Experts, shape: Shape, x: torch.Tensor, logits: torch.Tensor
 
 
 def ways(shape: Shape, dtype: torch.dtype, native: Native) -> dict[str, Step]:
-    """All of one precision; the last rounds weights, as --quantization int8 does."""
+    """Return all implementations of one precision; the last one rounds weights, as --quantization int8 does."""
     by_torch, by_native = build(shape, dtype, None), build(shape, dtype, native)
     rounded = build(shape, torch.float32, native, "int8")
 
@@ -99,7 +99,7 @@ def ways(shape: Shape, dtype: torch.dtype, native: Native) -> dict[str, Step]:
 def measure(
     steps: dict[str, Step], shape: Shape, num_tokens: int, dtype: torch.dtype, repeats: int
 ) -> dict[str, float]:
-    """Median seconds of a step. The ways take turns, so that what else the machine does meets all of them."""
+    """Return the median seconds of a step. The implementations alternate, so that noise affects all of them."""
     took: dict[str, list[float]] = {name: [] for name in steps}
     generator = torch.Generator().manual_seed(num_tokens)
     for number in range(repeats + 1):

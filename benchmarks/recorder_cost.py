@@ -1,5 +1,5 @@
-"""What the flight recorder adds to the host time of a step: steady decode with it and without it, in turn, in one run.
-Knows nothing of models: host_step.py has the loop and the executor.
+"""What the flight recorder adds to the host time of a step: steady decode with and without it, alternating in one run.
+host_step.py has the loop and the executor.
 
 Usage: python benchmarks/recorder_cost.py [--rows 256] [--steps 6000] [--tokens] [--waiting 0]"""
 
@@ -17,18 +17,18 @@ from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
 from octavo.recording.ring import RecordingRing
 
-BLOCK = 20  # steps; short, so that whatever else the machine does falls on both sides
+BLOCK = 20  # steps; short, so that noise affects both sides
 
 
 def start_recorder(report: EngineReport, folder: str, with_tokens: bool) -> Recorder:
-    """As the engine process does it."""
+    """Start a recorder as the engine process does."""
     options = {"cache": {"enable_prefix_caching": True}}
     header = Header(FORMAT, "none", 0.0, 0.0, "1", with_tokens, "none", "", "folder", options, report, b"")
     return Recorder(Segments(Path(folder), "1", 64 * 2**20), header, RecordingRing())
 
 
 def measure(loop: EngineLoop, recorder: Recorder, num_steps: int) -> tuple[list[float], list[float]]:
-    """Processor time of the stepping thread: (without, with) the recorder, of each step."""
+    """Return the CPU time of the stepping thread for each step, (without, with) the recorder."""
     cache = loop.scheduler.cache
     seconds: tuple[list[float], list[float]] = ([], [])
     for step in range(num_steps):
@@ -39,7 +39,7 @@ def measure(loop: EngineLoop, recorder: Recorder, num_steps: int) -> tuple[list[
         started = time.thread_time()
         loop.step()
         ended = time.thread_time()
-        if step % BLOCK:  # the first of a block pays for the change
+        if step % BLOCK:  # the first step of a block pays for the switch
             seconds[is_on].append(ended - started)
     return seconds
 

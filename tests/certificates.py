@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: an authority, and what it signs."""
+"""Certificates for tests, made by openssl: an authority, and those it signs."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files. `authority` signed both the server's and the client's."""
+    """PEM files. `authority` signed the server's and the client's certificates."""
 
     authority: Path
     server: Path
@@ -20,7 +20,7 @@ class Certificates:
 
 
 def make_certificates(folder: Path) -> Certificates:
-    """For 127.0.0.1, good for a day."""
+    """Make certificates for 127.0.0.1, valid for a day."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed: nothing makes certificates here")
     request = [

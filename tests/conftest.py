@@ -1,4 +1,4 @@
-"""What every test stands on: the CPU, threads that spin briefly, and no leftovers of the person's own environment."""
+"""Setup for every test: the CPU, threads that spin briefly, and no settings from the user's own environment."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ import pytest
 
 # As in the engine (octavo/engine/build.py); read when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-# Processes of tests share the cores; an engine's own number of threads is what it is for a user.
+# Tests run in parallel and share the cores; an engine's number of threads is the same as for a user.
 if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(processes))))
 # Calls to servers on this machine never go through a proxy, and those servers ask for no key.
@@ -19,7 +19,7 @@ os.environ.pop("OCTAVO_API_KEY", None)
 
 
 def pytest_configure(config):
-    """A GPU is for the tests that ask for one: `pytest -m gpu`."""
+    """Hide the GPU unless the tests for one are selected: `pytest -m gpu`."""
     if config.getoption("markexpr", "") in ("", "not gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported: kernels run on the CPU
@@ -40,13 +40,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collector, which would look through it again and again, leaves it alone."""
+    """Freeze the imported objects, so that the garbage collector does not scan them again and again."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """For temporary files: where a path is long, as that of tmp_path may be, a server's sockets lie elsewhere."""
+    """A short folder for temporary files: if the path is long, as tmp_path may be, a server puts its sockets elsewhere."""
     with tempfile.TemporaryDirectory(prefix="test-") as folder:
         yield Path(folder)

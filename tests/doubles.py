@@ -1,5 +1,5 @@
-"""Real small things that several rooms' tests share: a byte tokenizer's Text, an engine that plays a script, an ASGI client.
-None of them imitates our own code: the Text is loaded by octavo.text, the engine is a client with nothing behind it."""
+"""Small real objects that the tests of several rooms share: a byte tokenizer's Text, an engine that plays a script, an ASGI client.
+None of them mocks our own code: octavo.text loads the Text, and the engine is a client with no engine behind it."""
 
 import asyncio
 import functools
@@ -62,7 +62,7 @@ REPORT = EngineReport(
 
 @functools.cache
 def byte_text(chat_template: str = CHAT_TEMPLATE, generation_config: str = "{}") -> Text:
-    """One token per byte, <|end|> and <|turn|>: what a text costs and where it splits can be read off."""
+    """One token per byte, <|end|> and <|turn|>: a text's token count and split points are obvious."""
     with tempfile.TemporaryDirectory() as folder:
         write_byte_tokenizer(Path(folder), chat_template)
         (Path(folder) / "generation_config.json").write_text(generation_config)
@@ -70,7 +70,7 @@ def byte_text(chat_template: str = CHAT_TEMPLATE, generation_config: str = "{}")
 
 
 def write_byte_tokenizer(folder: Path, chat_template: str = CHAT_TEMPLATE, special: tuple[str, ...] = ()) -> None:
-    """tokenizer.json and tokenizer_config.json, as a model's folder has them. `special`: further tokens, from 258 on."""
+    """Write tokenizer.json and tokenizer_config.json, as a model's folder has them. `special`: further tokens, from 258 on."""
     vocabulary = {character: byte for byte, character in _byte_characters().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -115,12 +115,12 @@ def says(*texts: str, reason: FinishReason = "stop", cached: int = 0, chunk: int
 
 
 def never_ends(request: GenerateRequest) -> list[list[TokenDelta]]:
-    """As many tokens as anyone could wait for, and no finish."""
+    """Many more tokens than a test waits for, and no finish."""
     return [[TokenDelta(request.id, index, [ord("a")])] for _ in range(5_000) for index in range(request.params.n)]
 
 
 class ScriptedEngine(EngineClient):
-    """Plays `script` for every request, one step at each turn of the event loop. It keeps what it was told."""
+    """Plays `script` for every request, one step in each iteration of the event loop. Keeps the messages it receives."""
 
     def __init__(self, script: Script | None = None, report: EngineReport | None = REPORT) -> None:
         super().__init__()
@@ -129,11 +129,11 @@ class ScriptedEngine(EngineClient):
         self.aborts: list[Abort] = []
         self.num_pings = 0
         self.answers_control = True
-        self.progress = "{}"  # what it answers to ReadProgress
-        self.place = ""  # … and to ReadPlace
-        self.leaves: list[str] = []  # requests that wanted to wait no longer
+        self.progress = "{}"  # its answer to ReadProgress
+        self.place = ""  # its answer to ReadPlace
+        self.leaves: list[str] = []  # requests that asked not to wait any longer
         self.on_step: Callable[[GenerateRequest, int], None] = lambda request, step: None  # before each step
-        self.gate = asyncio.Event()  # steps are held while it is clear
+        self.gate = asyncio.Event()  # no step is played while it is clear
         self.gate.set()
         self._players: dict[str, asyncio.Task[None]] = {}
         if report is not None:
@@ -196,7 +196,7 @@ def config(**options: Any) -> Config:
 
 
 class AsgiCall:
-    """One request to an ASGI app whose client can watch the bytes come, be slow, or leave."""
+    """One request to an ASGI app; its client can watch the bytes arrive, read slowly, or disconnect."""
 
     def __init__(
         self, app: Any, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
@@ -207,7 +207,7 @@ class AsgiCall:
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
         self._news = asyncio.Event()
-        self.reads = asyncio.Event()  # while clear, what is sent after the first bytes waits in the server
+        self.reads = asyncio.Event()  # while clear, the server must hold all it sends after the first bytes
         self.reads.set()
         path, _, query = path.partition("?")
         scope = {
@@ -234,7 +234,7 @@ class AsgiCall:
             await self.reads.wait()
 
     async def until(self, condition: Callable[["AsgiCall"], bool]) -> None:
-        """Wait until what was sent meets `condition`."""
+        """Wait until the response so far meets `condition`."""
         async with asyncio.timeout(10):
             while not condition(self):
                 self._news.clear()

@@ -1,5 +1,5 @@
-"""Triton's interpreter runs kernels on the CPU; this mends where it computes wrongly, and where it is slow for no reason.
-Knows nothing of any kernel. tests/kernels/conftest.py uses it for every test there; elsewhere, call it from a fixture."""
+"""Triton's interpreter runs kernels on the CPU; this fixes wrong results, and removes needless slowness.
+tests/kernels/conftest.py uses it for every test there; elsewhere, call it from a fixture."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For Triton 3.6 to 3.9. Nothing happens where kernels are compiled."""
+    """Patch Triton 3.6 to 3.9. Does nothing where kernels are compiled."""
     if not triton.knobs.runtime.interpret:
         return
     _round_to_nearest(monkeypatch)
@@ -33,7 +33,7 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cuts numbers off to bfloat16, and loses the carry where one is rounded to 8 bits and up to a power of two."""
+    """Round as a GPU does: the interpreter truncates to bfloat16, and loses the carry where rounding to 8 bits reaches a power of two."""
     convert = interpreter._convert_float
 
     def rounded(data, source, target, mode):
@@ -48,7 +48,7 @@ def _round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _multiply_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a bfloat16 number as its bits, and multiplies matrices of those bits."""
+    """Multiply values: the interpreter stores bfloat16 as bits, and multiplies matrices of those bits."""
     dot = interpreter.InterpreterBuilder.create_dot
 
     def widened(handle):
@@ -62,7 +62,7 @@ def _multiply_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _compare_to_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes of comparing scalars goes by their type, so that a block of it is one of integers; 3.9 takes no such mask."""
+    """Make blocks of compared scalars boolean: the interpreter makes them integers, which 3.9 does not accept as a mask."""
     splat = interpreter.InterpreterBuilder.create_splat
 
     def splatted(self, shape, handle):
@@ -74,7 +74,7 @@ def _compare_to_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _count_to_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """3.6 makes an int of a one-element array in a way that numpy 2.4 refuses."""
+    """Convert one-element arrays in a way that numpy 2.4 accepts; 3.6's own conversion raises."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor, scope):
@@ -85,7 +85,7 @@ def _count_to_loaded_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _replace_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It replaces all of the language for a launch, and again for every function called in it, a millisecond each."""
+    """Replace the language once per launch: the interpreter does so again for every function called, a millisecond each."""
     replace = interpreter._patch_lang
     # Functions see the language through either of these modules.
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
@@ -112,6 +112,6 @@ def _replace_the_language_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases(everything: Iterable[Any], *few: Any) -> list[Any]:
-    """`everything` where kernels are compiled; `few` in the interpreter, which is a thousand times slower: those that
+    """`everything` where kernels are compiled; in the interpreter, which is a thousand times slower, only `few`: the cases that
     reach every branch."""
     return list(few) if triton.knobs.runtime.interpret else list(everything)

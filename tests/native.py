@@ -1,5 +1,4 @@
-"""The CPU's native kernels for tests: one pool of threads for all of them.
-Knows nothing of what is tested; a test that asks for them is skipped where they cannot be had."""
+"""The CPU's native kernels for tests: one pool of threads for all of them. Tests that need them are skipped where they are missing."""
 
 import functools
 

@@ -1,20 +1,19 @@
-"""Which processes of this machine there are: for tests and benchmarks that start, stop and kill some.
-Knows nothing of what they do."""
+"""The processes of this machine, for tests and benchmarks that start, stop and kill some."""
 
 import contextlib
 from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """A process that ended and that nobody has asked after yet counts as gone."""
+    """Return whether the process runs. A zombie counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it goes between opening and reading
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between opening and reading
         return False
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """Number → command line, whichever thread started them."""
+    """Process id → command line, for children started by any thread."""
     found = {}
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():

@@ -1,5 +1,5 @@
 """Every packed type decoded weight by weight: one quant (bytes) → its weights, in the order of ggml's loops.
-Written from ggml's description, the rarer types by the gguf package; knows nothing of Octavo's own decoders."""
+Written from ggml's description, the rarer types by the gguf package, independently of Octavo's own decoders."""
 
 import random
 import struct

@@ -1,5 +1,4 @@
-"""JSON schemas of very different shapes: the test suite's own, ones as people write them, and every leaf in every container.
-Knows nothing of grammars."""
+"""JSON schemas of very different shapes: the test suite's own, ones as people write them, and every leaf in every container."""
 
 import functools
 import json
@@ -146,7 +145,7 @@ PEOPLES: dict[str, Any] = {
 
 
 def peoples() -> dict[str, Any]:
-    """Ours: none of them is refused."""
+    """Our own schemas: none of them is refused."""
     found = {f"{name}: {kind}": schema for name, leaf in LEAVES.items() for kind, schema in _containers(leaf)}
     return {**PEOPLES, **found}
 

@@ -1,5 +1,5 @@
 """Rules of the code base: which room may import which, words that must not appear, what an import may load.
-Every rule is also given a planted fault, so that a rule that finds nothing is noticed."""
+Every rule is also run on a planted fault, so that a rule that finds nothing is noticed."""
 
 import ast
 import functools
@@ -46,9 +46,9 @@ CORRIDORS = {
 GROUND = {"errors", "config", "spec", "messages", "gguf"}  # what every room may import, tier 0 too
 TORCH_ROOMS = {room for room, level in LEVELS.items() if NAMES[level][0] in "2345"}
 NEVER_TORCH = set(LEVELS) - TORCH_ROOMS
-# Files of torch rooms that engine, server and cli may import without loading torch. Using them is another matter: source
-# never loads it; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised
-# folder, or gives tensors.
+# Files of torch rooms that engine, server and cli may import without loading torch. Using them may load it: source never
+# does; checkpoint does as soon as it opens a GGUF file (its family file says how to read it) or a quantised folder, or
+# yields tensors.
 LIGHT = {"octavo.weights.sources.source", "octavo.weights.formats.checkpoint"}
 HTTP = {"fastapi", "starlette", "pydantic", "uvicorn"}
 GPU_FILES = {"octavo.device", "octavo.worker.graphs"}
@@ -74,13 +74,13 @@ def modules() -> dict[str, ast.Module]:
 
 @functools.cache
 def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
-    """Walking the whole tree is what rules take their time for: it is done once for all of them."""
+    """All nodes of a tree, cached: walking the trees takes most of the rules' time."""
     return tuple(ast.walk(tree))
 
 
 @functools.cache
 def room_of(module: str) -> str:
-    """The longest name in LEVELS that the module falls under; "" for the package itself."""
+    """The longest name in TIERS that the module falls under; "" for the package itself."""
     inside = module.removeprefix("octavo").lstrip(".").removesuffix("__init__").rstrip(".")
     names = [name for name in LEVELS if inside == name or inside.startswith(name + ".")]
     return max(names, key=len, default="")
@@ -100,7 +100,7 @@ def imports(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def inner_imports(module: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(imported module, its room) for imports of other rooms of the house."""
+    """(imported module, its room) for imports of octavo's other rooms."""
     for name in imports(module, tree):
         if name.startswith("octavo."):
             room = room_of(name)
@@ -134,7 +134,7 @@ def torch_free(module: str, tree: ast.Module) -> Iterator[str]:
         if name.split(".")[0] == "torch":
             yield f"imports {name}"
     for name, room in inner_imports(module, tree):
-        # `from octavo.weights import source` yields the package as well as the file: the file is what counts.
+        # `from octavo.weights import source` yields the package as well as the file: the file counts.
         light = any(
             name == allowed or allowed.startswith(name + ".") or name.startswith(allowed + ".") for allowed in LIGHT
         )
@@ -209,7 +209,7 @@ def families_at_home(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def endpoints_at_home(module: str, tree: ast.Module) -> Iterator[str]:
-    """Routes are named by their endpoint's file; besides, by the clients, which are nobody's endpoint."""
+    """Routes are named only by their endpoint's file and by the clients, which implement no endpoint."""
     if module.startswith(("octavo.server.endpoints", "octavo.cli.bench", "octavo.cli.chat")):
         return
     yield from (f"names the route {text!r}" for text in strings(tree) if text.startswith("/v1/"))
@@ -223,7 +223,7 @@ def introduces_itself(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def stdout_is_for_answers(module: str, tree: ast.Module) -> Iterator[str]:
-    """Where a process's stdout is not read by a person it is a channel: a stray line breaks it. stderr is for people."""
+    """A process's stdout is a channel where no person reads it, and a stray line breaks it. stderr is for people."""
     if module.startswith(PRINTING):
         return
     for node in nodes(tree):
@@ -385,7 +385,7 @@ print(json.dumps(dragged))
 
 
 def dragged_in(names: list[str], heavy: set[str]) -> dict[str, str]:
-    """Which of the heavy packages a fresh interpreter has loaded after importing the names, and by which of them."""
+    """Return the heavy packages that a fresh interpreter has loaded after importing the names, and the name that loaded each."""
     command = [sys.executable, "-c", IMPORTER, json.dumps(names), json.dumps(sorted(heavy))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -408,7 +408,7 @@ def test_the_engine_side_runs_without_the_http_stack() -> None:
 
 
 def test_the_command_line_starts_with_almost_nothing() -> None:
-    """`octavo --help` is answered from argparse and the config alone."""
+    """`octavo --help` needs argparse and the config alone."""
     assert (
         dragged_in(["octavo.cli.main"], {"torch", "numpy", "msgspec", "zmq", "asyncio", "tokenizers", "tqdm"} | HTTP)
         == {}

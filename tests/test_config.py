@@ -1,5 +1,4 @@
-"""resolve(): what each `auto` becomes on a CPU and on a GPU, and which wishes are refused there.
-Knows nothing of models: the numbers that describe one are made up."""
+"""resolve(): what each `auto` becomes on a CPU and on a GPU, and which options are refused there. The model's numbers are made up."""
 
 import dataclasses
 from typing import Any
@@ -71,7 +70,7 @@ def test_the_same_is_taken_on_a_cpu(options: dict[str, Any]) -> None:
 
 
 def test_no_option_of_python_takes_a_word_that_is_not_offered() -> None:
-    """LLM(quantization=…) passes by the flags."""
+    """LLM(quantization=…) does not pass through the flags."""
     words = [knob.name for _, cls in sections() for knob in dataclasses.fields(cls) if knob.metadata["choices"]]
     assert {"quantization", "dtype", "kv_cache_dtype", "attention_backend", "device"} <= set(words)
     for name in words:

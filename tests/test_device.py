@@ -1,4 +1,4 @@
-"""A wait for a device: at once while it is short, and without keeping a core busy when it is not."""
+"""Waiting for a device: a short wait returns at once, a long one does not keep a core busy."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from octavo.device import PATIENCE_SECONDS, Event
 
 
 class Queue:
-    """A device that is done at a time, as torch's events tell; every question takes it 0.1 ms. It is the clock, too."""
+    """A device that is done at `done_at`, with the interface of torch's events; every query takes 0.1 ms. It is also the clock."""
 
     def __init__(self, done_at: float) -> None:
         self.now, self.done_at = 0.0, done_at
@@ -41,6 +41,6 @@ def test_a_short_wait_ends_when_the_device_does(monkeypatch: pytest.MonkeyPatch)
 def test_a_long_wait_sleeps_and_still_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = waited(monkeypatch, 30.0)
     assert 30.0 <= queue.now <= 30.4
-    # Less than a tick of processor time in any second of it, and hardly any in all.
+    # Little CPU time in all, and less than one clock tick in any second.
     assert sum(question > PATIENCE_SECONDS for question in queue.questions) < 400
     assert sum(20.0 < question <= 30.0 for question in queue.questions) < 50

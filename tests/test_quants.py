@@ -1,5 +1,4 @@
-"""Octavo's decoders of packed weights against scalar ones, weight by weight; and weights that stay packed.
-Knows nothing of files."""
+"""Octavo's decoders of packed weights against scalar ones, weight by weight; and weights that stay packed."""
 
 import struct
 
@@ -174,7 +173,7 @@ def test_what_kernels_take_is_held_as_it_is_and_others_as_what_they_take() -> No
     assert {type for type, held in HELD_AS.items() if held == type} == set(GGUF_KINDS) == set(HELD_AS.values())
     weight = packed_weight("Q4_1", 2, 1)
     assert held_exactly(weight) is weight
-    assert set(HELD_AS) - set(PACKED_TYPES) == {"IQ2_WIDE"}  # which no file holds
+    assert set(HELD_AS) - set(PACKED_TYPES) == {"IQ2_WIDE"}  # which no file contains
 
 
 @pytest.mark.parametrize("type", QUANTS)
@@ -182,5 +181,5 @@ def test_the_memory_it_takes_is_known_before(type: str) -> None:
     weight = packed_weight(type, 4, 2)
     held = held_exactly(weight)
     taken = 4 * weight.dequantise().numel() if held is None else held.rows.nbytes
-    more = 4 * 2 * 16 if type == "Q2_K" else 0  # in kernels' hands 16 scales and minimums of 4 bits become bytes
+    more = 4 * 2 * 16 if type == "Q2_K" else 0  # kernels hold 16 scales and minimums of 4 bits as bytes
     assert held_bytes(type, 4 * 2 * QUANTS[type][1], 4) == taken + more

@@ -8,7 +8,7 @@ from octavo.spec import PageLayout
 
 
 def every(period: int, num_layers: int, window: int) -> tuple[int, ...]:
-    """Every so manieth layer sees everything."""
+    """Every `period`-th layer sees all tokens; the others see a window."""
     return tuple(0 if (index + 1) % period == 0 else window for index in range(num_layers))
 
 

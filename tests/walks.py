@@ -1,5 +1,5 @@
-"""Random walks through a grammar: whatever its masks leave, token by token, until it may end and does.
-Knows nothing of models: chance is the wildest of them."""
+"""Random walks through a grammar: any tokens that its masks allow, one by one, until it may end and
+does. Chance stands in for a model."""
 
 import random
 from typing import NamedTuple
@@ -31,11 +31,11 @@ _CLOSING = {b'"', b"}", b"]", b'"}', b'"]', b"]]", b"[]", b"{}"}
 
 class Walk(NamedTuple):
     text: bytes
-    ended: bool  # else it was cut
+    ended: bool  # else it was cut off
 
 
 def walk(grammar: str, seed: str, max_tokens: int = 250) -> Walk:
-    """Closes what is open rather soon, so that most walks end."""
+    """Walk and close open parts rather soon, so that most walks end."""
     rng, matcher, text = random.Random(seed), LLMatcher(_TOKENIZER, grammar, log_level=0), b""
     for step in range(max_tokens):
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")[:SIZE]

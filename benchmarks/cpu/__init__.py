@@ -1,2 +1,2 @@
-"""The CPU path, measured: Octavo beside llama.cpp and vLLM on the same prompts, and what the packed weights cost and gain.
-Knows nothing of kernels but their ceilings: it sees servers as their clients do, and the engine as its callers do."""
+"""Benchmarks of the CPU path: Octavo beside llama.cpp and vLLM on the same prompts, and the cost and gain of packed weights.
+Servers are used as their clients use them, the engine as its callers do; of the kernels only the ceilings are used."""

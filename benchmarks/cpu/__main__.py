@@ -1,5 +1,4 @@
-"""`python -m benchmarks.cpu`: reads the command line and runs what it names; without a part, Octavo beside the peers.
-Knows nothing of how anything is measured."""
+"""`python -m benchmarks.cpu`: reads the command line and runs the parts it names; without one, Octavo beside the peers."""
 
 import argparse
 import signal
@@ -42,15 +41,15 @@ def build_parser() -> Parser:
     add("--profile", action="store_true", help="where the time of a step of one row goes, by operation")
     add = parser.add_argument_group("settings").add_argument
     add("--model", default="", metavar="FILE", help="GGUF file or folder (default: the embedded SmolLM2-135M-Instruct)")
-    add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"who takes part (default: {','.join(peers.NAMES)})")  # fmt: skip
+    add("--servers", type=_names, default=list(peers.NAMES), metavar="NAME,…", help=f"servers to compare (default: {','.join(peers.NAMES)})")  # fmt: skip
     add("--llama-server", default="", metavar="FILE", help="llama.cpp's own server (default: llama-server on the PATH); without one, llama-cpp-python's")  # fmt: skip
     add("--llama-python", default="", metavar="FILE", help="interpreter with llama-cpp-python[server] (default: this one)")  # fmt: skip
     add("--vllm-python", default="", metavar="FILE", help="interpreter with vllm (default: this one)")
-    add("--loads", type=_load_names, default=[load.name for load in loads.FULL], metavar="NAME,…", help=f"which loads they get (default: {','.join(load.name for load in loads.FULL)})")  # fmt: skip
+    add("--loads", type=_load_names, default=[load.name for load in loads.FULL], metavar="NAME,…", help=f"loads to run (default: {','.join(load.name for load in loads.FULL)})")  # fmt: skip
     add("--rounds", type=positive, default=3, metavar="N", help="rounds over all servers (default: 3)")
-    add("--patience", type=number, default=0.0, metavar="X", help="on a machine that others use: seconds to wait for it to be quiet before each start and load, and try a disturbed load again (default: 0)")  # fmt: skip
+    add("--patience", type=number, default=0.0, metavar="X", help="on a shared machine: seconds to wait for it to be quiet before each start and load; also repeat a disturbed load (default: 0)")  # fmt: skip
     add("--quick", action="store_true", help="one round of small loads: a rehearsal, not a measurement")
-    add("--result", metavar="FILE", help="also write everything measured to this JSON file, as it comes")
+    add("--result", metavar="FILE", help="also write all measurements to this JSON file, as they arrive")
     return parser
 
 
@@ -71,7 +70,7 @@ def _some_of(known: Collection[str], text: str) -> list[str]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """How many measurements failed."""
+    """Return how many measurements failed."""
     results = Results(arguments.result)
     source = resolve(arguments.model)
     wanted = tuple(load for load in (loads.QUICK if arguments.quick else loads.FULL) if load.name in arguments.loads)
@@ -89,7 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_here(parts: Sequence[str], arguments: argparse.Namespace, model: str, results: Results) -> int:
-    """What looks at the engine in this process."""
+    """Run the parts that use the engine in this process."""
     if not parts:
         return 0
     from benchmarks.cpu import engine, growth, profile
@@ -121,7 +120,7 @@ def _compare(arguments: argparse.Namespace, given: peers.Setting, results: Resul
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C does: on the way out, servers are stopped."""
+    """Exit as Ctrl-C does: on the way out, servers are stopped."""
     raise KeyboardInterrupt
 
 

@@ -1,5 +1,4 @@
-"""Rounds over all servers, one at a time on the whole machine, their order turned each round; medians, and ratios.
-Knows nothing of how a server is started or what a peer is called."""
+"""Rounds over all servers, one at a time on the whole machine, their order turned each round; medians, and ratios."""
 
 import dataclasses
 import statistics
@@ -13,9 +12,9 @@ from benchmarks.cpu.targets import MORE_IS_BETTER, TARGETS, Target
 from benchmarks.gpu.show import Results, table
 
 Rounds = Mapping[str, Sequence[dict[str, Any]]]
-"""Server → what each of its rounds gave."""
+"""Server → figures of each of its rounds."""
 
-_BUSY_CLIENT = 0.1  # of one core: above it, the client is part of what is measured
+_BUSY_CLIENT = 0.1  # of one core: above it, the client distorts the measurement
 
 
 def run(
@@ -54,14 +53,14 @@ def run(
 
 
 def value(figures: dict[str, Any], load: str, measure: str) -> float | None:
-    """One measure of one round; None where it failed."""
+    """Return one measure of one round; None where it failed."""
     match measure:
         case "start":
             return float(figures["start_s"])
         case "memory":
             return figures["memory_bytes"] / 1e9
         case "beyond":
-            taken = figures.get("taken_bytes")  # which peers do not say
+            taken = figures.get("taken_bytes")  # which peers do not report
             return (figures["memory_bytes"] - 1.3 * taken["weights"] - taken["pages"]) / 1e6 if taken else None
     found = figures["loads"].get(load)
     if found is None or found["num_errors"] or not found["output_tokens"]:
@@ -78,7 +77,7 @@ def median(rounds: Sequence[dict[str, Any]], load: str, measure: str) -> float |
 
 
 def judge(servers: Sequence[Server], rounds: Rounds) -> list[dict[str, Any]]:
-    """Each target with what was reached; without a peer to compare with, a ratio is None."""
+    """Return each target with the reached value; without a peer to compare with, a ratio is None."""
     known = {server.name for server in servers}
     return [_verdict(target, servers, rounds) for target in TARGETS if target.server in known]
 
@@ -109,7 +108,7 @@ def _verdict(target: Target, servers: Sequence[Server], rounds: Rounds) -> dict[
 
 
 def _reaches(target: Target, level: float, ours: float | None, ratio: float | None) -> bool | None:
-    """None: nothing was measured to say so."""
+    """None: there is no measurement to judge by."""
     if target.is_ratio:
         return None if ratio is None else ratio >= level
     return None if ours is None else ours <= level
@@ -171,7 +170,7 @@ def _failed_requests(rounds: Rounds) -> list[str]:
 
 
 def _remarks(servers: Sequence[Server], rounds: Rounds) -> list[str]:
-    """What a reader must know before believing the tables."""
+    """Return what a reader must know before trusting the tables."""
     every = [(name, found) for name, many in rounds.items() for one in many for found in one["loads"].values()]
     lines = [f"{server.name}: {server.remark}" for server in servers if server.remark]
     for name in rounds:
@@ -180,17 +179,15 @@ def _remarks(servers: Sequence[Server], rounds: Rounds) -> list[str]:
         ]
         if short:
             got, asked = (sum(found[key] for found in short) for key in ("output_tokens", "expected_tokens"))
-            lines.append(f"{name}: {got} of {asked} tokens in {len(short)} runs; rates count what came")
+            lines.append(f"{name}: {got} of {asked} tokens in {len(short)} runs; rates count the tokens received")
         if any(whose == name and found["token_counts_from"] == "chunks" for whose, found in every):
-            lines.append(f"{name}: says no usage; each text it sent counts as a token")
+            lines.append(f"{name}: reports no usage; each chunk of text counts as a token")
     if every:
         client = max(found["client_share"] for _, found in every)
         others = sorted(found["others_share"] for _, found in every)
-        busy = "" if client <= _BUSY_CLIENT else ": it is part of what was measured"
+        busy = "" if client <= _BUSY_CLIENT else ": it distorts the measurement"
         lines.append(f"the client computed for at most {client:.0%} of one core's time{busy}")
         middle = statistics.median(others)
-        noisy = (
-            "" if middle <= QUIET else ": not a quiet machine, and servers suffer from that unequally; measure again"
-        )
-        lines.append(f"other processes took {middle:.0%} of the cores in the middle, {others[-1]:.0%} at worst{noisy}")
+        noisy = "" if middle <= QUIET else ": the machine was not quiet, which affects servers unequally; measure again"
+        lines.append(f"other processes took {middle:.0%} of the cores at the median, {others[-1]:.0%} at worst{noisy}")
     return lines

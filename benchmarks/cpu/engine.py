@@ -1,5 +1,5 @@
 """The engine in this process, beside this machine's own measured limits: bytes read and dot products done in a second.
-Knows nothing of which benchmark asks. The limits need the native kernels: they are measured with the same threads."""
+Measuring the limits needs the native kernels: it uses the same threads."""
 
 import os
 import statistics
@@ -13,7 +13,7 @@ from octavo import LLM
 from octavo.errors import ConfigError
 
 OPTIONS: dict[str, dict[str, Any]] = {OCTAVO: {}, OCTAVO_FLOAT32: {"dtype": "float32"}}
-"""How each of Octavo's servers is told what to compute with, as LLM's options."""
+"""LLM's options for each of Octavo's servers."""
 
 _READ_BYTES = 256 * 2**20
 _TRIES = 7
@@ -21,7 +21,7 @@ _PRODUCTS_RATIO = 4  # a dot instruction does 64 8-bit products, a float32 one 1
 
 
 class Ceilings(NamedTuple):
-    """What all threads together reach when they do nothing else. `bandwidth`: of as many bytes as were asked for."""
+    """Rates of all threads together when they do nothing else. `bandwidth`: over the requested number of bytes."""
 
     bandwidth: float  # bytes per second
     int8_rate: float  # operations per second, two for a product and its sum
@@ -56,7 +56,7 @@ def ceilings(num_bytes: int = _READ_BYTES) -> Ceilings:
 
 
 class Measured(Subject):
-    """As on a GPU, but its weights are as many bytes as the engine says, and the chip is this machine."""
+    """As on a GPU, but the engine reports the bytes of its weights, and the chip is this machine."""
 
     def __init__(self, model: str, name: str, **options: Any) -> None:
         self.options = {"model": model, **options, **OPTIONS[name]}
@@ -65,7 +65,7 @@ class Measured(Subject):
         self.start_seconds = time.perf_counter() - started
         self.report = self.llm.report
         counted = Model.of(spec_of(model), 0)
-        # Whether the embedding is a matrix of its own or the head's changes this by the share of one of two.
+        # A separate embedding matrix makes this average too large: the engine's bytes include it, the counted parameters do not.
         each = self.report.weights_bytes / (counted.layer_parameters + counted.head_parameters)
         self.model = Model.of(spec_of(model), self.report.page_bytes / self.report.page_size, each, each)
         self.ceilings = ceilings(min(_READ_BYTES, max(2**21, self.report.weights_bytes)))

@@ -1,5 +1,4 @@
-"""How a step grows with batch and context, and what share of the machine's own limits it reaches, through the real engine.
-Knows nothing of kernels or of the command line."""
+"""How a step grows with batch and context, and what share of the machine's own limits it reaches, through the real engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +37,7 @@ def run(model: str, names: Sequence[str], is_quick: bool, results: Results) -> i
 
 
 class _Named(Results):
-    """Puts what the growth benchmark calls growth under the server's own name: there are several here."""
+    """Stores the growth benchmark's results under the server's name, since there are several servers here."""
 
     def __init__(self, results: Results, name: str) -> None:
         self._results, self._name = results, name
@@ -67,7 +66,7 @@ def run_limits(model: str, names: Sequence[str], is_quick: bool, results: Result
 
 
 def shares(subject: Measured, measured: dict[str, Any]) -> dict[str, Any]:
-    """Of a step: the bytes it must read and the operations it must do, over its time and over the ceilings."""
+    """Return the bytes a step must read and the operations it must do, over its time and as shares of the ceilings."""
     seconds, batch = measured["step_ms"] / 1e3, measured["batch"]
     model, found = subject.model, subject.ceilings
     parameters = model.layer_parameters + model.head_parameters

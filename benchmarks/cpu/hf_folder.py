@@ -1,5 +1,5 @@
-"""A GGUF file as a folder in Hugging Face's layout, in float32: for peers that read nothing else.
-Knows nothing of peers. Only byte-level vocabularies can be written as a tokenizer.json from what the file holds.
+"""Writes a GGUF file as a folder in Hugging Face's layout, in float32, for peers that read nothing else.
+Only byte-level vocabularies can be written as a tokenizer.json from the file's contents.
 
 python -m benchmarks.cpu.hf_folder FILE FOLDER"""
 
@@ -26,7 +26,7 @@ _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 
 
 def check(file: Path) -> str:
-    """Why there can be no folder of this file; empty if there can."""
+    """Return why this file cannot be written as a folder; empty if it can."""
     metadata = GGUFFile(file).metadata
     family = metadata.get("general.architecture")
     if family not in _CLASSES:
@@ -37,7 +37,7 @@ def check(file: Path) -> str:
 
 
 def write(file: Path, folder: Path) -> None:
-    """The folder appears whole or not at all."""
+    """Write the folder atomically: it appears whole or not at all."""
     part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
@@ -72,7 +72,7 @@ def _write_tokenizer(file: Path, folder: Path) -> None:
     metadata = GGUFFile(file).metadata
     vocabulary = read_vocabulary(metadata)
     tokenizer: Any = gguf_tokenizer(vocabulary)
-    library = tokenizer._tokenizer  # Octavo decodes by a table of its own and gives the library no decoder
+    library = tokenizer._tokenizer  # Octavo decodes by its own table and gives the library no decoder
     library.decoder = decoders.ByteLevel()
     library.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **gguf_template_variables(vocabulary)}

@@ -1,5 +1,5 @@
-"""What only llama.cpp can do, run by the interpreter that has llama_cpp: its version, its conversions, its losses.
-Knows nothing of Octavo, which that interpreter need not have. Answers with one JSON line.
+"""The part that needs llama.cpp, run by the interpreter that has llama_cpp: its version, its conversions, its losses.
+That interpreter need not have Octavo. Prints one JSON line.
 
 python llama_side.py version
 python llama_side.py ends FILE               ids at which llama.cpp stops by itself
@@ -29,7 +29,7 @@ def convert(source: str, target: str, name: str, num_threads: int) -> int:
     part = f"{target}.{os.getpid()}.part"
     code: int = llama_cpp.llama_model_quantize(source.encode(), part.encode(), ctypes.byref(params))
     if code == 0:
-        os.replace(part, target)  # a conversion that was broken off is not taken for a whole one
+        os.replace(part, target)  # an interrupted conversion must not look complete
     return code
 
 

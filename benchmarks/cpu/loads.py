@@ -1,5 +1,4 @@
-"""The loads that every server is compared on, sent by this process, and what came of them.
-Knows nothing of which server answers: the same prompts and the same clock for each."""
+"""The loads that every server is compared on, sent by this process, and their figures: the same prompts and clock for each."""
 
 import argparse
 import asyncio
@@ -12,7 +11,7 @@ from octavo.cli.bench.serve import judge
 from octavo.cli.bench.workload import Workload, word_prompts
 
 MODEL_NAME = "bench"
-"""Every server is told to call its model so: nobody has to be asked for it."""
+"""Every server serves its model under this name, so clients need not ask for it."""
 
 _TIMEOUT_S = 600.0
 _WARMUP_SEED = 1
@@ -20,12 +19,12 @@ _WARMUP_SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A closed loop: as soon as one of the streams ends, the next request takes its place."""
+    """A closed loop: when a stream ends, the next request takes its place."""
 
     name: str
     num_requests: int
     num_streams: int
-    input_len: int  # words, which are tokens in every vocabulary of note
+    input_len: int  # words, one token each in all common vocabularies
     output_len: int
     shared_len: int = 0  # words that all prompts begin with, on top of input_len
 
@@ -49,7 +48,7 @@ QUICK = (
 
 
 def first_token(url: str, fields: dict[str, Any]) -> float | None:
-    """When (time.perf_counter) the first token of a request for one arrived; None: the server does not answer yet."""
+    """Return when (time.perf_counter) the first token of a one-token request arrived; None: the server does not answer yet."""
 
     async def ask() -> float | None:
         client, sender = _sender(url, 1, fields)
@@ -64,12 +63,12 @@ def first_token(url: str, fields: dict[str, Any]) -> float | None:
 
 
 def send(load: Load, url: str, fields: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The figures of one run. `fields`: what this server's requests carry besides."""
+    """Return the figures of one run. `fields`: extra fields of this server's requests."""
 
     async def run() -> dict[str, Any]:
         client, sender = _sender(url, load.output_len, fields)
         try:
-            # Pays what only a first request pays. It shares nothing with the load: a prefix has to be computed in the run.
+            # Pays the cost of a first request. It shares nothing with the load, whose prefix must be computed in the run.
             await sender.send(_warmup_prompt(load.input_len))
             prompts = word_prompts(load.num_requests, load.input_len, load.shared_len, seed)
             before, started = time.process_time(), time.perf_counter()
@@ -107,7 +106,7 @@ def _sender(url: str, output_len: int, fields: dict[str, Any]) -> tuple[Any, Sen
 
 
 class _Sender(Sender):
-    """With fields that only one server understands, where it cannot be told in the usual way not to stop."""
+    """Adds fields that only one server understands, for servers without ignore_eos."""
 
     def __init__(self, client: Any, arguments: argparse.Namespace, fields: dict[str, Any]) -> None:
         super().__init__(client, arguments, MODEL_NAME)

@@ -1,5 +1,5 @@
-"""Who takes part: Octavo, and the peers that are installed, each with the command that serves the same model.
-Knows nothing of loads or figures. What a peer needs made of the model's file is kept in the cache folder."""
+"""The servers compared: Octavo, and the peers that are installed, each with the command that serves the same model.
+Files converted from the model's file are kept in the cache folder."""
 
 import argparse
 import importlib.util
@@ -26,16 +26,16 @@ NAMES = (OCTAVO, OCTAVO_FLOAT32, LLAMA, f"{LLAMA}-q8_0", f"{LLAMA}-f32", "vllm-f
 _ROOT = Path(__file__).resolve().parents[2]
 _LLAMA_SIDE = str(Path(__file__).with_name("llama_side.py"))
 _VLLM_KV_GIB = 4
-_VLLM_START_S = 600.0  # it compiles; two minutes are usual, the first time more
+_VLLM_START_S = 600.0  # it compiles: usually two minutes, longer the first time
 
 
 class Skipped(Exception):
-    """Why a server takes no part."""
+    """Raised with the reason why a server takes no part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all commands are made of."""
+    """The inputs of all commands."""
 
     source: ModelSource
     loads: Sequence[Load]
@@ -43,7 +43,7 @@ class Setting:
     llama_server: str  # a binary; empty: none
     llama_python: str  # an interpreter with llama_cpp; empty: none
     vllm_python: str
-    cache: Path  # where what is made of the model's file is kept
+    cache: Path  # where files converted from the model's file are kept
 
     @property
     def threads(self) -> str:
@@ -55,12 +55,12 @@ class Setting:
 
     @property
     def longest(self) -> int:
-        """Tokens of one request, with room for words of two tokens."""
+        """Tokens of the longest request, with room for words of two tokens."""
         return max(load.longest for load in self.loads) + 128
 
 
 def setting(arguments: argparse.Namespace, source: ModelSource, loads: Sequence[Load]) -> Setting:
-    """Paths that were given are checked; those that were not are looked for."""
+    """Check the given paths and look for those that were not given."""
     return Setting(
         source,
         loads,
@@ -74,12 +74,12 @@ def setting(arguments: argparse.Namespace, source: ModelSource, loads: Sequence[
 
 def _program(flag: str, path: str) -> str:
     if path and not shutil.which(path):
-        raise ConfigError(f"{flag} {path} is no program: give the path of one that can be run")
+        raise ConfigError(f"{flag} {path} is not a program: give the path of an executable")
     return shutil.which(path) or "" if path else ""
 
 
 def _interpreter(flag: str, path: str, package: str) -> str:
-    """One that has the package; empty: none was named, and this one lacks it."""
+    """Return an interpreter that has the package; empty: none was named, and this one lacks it."""
     if not path:
         return sys.executable if importlib.util.find_spec(package) else ""
     # Not resolved: the interpreter of a virtual environment is a link, and which one it is depends on the link's place.
@@ -91,7 +91,7 @@ def _interpreter(flag: str, path: str, package: str) -> str:
 
 
 def servers(wanted: Sequence[str], given: Setting) -> tuple[list[Server], dict[str, str]]:
-    """Those that take part, and why each of the others does not."""
+    """Return the servers that take part, and why each of the others does not."""
     found, skipped = [], {}
     for name in wanted:
         try:
@@ -116,7 +116,7 @@ def _llama(name: str, given: Setting) -> Server:
     if not given.llama_server and not given.llama_python:
         raise Skipped("not installed (--llama-server, --llama-python)")
     if given.source.kind != "gguf":
-        raise Skipped(f"{given.source.path} is no GGUF file")
+        raise Skipped(f"{given.source.path} is not a GGUF file")
     kind = name.removeprefix(LLAMA).lstrip("-")
     file = llama_file(kind, given) if kind else given.source.path
     make = _llama_binary if given.llama_server else _llama_package
@@ -124,11 +124,11 @@ def _llama(name: str, given: Setting) -> Server:
 
 
 def llama_file(kind: str, given: Setting) -> Path:
-    """The model's file, its weights as `kind`: made by llama.cpp itself, once."""
+    """Return the model's file with its weights as `kind`, converted once by llama.cpp itself."""
     target = _kept(given, f"{kind}.gguf")
     if not target.exists():
         if not given.llama_python:
-            raise Skipped("the file is made with llama-cpp-python, which is not installed (--llama-python)")
+            raise Skipped("converting the file needs llama-cpp-python, which is not installed (--llama-python)")
         code = ask_llama(given.llama_python, "convert", str(given.source.path), str(target), kind, given.threads)
         if code:
             raise Skipped(f"llama.cpp could not convert the file (code {code})")
@@ -137,7 +137,7 @@ def llama_file(kind: str, given: Setting) -> Path:
 
 def ask_llama(python: str, *arguments: str, stdin: str | None = None) -> Any:
     command = [python, _LLAMA_SIDE, *arguments]
-    # In the file's own folder is our peers.py and the like: none of it is for that interpreter.
+    # A plain environment: that interpreter must not import our modules, such as the peers.py beside the script.
     done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=_plain_environment(), check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
@@ -152,7 +152,7 @@ def _plain_environment() -> dict[str, str]:
 def _llama_binary(name: str, file: Path, given: Setting) -> Server:
     command = [given.llama_server, "--model", str(file), "--alias", MODEL_NAME, "--host", "127.0.0.1", "--port", PORT]
     command += ["--threads", given.threads, "--threads-batch", given.threads]
-    # Every stream has its slot, and every slot room for the longest request.
+    # Every stream has a slot, and every slot has room for the longest request.
     command += ["--parallel", str(given.num_streams), "--ctx-size", str(given.num_streams * given.longest)]
     return Server(name, tuple(command), is_float32=name.endswith("f32"), remark="llama-server")
 
@@ -162,14 +162,14 @@ def _llama_package(name: str, file: Path, given: Setting) -> Server:
     command = [python, "-m", "llama_cpp.server", "--model", str(file), "--model_alias", MODEL_NAME]
     command += ["--host", "127.0.0.1", "--port", PORT, "--n_ctx", str(given.longest)]
     command += ["--n_threads", given.threads, "--n_threads_batch", given.threads]
-    # Left on, each would cost it: the logits of every prompt token; and a stream that ends when the next request comes.
+    # Left on, these would cost it the logits of every prompt token, and a stream would end when the next request arrives.
     command += ["--logits_all", "False", "--interrupt_requests", "False"]
     ends = ask_llama(python, "ends", str(file))
     return Server(
         name,
         tuple(command),
         environment={"PYTHONSAFEPATH": "1"},
-        fields={"logit_bias": {str(token): -100.0 for token in ends}},  # it knows no ignore_eos
+        fields={"logit_bias": {str(token): -100.0 for token in ends}},  # it has no ignore_eos
         is_float32=name.endswith("f32"),
         remark=f"llama-cpp-python {ask_llama(python, 'version')}: serves one request at a time",
     )
@@ -181,7 +181,7 @@ def _llama_package(name: str, file: Path, given: Setting) -> Server:
 def _vllm(name: str, given: Setting) -> Server:
     if not given.vllm_python:
         raise Skipped("not installed (--vllm-python)")
-    # Not `vllm serve`: it asks for the version of a package called vllm, which the one for CPUs is not.
+    # Not `vllm serve`: it asks for the version of a package named vllm, and the CPU build has another name.
     command = [given.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder_of(given))]
     command += ["--host", "127.0.0.1", "--port", PORT, "--served-model-name", MODEL_NAME, "--dtype", "float32"]
     command += ["--max-model-len", str(given.longest)]
@@ -199,7 +199,7 @@ def _vllm(name: str, given: Setting) -> Server:
 
 
 def folder_of(given: Setting) -> Path:
-    """The model in Hugging Face's layout; made of a GGUF file once."""
+    """Return the model in Hugging Face's layout, converted once from a GGUF file."""
     source = given.source
     if source.kind == "folder":
         return source.path
@@ -210,12 +210,12 @@ def folder_of(given: Setting) -> Path:
         command = [sys.executable, "-m", "benchmarks.cpu.hf_folder", str(source.path), str(folder)]
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise Skipped(f"its folder could not be made: {(done.stderr.splitlines() or ['?'])[-1]}")
+            raise Skipped(f"the folder could not be written: {(done.stderr.splitlines() or ['?'])[-1]}")
     return folder
 
 
 def _kept(given: Setting, ending: str) -> Path:
-    """By the file's name and size, so that another file of that name is not taken for it."""
+    """Return a path by the file's name and size, so that another file of that name is not taken for it."""
     file = given.source.path
     given.cache.mkdir(parents=True, exist_ok=True)
     return given.cache / f"{file.stem}-{file.stat().st_size}.{ending}"

@@ -1,7 +1,7 @@
-"""What packed weights cost in accuracy: the loss on a fixed text, of Octavo in each of its forms and of llama.cpp.
-Knows nothing of servers; it looks into the engine for one thing, the hidden states of a whole prompt.
+"""The accuracy that packed weights cost: the loss on a fixed text, of Octavo in each of its forms and of llama.cpp.
+It reads one thing inside the engine: the hidden states of a whole prompt.
 
-text.txt is chapter 54 of Moby-Dick (Herman Melville, 1851; public domain), cut into windows that are scored each for itself."""
+text.txt is chapter 54 of Moby-Dick (Herman Melville, 1851; public domain), cut into windows that are scored separately."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ TEXT = Path(__file__).with_name("text.txt")
 REFERENCE = "float32"
 PACKED = "as in the file"
 LLAMA = "llama.cpp, the same file"
-INT8_MUST = 0.01  # of the perplexity, above float32's
-PACKED_MUST = 0.005  # of the loss, above llama.cpp's for the same file
+INT8_MUST = 0.01  # relative perplexity above float32's, at most
+PACKED_MUST = 0.005  # relative loss above llama.cpp's for the same file, at most
 _KV_BYTES = 256 * 2**20
-_ROWS_AT_ONCE = 64  # a vocabulary of float64 is wide
+_ROWS_AT_ONCE = 64  # bounds the float64 logits, one vocabulary per row
 
 VARIANTS: dict[str, dict[str, Any]] = {
     REFERENCE: {"dtype": "float32"},
@@ -62,7 +62,7 @@ def run(given: peers.Setting, max_windows: int | None, results: Results) -> int:
 
 
 def cut(model: Path) -> list[list[int]]:
-    """The text's tokens in whole windows; each begins as a prompt of the model does."""
+    """Return the text's tokens in whole windows; each begins as a prompt of the model does."""
     text = load_text(model)
     first = text.encode("", add_special_tokens=True)
     ids = text.encode(TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
@@ -71,7 +71,7 @@ def cut(model: Path) -> list[list[int]]:
 
 
 def _measures(given: peers.Setting, windows: Sequence[list[int]]) -> dict[str, Callable[[], list[float]]]:
-    """Name → the summed losses of the windows."""
+    """Name → function that returns the summed losses of the windows."""
     measures: dict[str, Callable[[], list[float]]] = {}
     for name, options in VARIANTS.items():
         measures[name] = lambda options=options: octavo_losses(given, options, windows)
@@ -83,7 +83,7 @@ def _measures(given: peers.Setting, windows: Sequence[list[int]]) -> dict[str, C
 def octavo_losses(given: peers.Setting, options: dict[str, Any], windows: Sequence[list[int]]) -> list[float]:
     if missing := _unknown(options):
         raise peers.Skipped(f"this Octavo has no {missing}")
-    # Rounding while loading is for weights that are not packed yet.
+    # Quantising while loading needs weights that are not packed yet.
     model = peers.folder_of(given) if "quantization" in options else given.source.path
     with (
         LLM(
@@ -92,7 +92,7 @@ def octavo_losses(given: peers.Setting, options: dict[str, Any], windows: Sequen
             max_num_batched_tokens=WINDOW,
             kv_cache_memory_bytes=_KV_BYTES,
             enable_prefix_caching=False,
-            enforce_eager=True,  # a step that runs in one call hands on nothing but its last logits
+            enforce_eager=True,  # a step that runs in one call returns only its last logits
             **options,
         ) as llm,
         torch.inference_mode(),
@@ -102,7 +102,7 @@ def octavo_losses(given: peers.Setting, options: dict[str, Any], windows: Sequen
 
 
 def _unknown(options: dict[str, Any]) -> str:
-    """The first option that the configuration lacks, or whose value is none of its choices."""
+    """Return the first option that the configuration lacks, or whose value is not among its choices."""
     for name, value in options.items():
         fields = [f for _, section in config.sections() for f in dataclasses.fields(section) if f.name == name]
         if not fields or (fields[0].metadata["choices"] and value not in fields[0].metadata["choices"]):
@@ -111,7 +111,7 @@ def _unknown(options: dict[str, Any]) -> str:
 
 
 class _Hidden:
-    """Keeps what the layers return for every token of a prompt; the engine itself asks the head about the last only."""
+    """Keeps the last hidden state of every token of a prompt; the engine itself passes only the last token's to the head."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -121,17 +121,17 @@ class _Hidden:
 
         def looked_at(batch: Any) -> torch.Tensor:
             hidden: torch.Tensor = forward(batch)
-            self._taken.append(hidden.clone())  # what comes after may change it
+            self._taken.append(hidden.clone())  # later operations may overwrite it
             return hidden
 
         self._model.forward = looked_at
 
     def loss(self, window: Sequence[int]) -> float:
-        """Sum of -log p over all tokens but the first."""
+        """Return the sum of -log p over all tokens but the first."""
         self._taken.clear()
         (output,) = self._llm.generate([list(window)], exactly(1), use_tqdm=False)
         if sum(map(len, self._taken)) != len(window):
-            raise RuntimeError("the engine computed a prompt without handing on all of its hidden states")
+            raise RuntimeError("the engine computed a prompt without returning all of its hidden states")
         hidden = torch.cat(self._taken)  # [T, hidden]
         total = 0.0
         for at in range(0, len(window), _ROWS_AT_ONCE):
@@ -140,7 +140,7 @@ class _Hidden:
             scores = logits[: len(targets)].double().log_softmax(-1)
             total -= float(scores.gather(1, targets[:, None]).sum())
         if int(logits[-1].argmax()) != output.outputs[0].token_ids[0]:
-            raise RuntimeError("the hidden states seen are not those that the answer was chosen from")
+            raise RuntimeError("the recorded hidden states are not the ones the answer was sampled from")
         return total
 
 
@@ -148,7 +148,7 @@ def _llama_losses(given: peers.Setting, kind: str, windows: Sequence[list[int]])
     if not given.llama_python:
         raise peers.Skipped("llama-cpp-python is not installed (--llama-python)")
     if given.source.kind != "gguf":
-        raise peers.Skipped(f"{given.source.path} is no GGUF file")
+        raise peers.Skipped(f"{given.source.path} is not a GGUF file")
     file = peers.llama_file(kind, given) if kind else given.source.path
     found: list[float] = peers.ask_llama(
         given.llama_python, "losses", str(file), given.threads, stdin=json.dumps(list(windows))

@@ -1,5 +1,5 @@
-"""A server's processes as the system sees them: what they hold in memory, and what they and others compute.
-Knows nothing of servers. Linux only: it reads /proc."""
+"""A server's processes as the system sees them: their memory, and the CPU time of the server and of the whole machine.
+Linux only: it reads /proc."""
 
 import os
 from pathlib import Path
@@ -11,12 +11,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Work(NamedTuple):
     """CPU seconds so far."""
 
-    machine: float  # everybody, and what the machine below took away
+    machine: float  # all processes, and time stolen by the hypervisor
     server: float
 
 
 def tree(pid: int) -> list[int]:
-    """The process and all that descend from it."""
+    """Return the process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and (fields := _stat(int(entry.name))):
@@ -34,7 +34,7 @@ def resident_bytes(pid: int) -> int:
     for member in tree(pid):
         try:
             lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
-        except (OSError, ProcessLookupError):  # it has just ended
+        except (OSError, ProcessLookupError):  # the process has just ended
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
@@ -50,7 +50,7 @@ def work(pid: int) -> Work:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the name, which may hold anything: state, parent, …; empty where the process has ended."""
+    """Return the fields after the name (which may contain anything): state, parent, …; empty where the process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ProcessLookupError):

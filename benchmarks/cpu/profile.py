@@ -1,5 +1,4 @@
-"""Where the time of a decode step goes, by operation: each timed on its own, many times over, in the middle of a real run.
-Knows nothing of kernels but what a tape says of its operations."""
+"""Where the time of a decode step goes, by operation: each timed on its own, many times over, in the middle of a real run."""
 
 import statistics
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ def run(model: str, names: Sequence[str], is_quick: bool, results: Results) -> i
 
 
 def measure(subject: Measured, steps: Any, num_runs: int) -> dict[str, Any]:
-    """One row at BATCH_CONTEXT: the operations' times, and the whole step's when nobody looks."""
+    """Profile one row at BATCH_CONTEXT: the time of each operation, and of the whole step without profiling."""
     point = Point(1, BATCH_CONTEXT)
     load = Prompts(subject).load(point)
     whole = growth.measure(subject, point, load)
@@ -46,7 +45,7 @@ def measure(subject: Measured, steps: Any, num_runs: int) -> dict[str, Any]:
     def looked_at(batch: Batch) -> Any:
         logits = run_step(batch)
         if batch.num_tokens == 1 and batch.max_seq_len >= BATCH_CONTEXT and not taken:
-            kept = logits.clone()  # the same step again writes the same to the same places, but these are on loan
+            kept = logits.clone()  # profiling repeats the step and overwrites the logits: restore them afterwards
             taken.append([steps.profile(batch, 1) for _ in range(num_runs)])
             logits.copy_(kept)
         return logits
@@ -56,7 +55,7 @@ def measure(subject: Measured, steps: Any, num_runs: int) -> dict[str, Any]:
     del steps.run
     if not taken:
         raise RuntimeError(f"no step reached {BATCH_CONTEXT} tokens")
-    # The middle of each: others use the machine too.
+    # The median of each: other processes use the machine too.
     timed = [(same[0][0], statistics.median(took for _, took in same)) for same in zip(*taken[0], strict=True)]
     operations = _by_kind(timed, steps._tape._ops)
     computed = sum(operation["ms"] for operation in operations)
@@ -64,7 +63,7 @@ def measure(subject: Measured, steps: Any, num_runs: int) -> dict[str, Any]:
 
 
 def _by_kind(timed: Sequence[tuple[str, float]], ops: Sequence[Any]) -> list[dict[str, Any]]:
-    """Operations of one kind and shape together, in the order in which they first come."""
+    """Group operations of one kind and shape, in order of first appearance."""
     found: dict[str, dict[str, Any]] = {}
     for (name, seconds), op in zip(timed, ops, strict=True):
         num_bytes = 0

@@ -1,5 +1,4 @@
-"""One server's turn in a round: started, put under every load, asked for its memory; with others' use of the machine noted.
-Knows nothing of how figures are judged."""
+"""One server's turn in a round: start it, run every load, read its memory, and record other processes' use of the machine."""
 
 import dataclasses
 import os
@@ -14,22 +13,21 @@ from benchmarks.cpu.loads import Load
 from benchmarks.cpu.servers import Server, started
 
 QUIET = 0.05
-"""Of the cores for others: beyond it, threads that wait for each other wait for other people's work."""
+"""Largest share of the cores that other processes may use: beyond it, threads that wait for each other wait for those."""
 
 _FIRST_SEED = 100
-_MAX_TRIES = 3  # of a load that others disturbed, for who is patient
+_MAX_TRIES = 3  # of a load that other processes disturbed, if --patience is given
 _LOOK_S = 1.0
 
 
 @dataclasses.dataclass(slots=True)
 class Patience:
-    """How long, before each start and each load, a machine that others use is waited for. Without any, nothing is tried
-    again either."""
+    """How long to wait for a quiet machine before each start and each load. With 0, nothing is tried again either."""
 
     seconds: float = 0.0
 
     def wait(self, pid: int) -> None:
-        """Until others leave the machine alone."""
+        """Wait until other processes leave the machine alone, for at most `seconds`."""
         end = time.perf_counter() + self.seconds
         while time.perf_counter() < end:
             watch = _Watch(pid)
@@ -39,7 +37,7 @@ class Patience:
 
 
 class _Watch:
-    """What others, neither the process's tree nor this one, have taken of the cores since it was made."""
+    """Measures the share of the cores used since it was made by processes other than this one and the given process's tree."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -53,7 +51,7 @@ class _Watch:
 
 
 def serve(server: Server, wanted: Sequence[Load], number: int, patience: Patience) -> dict[str, Any]:
-    """Everything one server gives in round `number`, from 0."""
+    """Return all figures of one server in round `number`, from 0."""
     patience.wait(os.getpid())
     with started(server) as running:
         print(f"round {number + 1}, {server.name}: first token after {running.start_s:.2f} s", flush=True)
@@ -72,7 +70,7 @@ def serve(server: Server, wanted: Sequence[Load], number: int, patience: Patienc
 
 
 def _taken(url: str) -> dict[str, int]:
-    """What our own server says that weights, and KV pages, take."""
+    """Return the bytes of weights and of KV pages, as our own server reports them."""
     with urllib.request.urlopen(f"{url}/metrics") as answer:
         metrics = answer.read().decode()
     found = re.findall(r'^octavo:memory_bytes{.*kind="(\w+)".*} (\S+)$', metrics, re.MULTILINE)
@@ -84,7 +82,7 @@ def _least_disturbed(load: Load, server: Server, url: str, pid: int, seed: int, 
     while not tries or (patience.seconds and len(tries) < _MAX_TRIES and tries[-1]["others_share"] > QUIET):
         patience.wait(pid)
         watch = _Watch(pid)
-        # Other prompts each time: a server may remember the last ones.
+        # Other prompts each time: a server may cache the last ones.
         found = loads.send(load, url, server.fields, seed + 1000 * _FIRST_SEED * len(tries))
         tries.append(found | {"others_share": round(watch.others_share(), 3)})
     return min(tries, key=lambda found: found["others_share"]) | {"tries": len(tries)}

@@ -1,5 +1,4 @@
-"""A server as a process: started with all cores, timed to its first token, stopped with all that it started.
-Knows nothing of what it serves or which peer it is."""
+"""A server as a process: started with all cores, timed to its first token, stopped with all its child processes."""
 
 import contextlib
 import os
@@ -19,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.01
 _STOP_LIMIT_S = 30
 PORT = "{port}"
-"""Stands in a command for the port."""
+"""Placeholder for the port in a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Server:
     name: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)  # what its requests carry besides
+    fields: dict[str, Any] = field(default_factory=dict)  # extra fields of its requests
     start_limit_s: float = 120.0
     is_peer: bool = True
     is_float32: bool = False  # computes with weights as exact as the file's
@@ -52,7 +51,7 @@ def started(server: Server) -> Iterator[Running]:
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+", prefix="octavo-bench-", errors="replace") as log:
         began = time.perf_counter()
-        # A session of its own: what it leaves behind can be ended by one signal, and Ctrl-C reaches us first.
+        # A session of its own: one signal ends all it leaves behind, and Ctrl-C reaches us first.
         process = subprocess.Popen(
             command,
             cwd=_ROOT,
@@ -73,7 +72,7 @@ def started(server: Server) -> Iterator[Running]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what would keep a server from using all cores as it likes."""
+    """Return our environment without variables that would limit a server's use of cores."""
     prefixes = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")
     return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
@@ -95,7 +94,7 @@ def _why(process: subprocess.Popen[bytes], log: Any, limit_s: float) -> str:
 
 
 def _is_listening(port: int) -> bool:
-    """Asked often while the server wants the cores for itself: cheaper than a request."""
+    """Return whether the port is open: polled while the server needs the cores, and cheaper than a request."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

@@ -1,5 +1,4 @@
-"""What Octavo is held against on a CPU: ratios to the best peer measured in the same run, and limits of its own.
-Knows nothing of how anything is measured."""
+"""Targets for Octavo on a CPU: ratios to the best peer measured in the same run, and absolute limits."""
 
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ class Target(NamedTuple):
     measure: str
     must: float
     aim: float
-    is_ratio: bool = True  # how many times better than the best peer; else a limit in the measure's own unit
+    is_ratio: bool = True  # times better than the best peer; else a limit in the measure's own unit
 
 
 TARGETS = (

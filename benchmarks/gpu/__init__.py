@@ -1,2 +1,2 @@
-"""The GPU path, measured: the five workloads, growth, a trace, cold start, the server, and what fp8 costs in accuracy.
-Knows nothing of kernels: it sees the engine as its callers do, and counts bytes and FLOPs that nobody can avoid."""
+"""Benchmarks of the GPU path: the five workloads, growth, a trace, cold start, the server, and the accuracy of fp8.
+They use the engine as its callers do, and count the bytes and FLOPs that no implementation can avoid."""

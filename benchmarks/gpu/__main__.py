@@ -1,5 +1,5 @@
-"""`python -m benchmarks.gpu`: reads the command line and runs what it names, several parts on one engine where they can share it.
-Knows nothing of how anything is measured. Runs without the HTTP packages, but for --serve."""
+"""`python -m benchmarks.gpu`: reads the command line and runs the parts it names, several on one engine where they can share it.
+Only --serve needs the HTTP packages."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ def build_parser() -> Parser:
     add("--ceilings", action="store_true", help="the chip's own rates: bytes read, products in a burst and for seconds")
     add("--growth", action="store_true", help="decode step time for batch 1 to 1024 and context 128 to 32k (1024 rows unless --max-num-seqs says otherwise)")  # fmt: skip
     add("--trace", nargs="?", const="", metavar="FILE", help="GPU busy time and kernels of decode_heavy's steady steps; FILE gets the Chrome trace, compressed if it ends in .gz")  # fmt: skip
-    add("--cold-start", action="store_true", help="process start to first token, with no compiled kernels and with them")  # fmt: skip
+    add("--cold-start", action="store_true", help="process start to first token, without compiled kernels and with them")  # fmt: skip
     add("--serve", action="store_true", help="the same load over HTTP (256 streams, 128 in, 256 out) and offline")
     add("--determinism", action="store_true", help="the workloads (default: all) with --deterministic and without, and the self-test of both")  # fmt: skip
     add("--accuracy-fp8", action="store_true", help="next-token distributions with fp8 weights and fp8 KV against bf16")
@@ -61,8 +61,8 @@ def _add_settings(parser: Parser) -> None:
     add("--warm-starts", type=count, default=2, metavar="N", help="cold start: starts with cached kernels, after the one without (default: 2)")  # fmt: skip
     add("--streams", type=positive, default=256, metavar="N", help="serve: concurrent streams (default: 256)")
     add("--windows", type=positive, default=32, metavar="N", help="accuracy: windows of 258 tokens, eight next tokens each (default: 32)")  # fmt: skip
-    add("--text", default="", metavar="FILE", help="accuracy: text to take them from (default: random ids)")
-    add("--result", metavar="FILE", help="also write everything measured to this JSON file, part by part")
+    add("--text", default="", metavar="FILE", help="accuracy: text of the windows (default: random ids)")
+    add("--result", metavar="FILE", help="also write all measurements to this JSON file, part by part")
 
 
 def _names(text: str) -> list[str]:
@@ -80,7 +80,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """How many measurements failed."""
+    """Return how many measurements failed."""
     if arguments.determinism:
         from benchmarks.gpu import determinism
 
@@ -108,7 +108,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from benchmarks.gpu import ceilings
 
         ceilings.run(results)
-    # Parts with processes of their own come first: afterwards this process holds memory of the GPU.
+    # Parts with processes of their own come first: afterwards this process holds GPU memory.
     num_failed = _run_processes(arguments, seeds, results)
     if in_process:
         num_failed += _run_here(arguments, seeds, results)

@@ -1,5 +1,5 @@
-"""What fp8 weights and fp8 KV pages do to the next token's distribution, teacher-forced, against the same engine without.
-Knows nothing of the command line; it looks into the engine for one thing, the logits that every sampled position gets.
+"""What fp8 weights and fp8 KV pages do to the next token's distribution, teacher-forced, against the same engine without them.
+It reads one thing inside the engine: the logits of every sampled position.
 
 Each window of tokens is cut at several places. A cut is computed twice: up to the cut by prefill, and one token further
 with everything before it found in the prefix cache, which is one token against stored pages: a decode."""
@@ -17,10 +17,10 @@ from octavo.errors import ConfigError
 
 CUTS = (64, 128, 192, 256)  # multiples of every usual page size
 WINDOW = CUTS[-1] + 2
-KV_BYTES = 2 * 2**30  # enough for the windows, and several engines' worth leaves room for the weights
+KV_BYTES = 2 * 2**30  # enough for the windows; several engines of this size leave room for the weights
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},  # how far bf16 itself is from there, as a measure for the others
+    "float32": {"dtype": "float32"},  # how far bf16 itself is from float32, as a scale for the others
     "fp8 weights": {"quantization": "fp8"},
     "fp8 KV": {"kv_cache_dtype": "fp8"},
     "fp8 weights and KV": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
@@ -31,7 +31,7 @@ def run(options: dict[str, Any], num_windows: int, text_file: str, cuts: Sequenc
     """Returns how many variants failed."""
     known = {name for section, _ in config.sections() for name in config.field_names(section)}
     options = {"kv_cache_memory_bytes": KV_BYTES, "dtype": "bfloat16"} | options
-    if "enforce_eager" in known:  # a replayed graph calls nobody who could look at its logits
+    if "enforce_eager" in known:  # a replayed graph does not call the hook that reads its logits
         options["enforce_eager"] = True
     windows: list[list[int]] = []
     reference, targets = _distributions(options, windows, num_windows, text_file, cuts)
@@ -50,7 +50,7 @@ def run(options: dict[str, Any], num_windows: int, text_file: str, cuts: Sequenc
             num_failed += 1
             continue
         if torch.equal(logits, reference):
-            # Perfect accuracy would be the wrong thing to report of an option that did nothing.
+            # An option without effect must not be reported as perfectly accurate.
             print(f"{name}: failed, not one logit differs: the option has no effect here")
             num_failed += 1
             continue
@@ -91,7 +91,7 @@ def _cells(figure: dict[str, float]) -> list[str]:
 def _distributions(
     options: dict[str, Any], windows: list[list[int]], num_windows: int, text_file: str, cuts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [N, V] of every cut of every window, and the tokens [N] that really follow. Fills `windows` if it is empty."""
+    """Return the logits [N, V] of every cut of every window, and the tokens [N] that follow in the text. Fills `windows` if empty."""
     with LLM(**options) as llm:
         if not windows:
             windows += _windows(llm, num_windows, text_file)
@@ -131,7 +131,7 @@ def _windows(llm: LLM, num: int, text_file: str) -> list[list[int]]:
 
 
 class _Logits:
-    """Keeps what the model's head returns, in the order of the rows that were sampled, which is that of the prompts."""
+    """Keeps the logits that the model's head returns, in the order of the sampled rows, which is that of the prompts."""
 
     def __init__(self, llm: LLM) -> None:
         self._taken: list[torch.Tensor] = []
@@ -153,10 +153,10 @@ class _Logits:
 
 
 def _check(logits: torch.Tensor, chosen: Sequence[int]) -> None:
-    """Rows must belong to the prompts they are taken for: greedy sampling chose each row's largest logit."""
+    """Check that rows belong to their prompts: greedy sampling chose each row's largest logit."""
     if len(logits) != len(chosen):
-        raise RuntimeError(f"{len(logits)} rows of logits were seen for {len(chosen)} prompts")
+        raise RuntimeError(f"{len(logits)} rows of logits were recorded for {len(chosen)} prompts")
     largest = logits.max(-1).values
     picked = logits.gather(1, torch.tensor(chosen)[:, None]).squeeze(1)
     if not torch.equal(largest, picked):
-        raise RuntimeError("the logits seen are not those that the tokens were chosen from")
+        raise RuntimeError("the recorded logits are not the ones the tokens were sampled from")

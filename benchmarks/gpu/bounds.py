@@ -1,5 +1,5 @@
-"""What the chip allows each workload, computed without one: the limit, and what the targets ask of it.
-Knows nothing of engines: rows, tokens a step and bytes are assumed, and printed."""
+"""The chip's limit for each workload, computed without a GPU, and the targets as shares of it.
+Rows, tokens a step and bytes are assumed, and printed."""
 
 import argparse
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def _bounds(
     chip: limits.Chip,
     options: dict[str, Any],
 ) -> dict[str, float]:
-    """Rates over all loads together. `kv_only_rate`: were everything but the keys and values free, each row reading its own."""
+    """Rates over all loads together. `kv_only_rate`: only reading keys and values costs time, and each row reads its own."""
     tokens, least, unshared, kv_only = 0, 0.0, 0.0, 0.0
     for items in loads:
         steps = list(limits.steps_of(items, options["max_num_seqs"], options["max_num_batched_tokens"]))

@@ -1,5 +1,5 @@
-"""What the chip does at best: bytes read, and matrix products in a burst and for as long as its power allows.
-Knows nothing of engines. A chip that works at its power limit for seconds is slower than the same chip in the first moment."""
+"""The chip's best rates: bytes read, and matrix products in a burst and for as long as its power allows.
+A chip that works at its power limit for seconds is slower than in its first moment."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.show import Results, table
 
 SUSTAINED_S = 2.0
-# rows, outputs, inputs of x · Wᵀ: a square one, and what an 8B model's layer does in a decode step and in a prompt's.
+# rows, outputs, inputs of x · Wᵀ: a square one, and those of an 8B model's layer in a decode step and in a prefill step.
 SHAPES = ((8192, 8192, 8192), (512, 28672, 4096), (512, 4096, 14336), (8192, 28672, 4096))
 
 
@@ -32,7 +32,7 @@ def _read_rate() -> float:
 
 
 def _product(m: int, n: int, k: int) -> tuple[tuple[int, int, int], float, float]:
-    """FLOP per second right after a pause, and once the chip is warm. Several weights, so that they come from memory."""
+    """Return FLOP per second right after a pause, and once the chip is warm. Several weights, so that they come from memory."""
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)

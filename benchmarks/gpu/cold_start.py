@@ -1,5 +1,5 @@
 """From process start to first token: once with no compiled kernel on the machine, then with them.
-Knows nothing of the engine: it starts a fresh process for every figure and reads its stamps."""
+Starts a fresh process for every figure and reads its stamps."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def _start(options: dict[str, Any], cache: str) -> dict[str, Any]:
 
 
 def _python_path() -> str:
-    """As here, with the repository first: the working folder is not on the path of every way to start Python."""
+    """Return PYTHONPATH with the repository first: not every way to start Python puts the working folder on the path."""
     return os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

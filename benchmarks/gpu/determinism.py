@@ -1,5 +1,4 @@
-"""What --deterministic costs: the workloads with and without it, one engine after the other, in one run; then the self-test.
-Knows nothing of how either computes."""
+"""What --deterministic costs: the workloads with and without it, one engine after the other, in one run; then the self-test."""
 
 import argparse
 import gc
@@ -14,7 +13,7 @@ from octavo.config import Config, replace
 
 
 def run(arguments: argparse.Namespace, names: Sequence[str], seeds: Sequence[int], results: Results) -> int:
-    """How many measurements failed, ways that differ among them."""
+    """Return how many measurements failed, the self-test with the flag included."""
     medians: dict[bool, dict[str, float]] = {}
     for is_deterministic in (False, True):
         subject = Subject(arguments, deterministic=is_deterministic)
@@ -42,7 +41,7 @@ def _self_test(arguments: argparse.Namespace) -> int:
     for is_deterministic in (True, False):
         config = replace(Config(), **options | {"deterministic": is_deterministic})
         code = determinism.run(config, as_json=False)
-        num_wrong += code if is_deterministic else 0  # without it, ways that differ are what is to be expected
+        num_wrong += code if is_deterministic else 0  # without the flag, differences are expected
         _free()
     return num_wrong
 

@@ -1,7 +1,6 @@
-"""One fresh process of the cold-start benchmark: builds the engine, gets a first token, says when each stage ended.
-Knows nothing of what came before it but the moment at which it was started.
+"""One fresh process of the cold-start benchmark: builds the engine, gets a first token, reports when each stage ended.
 
-Started as `python -m benchmarks.gpu.first_token OPTIONS`, a JSON object of LLM's options; answers with one JSON line."""
+Started as `python -m benchmarks.gpu.first_token OPTIONS`, a JSON object of LLM's options; prints one JSON line."""
 
 import time
 

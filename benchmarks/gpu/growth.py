@@ -1,5 +1,4 @@
-"""How the decode step grows: batch 1 to 1,024 at one context, context 128 to 32k at a few batches, through the real engine.
-Knows nothing of the command line."""
+"""How the decode step grows: batch 1 to 1,024 at one context, context 128 to 32k at a few batches, through the real engine."""
 
 import statistics
 import traceback
@@ -41,7 +40,7 @@ def points(scale: float = 1.0) -> list[Point]:
 
 
 def run(subject: Subject, wanted: Sequence[Point], max_prefill_seconds: float, results: Results) -> int:
-    """Returns how many points failed; those that do not fit or cost too much are skipped and said to be."""
+    """Return how many points failed. Points that do not fit or cost too much are skipped with a message."""
     figures: list[dict[str, Any]] = []
     remarks: list[str] = []
     num_failed = 0
@@ -72,13 +71,13 @@ def run(subject: Subject, wanted: Sequence[Point], max_prefill_seconds: float, r
 
 
 def measure(subject: Subject, point: Point, load: list[Item]) -> dict[str, Any]:
-    """Prefill everybody, then time the steps in which every row gets one token."""
+    """Prefill all rows, then time the steps in which every row gets one token."""
     with StepTimes(subject.llm) as times:
         subject.generate(load, keep_cache=True)
     window = steady_window(times.num_tokens, point.batch)
     intervals = [times.ended[i] - times.ended[i - 1] for i in window]
     mean = sum(intervals) / len(intervals)
-    # What has been handed out up to the middle of the window, on top of the prompts.
+    # Tokens generated up to the middle of the window, on top of the prompts.
     middle = window[len(window) // 2]
     total_context = sum(len(item.prompt) for item in load) + sum(times.num_tokens[:middle])
     least = limits.step_seconds(limits.decode_work(point.batch, total_context), subject.model, subject.chip)
@@ -96,8 +95,8 @@ def measure(subject: Subject, point: Point, load: list[Item]) -> dict[str, Any]:
 
 
 def steady_window(num_tokens: Sequence[int], batch: int) -> range:
-    """Turns in which, as in the turn before, every row got a token; the first SETTLING_STEPS of the longest such run and
-    its last turn, after which rows leave, are left out."""
+    """Return the longest run of turns in which, as in the turn before, every row got a token, without its first
+    SETTLING_STEPS turns and without its last one, after which rows finish."""
     best = range(0)
     start = None
     for i, num in enumerate([*num_tokens, -1]):
@@ -113,20 +112,20 @@ def steady_window(num_tokens: Sequence[int], batch: int) -> range:
 
 
 class Prompts:
-    """Row i's prompt, of whatever length, is the start of one stream of random tokens that is the row's own.
+    """Row i's prompt, of any length, is the start of row i's own stream of random tokens.
 
-    So a longer or larger point finds what a smaller one computed in the prefix cache, and rows share nothing: most of what
-    this benchmark costs is prefill. Pages are counted, so that nothing is counted on that was evicted meanwhile."""
+    So a longer or larger point finds in the prefix cache what a smaller one computed, and rows share nothing: most of this
+    benchmark's time is prefill. Pages are counted, and the cache is reset before it would have to evict."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._known: dict[int, int] = {}  # row → tokens of its stream that are in the cache
-        self._num_pages = 0  # that may hold something
+        self._num_pages = 0  # that may hold tokens
         self._is_caching = subject.llm.config.cache.enable_prefix_caching
 
     def load(self, point: Point) -> list[Item]:
-        """Requests with as many output tokens as it takes for all to decode at once, through the window. The first rows
-        decode while the last ones are still being prefilled. What an item shares is what the cache holds of it."""
+        """Return requests with enough output tokens for all rows to decode at once, through the window: the first rows
+        decode while the last ones are still prefilling. An item's shared_len is the part that the cache holds."""
         report = self._subject.report
         prompt_len = max(1, point.context - _WINDOW)
         if self._num_pages + self._new_pages(point.batch, prompt_len, 4 * _WINDOW) > report.num_pages:
@@ -144,7 +143,7 @@ class Prompts:
         return [item._replace(output_len=num_prefill_steps + _WINDOW) for item in items]
 
     def note(self, load: Sequence[Item]) -> None:
-        """The load has run."""
+        """Record that the load has run."""
         if not self._is_caching:
             return
         prompt_len = len(load[0].prompt)

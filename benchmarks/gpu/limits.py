@@ -1,5 +1,5 @@
 """The least time a load can take on a chip: bytes that must move and FLOPs that must be done, over measured ceilings.
-Knows nothing of engines or kernels: continuous batching with so many rows and tokens a step is all it assumes.
+It assumes only continuous batching with a given number of rows and tokens a step.
 
 A step takes at least (its weights' bytes or its matrix products' FLOPs, whichever takes longer) plus (its keys' and values'
 bytes or attention's FLOPs, whichever takes longer): layer by layer the two kinds of work wait for each other."""
@@ -13,12 +13,14 @@ from octavo.spec import ModelSpec
 
 
 class Work(NamedTuple):
-    """What one step has to do, in tokens."""
+    """The work of one step, in tokens."""
 
-    num_tokens: int  # go through the layers
-    num_samples: int  # go through the head
-    kv_tokens: int  # keys and values read or written, each row for itself
-    shared_kv_tokens: int  # of those, what other rows of the step read as well: a cleverer kernel reads it once
+    num_tokens: int  # pass through the layers
+    num_samples: int  # pass through the head
+    kv_tokens: int  # keys and values read or written, counted for each row
+    shared_kv_tokens: (
+        int  # of those, the ones that other rows of the step also read: a kernel that shares prefixes reads them once
+    )
     attended: int  # (query, key) pairs
 
 
@@ -55,7 +57,7 @@ class Model:
 
 
 def step_seconds(work: Work, model: Model, chip: Chip, *, shared_once: bool = True) -> float:
-    """The least time of one step. `shared_once`: what several rows have in common is read once for all of them."""
+    """Return the least time of one step. `shared_once`: a shared prefix is read once for all rows."""
     weights = model.layer_parameters * model.layer_bytes
     products = 2 * model.layer_parameters * work.num_tokens
     if work.num_samples:
@@ -77,9 +79,9 @@ def total_seconds(steps: Sequence[Work], model: Model, chip: Chip, *, shared_onc
 
 
 def steps_of(items: Sequence[Item], max_rows: int, max_step_tokens: int) -> Iterator[Work]:
-    """The steps of a load when everything is handed over at once and served first come first served.
+    """Yield the steps of a load when all requests are submitted at once and served first come, first served.
 
-    What requests have in common is computed by the first of them and found by the others."""
+    The first request computes the shared prefix; the others find it in the cache."""
     waiting = list(reversed(items))
     running: list[_Row] = []
     while waiting or running:
@@ -107,7 +109,7 @@ class _Row:
 
 
 class _Draft:
-    """A step in the making."""
+    """A step being assembled."""
 
     def __init__(self) -> None:
         self.tokens = self.samples = self.kv = self.attended = 0

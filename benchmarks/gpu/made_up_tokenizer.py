@@ -1,5 +1,5 @@
 """A vocabulary of made-up words for models that are nothing but a config: a server must spell the tokens it streams.
-Knows nothing of any real tokenizer. Every token is a short word with a space before it, as most of a real one's are."""
+Every token is a short word with a space before it, as most of a real one's are."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ _SPACE = "Ġ"  # how byte-level vocabularies write a leading space
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json in `folder`: byte-level BPE without merges. It decodes every id; nothing is meant to be encoded."""
+    """Write tokenizer.json into `folder`: byte-level BPE without merges. It decodes every id and cannot encode text."""
     vocabulary = {_SPACE + _word(i): i for i in range(vocab_size)}
     content: dict[str, Any] = {
         "version": "1.0",
@@ -26,7 +26,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def _word(number: int) -> str:
-    """a, b, … z, aa, ba, …: a different word for every number."""
+    """Return a different word for every number: a, b, … z, aa, ba, …."""
     word = ""
     while True:
         word += _LETTERS[number % 26]

@@ -1,7 +1,7 @@
-"""The same load over HTTP and offline: what the server's front costs at many concurrent streams.
-Knows nothing of HTTP: the server is `octavo serve`, the client `octavo bench serve`, each in processes of its own.
+"""The same load over HTTP and offline: the cost of the server's front at many concurrent streams.
+The server is `octavo serve`, the client `octavo bench serve`, each in processes of its own.
 
-`python -m benchmarks.gpu --serve` runs it, and so does, with two flags more, for the number of processes on either side:
+`python -m benchmarks.gpu --serve` runs it. Run directly, it takes two more flags for the number of processes on each side:
 python -m benchmarks.gpu.serve --model qwen3-0.6b [--api-processes N] [--client-processes N]"""
 
 import argparse
@@ -34,7 +34,7 @@ _MAX_ID = 30_000  # prompts' ids are below this, as in the workloads
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """A closed loop: as soon as one of the streams ends, the next request takes its place."""
+    """A closed loop: when a stream ends, the next request takes its place."""
 
     num_streams: int
     num_requests: int
@@ -48,8 +48,8 @@ class Load:
 
 
 def run(arguments: argparse.Namespace, load: Load, seeds: Sequence[int], results: Results) -> int:
-    """Server and clients first, and only when they are gone the engine in this process: the GPU's memory is for one."""
-    # Both sides get the same rows, or one of them would batch what the other cannot.
+    """Run the server and its clients first and then, when they have ended, the engine in this process: the GPU's memory holds one."""
+    # Both sides get the same number of rows, or one of them could batch more.
     options = engine_options(arguments, max_num_seqs=load.num_streams)
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         served = _over_http(options, load, seeds, Path(folder), arguments)
@@ -109,7 +109,7 @@ def _over_http(
 
 
 def clients(url: str, load: Load, seed: int, folder: Path, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Figures of one run of `octavo bench serve`; `more`: further flags of it."""
+    """Return the figures of one run of `octavo bench serve`; `more`: further flags."""
     file = folder / f"run-{seed}.json"
     command = [sys.executable, "-m", "octavo.cli.main", "bench", "serve", "--base-url", url, "--result", str(file)]
     command += ["--num-prompts", str(load.num_requests), "--max-concurrency", str(load.num_streams)]
@@ -123,7 +123,7 @@ def clients(url: str, load: Load, seed: int, folder: Path, more: Sequence[str] =
 
 @contextlib.contextmanager
 def server(command: list[str]) -> Iterator[tuple[str, int]]:
-    """`octavo serve`, by this command, for as long as it is entered; yields its URL and process id."""
+    """Run `octavo serve` by this command while the context is open; yields its URL and process id."""
     process = subprocess.Popen(command, cwd=_ROOT, stderr=subprocess.PIPE, text=True)
     lines: list[str] = []
     found: list[str] = []
@@ -189,7 +189,7 @@ def _vocab_size(model: str) -> int:
 
 
 def _offline(arguments: argparse.Namespace, load: Load, seeds: Sequence[int]) -> list[float]:
-    """Output tokens per second of the very same prompts through LLM.generate."""
+    """Return output tokens per second of the same prompts through LLM.generate."""
     subject = Subject(arguments, max_num_seqs=load.num_streams)
     vocab_size = min(subject.report.vocab_size, _MAX_ID)
     rates = []
@@ -205,7 +205,7 @@ def main() -> int:
 
     parser = build_parser()
     for name, whose in (("--api-processes", "octavo serve"), ("--client-processes", "octavo bench serve")):
-        parser.add_argument(name, default=config.AUTO, metavar="N", help=f"as `{whose}` takes it (default: auto)")
+        parser.add_argument(name, default=config.AUTO, metavar="N", help=f"value for `{whose}` (default: auto)")
     arguments = parser.parse_args()
     seeds = arguments.seeds or [FIRST_SEED + i for i in range(arguments.runs)]
     return run(arguments, Load.scaled(arguments.streams, arguments.scale), seeds, Results(arguments.result))

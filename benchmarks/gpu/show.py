@@ -1,5 +1,4 @@
-"""Tables for people, and the JSON file that grows while a benchmark runs: what was measured before a failure is kept.
-Knows nothing of what is measured."""
+"""Tables for people, and the JSON file that is rewritten as results come: a failure loses nothing measured before it."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from octavo.cli.bench import report
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need to be: the first to the left, the others to the right."""
+    """Align columns: the first to the left, the others to the right."""
     cells = [list(titles), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(titles))]
     lines = []
@@ -29,7 +28,7 @@ def share(value: float) -> str:
 
 
 class Results:
-    """Everything measured by one command, by part. Written anew whenever a part has grown."""
+    """All measurements of one command, by part. The file is rewritten whenever a part is added."""
 
     def __init__(self, path: str | None) -> None:
         report.check_writable(path)

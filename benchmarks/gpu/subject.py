@@ -1,5 +1,5 @@
 """The engine under test, as the in-process benchmarks use it: its model's limits, its memory, and the times of its steps.
-Knows nothing of which benchmark asks, nor of the engine's inside beyond the loop's one verb, step()."""
+Of the engine's inside it uses one method, the loop's step()."""
 
 import argparse
 import importlib
@@ -22,7 +22,7 @@ MODELS = Path(__file__).resolve().parent.parent / "models"
 
 
 def engine_options(arguments: argparse.Namespace, **otherwise: Any) -> dict[str, Any]:
-    """What LLM() is given: the flags, a known model's folder for its name, random weights where the folder holds none."""
+    """Return LLM()'s options: the flags, a known model's folder for its name, random weights where the folder has none."""
     options = otherwise | options_from(arguments)
     name = options.get("model", "")
     if not name:
@@ -39,7 +39,7 @@ def known_models() -> list[str]:
 
 
 def is_fp8(options: dict[str, Any]) -> bool:
-    """Whether the layers' weights, and the inputs of their products, have 8 bits."""
+    """Return whether the layers' weights, and the inputs of their products, have 8 bits."""
     return options.get("quantization") == "fp8"
 
 
@@ -59,7 +59,7 @@ def spec_of(model: str) -> ModelSpec:
 
 
 class Subject:
-    """One engine in this process, for as many measurements as are wanted: a start costs more than a run."""
+    """One engine in this process, for any number of measurements: a start costs more than a run."""
 
     def __init__(self, arguments: argparse.Namespace, **otherwise: Any) -> None:
         self.options = engine_options(arguments, **otherwise)
@@ -77,7 +77,7 @@ class Subject:
         self.chip = chip_of(arguments, self.options)
 
     def generate(self, items: Sequence[Item], *, keep_cache: bool = False) -> float:
-        """Seconds from handing all of the load over at once to its last token, with nothing cached before."""
+        """Return the seconds from submitting the whole load at once to its last token, with nothing cached before."""
         items = folded(items, self.report.vocab_size)
         prompts = [item.prompt for item in items]
         params = [exactly(item.output_len) for item in items]
@@ -88,7 +88,7 @@ class Subject:
         seconds = time.perf_counter() - started
         wrong = sum(len(o.outputs[0].token_ids) != i.output_len for o, i in zip(outputs, items, strict=True))
         if wrong:
-            raise RuntimeError(f"{wrong} of {len(items)} answers have not the length that was asked for")
+            raise RuntimeError(f"{wrong} of {len(items)} answers have the wrong length")
         return seconds
 
     def describe(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def exactly(num_tokens: int) -> SamplingParams:
 
 
 class StepTimes:
-    """While entered, notes when each turn of the loop ended and how many rows got a token in it.
+    """While entered, records when each turn of the loop ended and how many rows got a token in it.
 
     With a step in flight beyond the one collected, a turn ends when the step before last is known: the time between two
     turns is still one step's."""
@@ -149,7 +149,7 @@ class StepTimes:
         return self
 
     def after_step(self) -> None:
-        """For those who want to act between two steps."""
+        """A hook for subclasses: runs after every step."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -181,7 +181,7 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int | None:
-    """The most that tensors have held since the last reset, the whole KV store included; None without a GPU."""
+    """Return the most bytes that tensors have held since the last reset, the whole KV store included; None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

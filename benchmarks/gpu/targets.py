@@ -1,5 +1,4 @@
-"""What the figures are held against: vLLM on the same chip, what must be reached, the aim, and the chip's ceilings.
-Knows nothing of how anything is measured here."""
+"""The reference figures: vLLM on the same chip, the required and the desired rates, and the chip's ceilings."""
 
 from typing import NamedTuple
 
@@ -38,10 +37,10 @@ TARGETS: dict[str, dict[str, Target]] = {
 }
 
 COLD_START_SECONDS = {"first": 30.0, "afterwards": 12.0, "vllm_first": 105.0}
-"""From process start to first token of an 8B model with random weights: the two that must be reached, and vLLM's."""
+"""Seconds from process start to first token of an 8B model with random weights: the two required ones, and vLLM's."""
 
 BUSY_SHARE = 0.97
-"""GPU busy time over wall time that steady decode must reach."""
+"""Required share of GPU busy time in wall time for steady decode."""
 
 SERVED_SHARE = 0.95
-"""Of the offline output tokens per second, what must come out of the HTTP server at 256 streams."""
+"""Required share of the offline output tokens per second for the HTTP server at 256 streams."""

@@ -1,5 +1,4 @@
-"""The five workloads on one engine: tokens per second against vLLM, the targets and the physical limit.
-Knows nothing of the command line."""
+"""The five workloads on one engine: tokens per second against vLLM, the targets and the physical limit."""
 
 import statistics
 import traceback
@@ -42,7 +41,7 @@ def run(
 
 
 def measure(subject: Subject, name: str, seeds: Sequence[int], scale: float, warmup: str) -> dict[str, Any]:
-    """One warm-up of the same kind with a seed of its own, then one run for each seed."""
+    """Run one warm-up of the same kind with a seed of its own, then once for each seed."""
     warmup_seconds = 0.0
     if warmup != "none":
         items = workloads.make(name, WARMUP_SEED, scale)

@@ -1,5 +1,5 @@
-"""Steady decode under torch's profiler: how much of the wall time the GPU was busy, and with which kernels.
-Knows nothing of the command line. On a CPU it traces operators instead, which rehearses everything but the kernels."""
+"""Steady decode under torch's profiler: the share of the wall time in which the GPU was busy, and with which kernels.
+On a CPU it traces operators instead, which rehearses everything but the kernels."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ _TOP = 15
 
 
 class Interval(NamedTuple):
-    """Something the device did, in microseconds of the trace's own clock."""
+    """One kernel or operator, in microseconds of the trace's own clock."""
 
     name: str
     start: float
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 
 class TracedSteps(StepTimes):
-    """Turns the profiler on after so many turns of steady decode, and off after so many more."""
+    """Starts the profiler after num_before turns of steady decode, and stops it num_traced turns later."""
 
     def __init__(self, subject: Subject, batch: int, num_before: int, num_traced: int) -> None:
         super().__init__(subject.llm)
@@ -48,14 +48,14 @@ class TracedSteps(StepTimes):
         elif self.first and not self.last and len(self.ended) == self.first + self._num_traced:
             self.last = len(self.ended)
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # what is in flight belongs to the trace
+                torch.cuda.synchronize()  # work in flight belongs to the trace
             self.profiler.stop()
 
 
 def make_profiler() -> profile:
     if torch.cuda.is_available():
         return profile(activities=[ProfilerActivity.CUDA], acc_events=True)
-    # A rehearsal: a CPU computes large steps on a thread of its own.
+    # A rehearsal: a CPU computes large steps on a separate thread.
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     return profile(activities=[ProfilerActivity.CPU], acc_events=True, experimental_config=everywhere)
 
@@ -72,7 +72,9 @@ def run(subject: Subject, path: str, seed: int, scale: float, num_traced: int, r
     with TracedSteps(subject, batch, num_before, num_traced) as steps:
         subject.generate(items)
     if not steps.last:
-        print(f"trace: fewer than {num_steps} steps in which all {batch} rows got a token: give --trace-steps less")
+        print(
+            f"trace: fewer than {num_steps} steps in which all {batch} rows got a token: give a smaller --trace-steps"
+        )
         return 1
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
@@ -95,9 +97,9 @@ def run(subject: Subject, path: str, seed: int, scale: float, num_traced: int, r
 
 
 def _output_len(subject: Subject, items: Sequence[workloads.Item], num_steps: int) -> int:
-    """Enough for everybody to decode at once for that many steps: the first rows start while the last wait."""
+    """Return an output length with which all rows decode at once for num_steps steps: the first rows start while the last wait."""
     tokens = sum(len(item.prompt) for item in items[: subject.report.max_num_seqs])
-    # Decodes take their part of every step's budget, at worst half of it here.
+    # Decodes take at most half of a step's token budget here.
     return num_steps + 2 * -(-tokens // subject.report.max_num_batched_tokens) + 2
 
 
@@ -109,7 +111,7 @@ def _step_ms(ended: Sequence[float], turns: range) -> float:
 
 
 def read(text: bytes) -> list[Interval]:
-    """What the device did, in order of its start; on a machine without a GPU, the operators."""
+    """Return the device's kernels in order of their start; on a machine without a GPU, the operators."""
     events = [event for event in json.loads(text)["traceEvents"] if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in events if event.get("cat") in _GPU_CATEGORIES]
     chosen = kernels or [event for event in events if event.get("cat") == "cpu_op"]
@@ -118,7 +120,7 @@ def read(text: bytes) -> list[Interval]:
 
 
 def busy(intervals: Iterable[Interval]) -> float:
-    """Microseconds in which at least one interval ran. They come in order of their start."""
+    """Return the microseconds in which at least one interval ran. Intervals are sorted by start."""
     total, reached = 0.0, float("-inf")
     for interval in intervals:
         total += max(0.0, interval.end - max(interval.start, reached))
@@ -127,9 +129,9 @@ def busy(intervals: Iterable[Interval]) -> float:
 
 
 def judge(intervals: Sequence[Interval], num_steps: int) -> dict[str, Any]:
-    """Busy time over the span from the first kernel's start to the last one's end, and who was busy."""
+    """Return busy time over the span from the first kernel's start to the last one's end, and the time of each kernel."""
     if not intervals:
-        raise RuntimeError("the trace holds nothing that the device did")
+        raise RuntimeError("the trace contains no work of the device")
     span = max(interval.end for interval in intervals) - intervals[0].start
     took: dict[str, list[float]] = defaultdict(list)
     for interval in intervals:
@@ -158,7 +160,7 @@ def judge(intervals: Sequence[Interval], num_steps: int) -> dict[str, Any]:
 
 
 def _gaps(intervals: Sequence[Interval]) -> list[float]:
-    """Stretches in which nothing ran, the longest first."""
+    """Return the stretches in which nothing ran, the longest first."""
     gaps, reached = [], intervals[0].end
     for interval in intervals[1:]:
         if interval.start > reached:

@@ -1,11 +1,11 @@
-"""The five loads every engine is compared on: prompts of token ids and output lengths, drawn from a seed and nothing else.
-Knows nothing of engines. The draws and their order are fixed: another order would be another load."""
+"""The five loads every engine is compared on: prompts of token ids and output lengths, a function of the seed alone.
+The draws and their order are fixed: another order would be another load."""
 
 import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_LOWEST_ID, _HIGHEST_ID = 1000, 29_999  # inside every vocabulary that is compared, above where special tokens live
+_LOWEST_ID, _HIGHEST_ID = 1000, 29_999  # inside every vocabulary that is compared, above the special tokens
 
 
 class Item(NamedTuple):
@@ -21,7 +21,7 @@ def _ids(rng: random.Random, count: int) -> list[int]:
 
 
 def _mixed(rng: random.Random, num: int, shortest: int, longest: int) -> list[Item]:
-    """Prompt and output lengths each uniform between the two. A request's length is drawn before its ids."""
+    """Draw prompt and output lengths uniformly between the two. A request's length is drawn before its ids."""
     return [Item(_ids(rng, rng.randint(shortest, longest)), rng.randint(shortest, longest)) for _ in range(num)]
 
 
@@ -51,12 +51,12 @@ def make(name: str, seed: int, scale: float = 1.0) -> list[Item]:
 
 
 def counts_inputs(name: str) -> bool:
-    """Whether the load's figure is input tokens per second; otherwise it is output tokens per second."""
+    """Return whether the load's figure is input tokens per second; otherwise it is output tokens per second."""
     return name == "prefill_heavy"
 
 
 def folded(items: Sequence[Item], vocab_size: int) -> list[Item]:
-    """The same load for a vocabulary that lacks some of the ids. Where it has them all, nothing changes."""
+    """Map ids that the vocabulary lacks to ids that it has. Without such ids, nothing changes."""
     if vocab_size > _HIGHEST_ID:
         return list(items)
     return [item._replace(prompt=[token % vocab_size for token in item.prompt]) for item in items]

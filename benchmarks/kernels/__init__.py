@@ -1,2 +1,1 @@
-"""What the kernels' speed is measured with, one file per room of kernels.
-Knows nothing of the server: tensors in, microseconds out."""
+"""Benchmarks of kernels, one file per group of kernels: tensors in, microseconds out."""

@@ -1,8 +1,8 @@
-"""Products with few rows, norm, turn and gate on a GPU: checks them, times them against cuBLAS, names the best tiles.
-Knows nothing of the engine. `python -m benchmarks.kernels.few_rows [--seconds 85]`
+"""Products with few rows, norm, rotation and gate on a GPU: checks them, times them against cuBLAS, names the best tiles.
+`python -m benchmarks.kernels.few_rows [--seconds 85]`
 
 Times are of one call inside a CUDA graph of at least twenty, over copies of the weight that exceed the L2 cache, so that
-a product reads its weight from memory. Ours come with what a layer needs of them (norm, gate, residual); cuBLAS alone."""
+a product reads its weight from memory. Ours include the layer's norm, gate and residual; cuBLAS's are the product alone."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-if not torch.backends.cuda.is_built():  # asked of the build, not of the driver: workers are forked before CUDA starts
+if not torch.backends.cuda.is_built():  # checks the build, not the driver: workers are forked before CUDA starts
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch.nn.functional as F
@@ -87,7 +87,7 @@ def candidates(product: Product, rows: int) -> list[Choice]:
 
 
 def _fits(product: Product, choice: TileChoice, rows: int) -> bool:
-    """Into shared memory, and partial sums into the scratch memory."""
+    """Return whether tiles fit into shared memory, and partial sums into the scratch memory."""
     shared = choice.num_stages * (choice.block_n + rows) * choice.block_k * 2
     num_tiles = -(-product.weight_shape[0] // choice.block_n)
     partial_sums = num_tiles * choice.split * choice.block_n * rows
@@ -103,7 +103,7 @@ def launch(
         before = (norm, EPSILON) if product.has_norm else None
         vector_product(x, weight, out, residual, None, before, product.gated, choice, pdl)
     else:
-        # Norms of more rows are a launch of their own and not counted.
+        # With more rows the norm is a separate launch, which is not counted.
         tile_product(x, weight, out, residual, None, product.gated, choice, pdl)
     return out
 
@@ -119,7 +119,7 @@ def compile_product(product: Product, rows: int, choice: Choice, pdl: bool) -> N
 def expected_of(
     product: Product, choice: Choice, x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor
 ) -> torch.Tensor:
-    """In float32, a slice of the weight at a time. Without the residual."""
+    """Return the expected result in float32, computed a slice of the weight at a time, without the residual."""
     x = x.float()
     if product.has_norm and isinstance(choice, VectorChoice):
         x = F.rms_norm(x, x.shape[-1:], norm.float(), EPSILON)
@@ -165,7 +165,7 @@ def time_product(product: Product, rows: int, pool: torch.Tensor, is_rehearsal: 
                 notes.append(f"{tuple(choice)} WRONG, error {error:.1e}")
             else:
                 times[choice] = variant(choice, False)
-        except Exception as fault:  # one variant must not end the others' run
+        except Exception as fault:  # one failing variant must not end the run
             notes.append(f"{tuple(choice)} {type(fault).__name__}: {str(fault).splitlines()[0][:80]}")
     report(product, rows, cublas, times, notes, variant, is_rehearsal)
 
@@ -199,7 +199,7 @@ def _short(choice: Choice) -> str:
 def elementwise(
     size: Dimensions, num_tokens: int, device: torch.device, is_rehearsal: bool
 ) -> dict[str, tuple[list[Callable[[], object]], float]]:
-    """Calls over cold copies, and the bytes each reads and writes."""
+    """Return calls over cold copies, and the bytes each reads and writes."""
     all_heads = size.num_heads + 2 * size.num_kv_heads
     dtype = torch.float16 if is_rehearsal else torch.bfloat16
     norm = torch.ones(size.hidden, dtype=dtype, device=device)
@@ -303,7 +303,7 @@ def main() -> None:
             chain.run(size, pool, PROCESSORS, is_rehearsal)
             if not is_rehearsal:
                 print(f"  host: {chain.host_microseconds(size, pool):.0f} µs a launch outside a graph")
-        except Exception as fault:  # the tables below are worth having without it
+        except Exception as fault:  # the tables below are useful without it
             print(f"  chain: {type(fault).__name__}: {str(fault).splitlines()[0][:200]}")
     time_elementwise(sizes, device, is_rehearsal)
     print("\n  product rows   cuBLAS          best of ours         rule     with pdl     and the four quickest, as")

@@ -1,5 +1,5 @@
 """All kernels of a model's layers at one row but attention's, in one CUDA graph: torch alone, ours, and ours overlapping.
-Knows nothing of layers or checkpoints: shapes and random weights. Part of `python -m benchmarks.kernels.few_rows`."""
+Shapes and random weights only. Part of `python -m benchmarks.kernels.few_rows`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_produc
 
 EPSILON = 1e-6
 PAGE = 16
-# Tried for each product in turn, the others as chosen.
+# Tried for each product in turn, with the rule's choices for the others.
 CHOICES = (
     VectorChoice(8, 4, 3), VectorChoice(4, 4, 4), VectorChoice(8, 2, 4), VectorChoice(4, 1, 4), VectorChoice(2, 1, 8),
     VectorChoice(8, 8, 2),
@@ -64,7 +64,7 @@ Choices = dict[str, VectorChoice]
 
 
 def make_layers(size: Dimensions, pool: torch.Tensor, num_layers: int) -> list[Layer]:
-    """Layers whose weights lie one behind the other in the pool."""
+    """Make layers whose weights lie one behind the other in the pool."""
     layers, at = [], 0
     for _ in range(num_layers):
         weights = {}
@@ -79,7 +79,7 @@ def make_layers(size: Dimensions, pool: torch.Tensor, num_layers: int) -> list[L
 
 
 def chosen(size: Dimensions, num_processors: int) -> Choices:
-    """What few_rows_linear takes for one row."""
+    """Return the tiles that few_rows_linear chooses for one row."""
     found = {}
     for name, (rows, columns) in size.shapes.items():
         choice = choose(1, rows // 2 if name == "gate up" else rows, columns, name == "gate up", num_processors)
@@ -97,7 +97,7 @@ def our_layer(
     choices: Choices,
     pdl: bool,
 ) -> None:
-    """x [1, hidden] is changed."""
+    """Run one layer with our kernels. Changes x [1, hidden]."""
     first, second = ((weight, EPSILON) for weight in layer.norms)
     q_norm, k_norm = layer.head_norms if layer.head_norms is not None else (None, None)
 
@@ -120,7 +120,7 @@ def our_layer(
 def torch_layer(
     size: Dimensions, layer: Layer, x: torch.Tensor, rotation: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """cuBLAS and plain torch: what a layer costs without kernels of our own."""
+    """Run one layer with cuBLAS and plain torch, without our kernels."""
     q_size = size.num_heads * size.head_size
     normed = F.rms_norm(x, x.shape[-1:], layer.norms[0], EPSILON)
     heads = F.linear(normed, layer.weights["qkv"]).view(1, -1, size.head_size)
@@ -188,13 +188,13 @@ def run(size: Dimensions, pool: torch.Tensor, num_processors: int, is_rehearsal:
 
 
 def sweep(ours: Callable[[Choices, bool], torch.Tensor], rule: Choices, num_layers: int) -> None:
-    """With overlapping launches: the choices of the rule, then each product's alternatives with the others as they are."""
+    """Time, with overlapping launches, the rule's choices, then each product's alternatives with the others unchanged."""
 
     def per_layer(choices: Choices) -> float:
         return microseconds([partial(ours, choices, True)], False) / num_layers
 
     def same(choices: Choices) -> bool:
-        """Whether overlapping changes nothing, in twenty replays."""
+        """Return whether overlapping changes no bit in twenty replays."""
         return torch.equal(replayed(partial(ours, choices, True), 20), ours(choices, False))
 
     best, best_time = dict(rule), per_layer(rule)
@@ -213,7 +213,7 @@ def _named(choices: Choices) -> str:
 
 
 def host_microseconds(size: Dimensions, pool: torch.Tensor) -> float:
-    """What one launch costs the host outside a graph."""
+    """Return the host's microseconds for one launch outside a graph."""
     import time
 
     x = torch.randn(1, size.hidden, device=pool.device).to(pool.dtype)

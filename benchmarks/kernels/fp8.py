@@ -1,7 +1,7 @@
 """Products with 8-bit weights on a GPU: checks them, then times rounding and product against cuBLAS in bfloat16.
-Knows nothing of the engine. `python -m benchmarks.kernels.fp8`; without a GPU a tiny rehearsal in Triton's interpreter.
+`python -m benchmarks.kernels.fp8`; without a GPU a tiny rehearsal in Triton's interpreter.
 
-Times are of one call inside a CUDA graph of many, over so many copies of weights and inputs that L2 holds none of them."""
+Times are of one call inside a CUDA graph of many, over enough copies of weights and inputs that L2 holds none of them."""
 
 import os
 import time
@@ -32,7 +32,7 @@ START = time.monotonic()
 
 @dataclass(frozen=True)
 class Shape:
-    """A product, and what comes before it: "norm", "gate" or nothing."""
+    """A product, and the operation before it: "norm", "gate" or none."""
 
     name: str
     n: int
@@ -73,13 +73,13 @@ class Case:
         self.rounded = [self.round(x) for x in self.inputs]
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        """What comes before the product, in bfloat16."""
+        """The operation before the product, in bfloat16."""
         if self.shape.before == "norm":
             return rms_norm(x, self.norm, 1e-6)
         return gate_mul(x, "silu") if self.shape.before == "gate" else x
 
     def round(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """… in 8 bits."""
+        """The operation before the product, rounded to 8 bits."""
         if self.shape.before == "norm":
             return rms_norm_fp8(x, self.norm, 1e-6)
         return silu_mul_fp8(x) if self.shape.before == "gate" else quantise_rows(x)
@@ -99,7 +99,7 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
 
 
 def attempt(call: Callable[[], float]) -> float:
-    """One variant that fails is named and does not stop the others."""
+    """Run one variant. A failure is printed and does not stop the others."""
     try:
         return call()
     except Exception as error:

@@ -1,8 +1,8 @@
 """Gated products three ways: cuBLAS and a gate, few_rows, and the specialised kernel in all its tiles. Checks and times them.
-Knows nothing of the engine. `python -m benchmarks.kernels.gated [--seconds 40]`, on compute capability 9.0.
+`python -m benchmarks.kernels.gated [--seconds 40]`, on compute capability 9.0.
 
-Times are of one call inside a CUDA graph, each with other weights than those before it, so that none are cached. The table
-marks what is fastest and what the rules in `octavo/kernels` take; what follows it says where they should be changed."""
+Times are of one call inside a CUDA graph, each with other weights than the ones before, so that none are cached. The table
+marks the fastest way and the one that the rules in `octavo/kernels` choose; below it are the rules that should change."""
 
 import argparse
 import os
@@ -24,8 +24,8 @@ from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS
 
 PROCESSORS = 132
 ROWS = (8, 16, 32, 33, 48, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024, 2048, 8192)
-PATIENCE = 15  # seconds without a result: a kernel that waits for ever takes no signal
-WORTH = 1.03  # a way is not changed for less
+PATIENCE = 15  # seconds without a result: a kernel that never ends takes no signal
+WORTH = 1.03  # a smaller gain does not justify another rule
 
 
 class Shape(NamedTuple):
@@ -67,19 +67,19 @@ def ways(rows: int) -> dict[str, Way]:
     found: dict[str, Way] = {"cuBLAS": by_cublas}
     if rows <= MAX_ROWS:
         found["few_rows"] = by_few_rows
-    # Tiles twice as tall as x would multiply nothing with W.
+    # Tiles twice as tall as x would multiply padding.
     return found | {name: way for name, way in BY_TILE.items() if rows > 64 or name.startswith("64x")}
 
 
 def taken(shape: Shape, rows: int) -> str:
-    """The way that layers take."""
+    """Return the way that layers use."""
     if gated.pays(rows, shape.n, shape.k, PROCESSORS):
         return best_tile(shape, rows)
     return "few_rows" if skinny.pays(rows, 2 * shape.n, shape.k, True) else "cuBLAS"
 
 
 def best_tile(shape: Shape, rows: int) -> str:
-    """By the rule."""
+    """Return the rule's tile."""
     tile = gated.choose_tile(rows, shape.n, PROCESSORS)
     return f"{tile.block_m}x{tile.block_n}"
 
@@ -91,7 +91,7 @@ def compile_way(shape: Shape, rows: int, way: Way) -> None:
 
 
 def compile_jobs() -> list[Callable[[], object]]:
-    """One for each kernel: tiles are the same for all shapes, few_rows has others for each K and power of two."""
+    """Return one job for each kernel: tiles are the same for all shapes, few_rows has others for each K and power of two."""
     jobs: list[Callable[[], object]] = [partial(compile_way, SHAPES[0], 128, way) for way in BY_TILE.values()]
     jobs += [partial(compile_way, SHAPES[0], rows, by_cublas) for rows in (64, 128)]
     few: dict[tuple[object, ...], Callable[[], object]] = {}
@@ -108,7 +108,7 @@ def expected_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class Watch:
-    """Ends this process where nothing moves on."""
+    """Ends this process when there is no progress for PATIENCE seconds."""
 
     def __init__(self) -> None:
         self.at, self.since = "", time.monotonic()
@@ -126,11 +126,11 @@ class Watch:
 
 
 def measure(shape: Shape, rows: int, pool: torch.Tensor, watch: Watch) -> tuple[dict[str, float], list[str]]:
-    """µs of each way that gives the right result, and what is to be said of the others."""
+    """Return the µs of each way that gives the right result, and messages about the others."""
     count = shape.num_bytes // 2
     weights = cold(lambda index: pool[index * count : (index + 1) * count].view(-1, shape.k), shape.num_bytes, False)
     x = torch.randn(rows, shape.k, device=pool.device).to(pool.dtype)
-    some = torch.arange(0, rows, max(1, rows // 500), device=pool.device)  # where there are many
+    some = torch.arange(0, rows, max(1, rows // 500), device=pool.device)  # checks a sample where there are many rows
     expected = expected_of(x[some], weights[0])
     times: dict[str, float] = {}
     notes = []
@@ -144,13 +144,13 @@ def measure(shape: Shape, rows: int, pool: torch.Tensor, watch: Watch) -> tuple[
                 continue
             calls: list[Callable[[], object]] = [partial(way, x, weight) for weight in weights]
             times[name] = microseconds(at_least(calls, 20 if rows <= 1024 else 2), False)
-        except Exception as fault:  # one way must not end the others' run
+        except Exception as fault:  # one failing way must not end the run
             notes.append(f"{name} {type(fault).__name__}: {str(fault).splitlines()[0][:100]}")
     return times, notes
 
 
 def line_of(shape: Shape, rows: int, times: dict[str, float]) -> str:
-    """* the fastest, < what the rules take."""
+    """Mark the fastest way with * and the rules' choice with <."""
     best, rule = min(times, key=times.__getitem__), taken(shape, rows)
     line = f"{shape.name:5}{rows:6}"
     for name in COLUMNS:
@@ -163,7 +163,7 @@ def line_of(shape: Shape, rows: int, times: dict[str, float]) -> str:
 
 
 def advice(shape: Shape, rows: int, times: dict[str, float]) -> str:
-    """What a rule should say otherwise, if anything."""
+    """Return the change that the rule needs; empty if none."""
     rule, best = taken(shape, rows), min(times, key=times.__getitem__)
     if rule not in times:
         return f"{shape.name} {rows}: {rule} is taken and was not measured"

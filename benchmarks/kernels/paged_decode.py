@@ -1,5 +1,5 @@
 """Paged decode attention on a GPU: checks it, sweeps configurations over batch sizes and contexts, prints the best of each.
-Knows nothing of the engine. `python -m benchmarks.kernels.paged_decode [--quick]`
+`python -m benchmarks.kernels.paged_decode [--quick]`
 
 Times are of one call inside a CUDA graph of many, over page tables that together exceed the L2 cache, planning excluded."""
 
@@ -22,7 +22,7 @@ CEILING = 4.26e12  # bytes per second, read, measured
 MATRIX = 795e12  # bfloat16 operations per second, measured
 PAGE, HEAD = 16, 128
 LAYOUTS = ((16, 8), (32, 8))
-COLD_BYTES = 160e6  # what one replay reads, at least: several times what L2 could hold over
+COLD_BYTES = 160e6  # least bytes that one replay reads: several times the L2 cache
 CONFIGS = [
     DecodeConfig(tile, warps, stages)
     for tile, warps, stages in (
@@ -45,7 +45,7 @@ class Variant:
     """One way to run a shape."""
 
     config: DecodeConfig
-    chunks: int = 0  # 0: by the rule
+    chunks: int = 0  # 0: chosen by the rule
     min_chunk: int = 64
     pdl: bool = False
     splits: int = 0
@@ -69,7 +69,7 @@ class Shape:
 
 
 class Bench:
-    """The stores, and what is compiled and timed over them."""
+    """The KV stores, and the kernels compiled and timed over them."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda")
@@ -85,17 +85,17 @@ class Bench:
         return kv
 
     def tables(self, num_pages: int, num_rows: int, width: int, count: int) -> list[torch.Tensor]:
-        """`count` page tables [B, M]; pages are used again only once all have been."""
+        """Return `count` page tables [B, M]; a page is reused only once all have been used."""
         needed = num_rows * width
         order = torch.cat(
             [torch.randperm(num_pages, device=self.device) for _ in range(-(-needed * count // num_pages))]
         )
         return list(order[: needed * count].int().view(count, num_rows, width))
 
-    # ── right? ──────────────────────────────────────────────────────────────────────────────────────
+    # ── correctness ─────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, heads: tuple[int, int], store: str, variant: Variant, prefix: int = 0) -> float:
-        """Relative error over rows of all kinds of lengths, in an instance of its own: checks run beside each other."""
+        """Return the relative error over rows of many lengths. Uses its own instance: checks run concurrently."""
         torch.cuda.set_device(0)
         kv = self.stores[store]
         lengths = (
@@ -120,7 +120,7 @@ class Bench:
     def compile(
         self, jobs: Iterable[tuple[tuple[int, int], str, Variant, int]]
     ) -> set[tuple[tuple[int, int], str, Variant]]:
-        """Compile and check all at once, on all cores → those that are right."""
+        """Compile and check all jobs at once, on all cores. Return those that are correct."""
         good, worst = set(), 0.0
         with ThreadPoolExecutor(16) as pool:
             futures = {job: pool.submit(self.check, *job) for job in jobs}
@@ -138,7 +138,7 @@ class Bench:
         print(f"{len(good)} of {len(futures)} variants compiled and right; largest relative error {worst:.2e}")
         return good
 
-    # ── fast? ───────────────────────────────────────────────────────────────────────────────────────
+    # ── speed ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _call(
         self,
@@ -159,7 +159,7 @@ class Bench:
         )
 
     def time(self, shape: Shape, store: str, variant: Variant, tables: list[torch.Tensor], prefix: int = -1) -> float:
-        """Seconds of one call. prefix −1: no phase of its own for it."""
+        """Return the seconds of one call. prefix −1: without a separate phase for a shared prefix."""
         kv = self.stores[store]
         heads = (shape.num_heads, shape.num_kv_heads)
         attention = self.attention[heads]
@@ -205,7 +205,7 @@ def _reference(q: torch.Tensor, kv: torch.Tensor, table: torch.Tensor, lengths: 
 
 
 def _variants_beside(shape: Shape, best: Variant) -> list[Variant]:
-    """What else to try with the best configuration: other cuts where there are few rows, dependent launch everywhere."""
+    """Return variants of the best configuration: other cuts where there are few rows, dependent launch everywhere."""
     found = [replace(best, pdl=True)]
     if shape.num_rows <= 64:
         found += [replace(best, chunks=chunks) for chunks in (16, 66, 132) if chunks != num_chunks(shape.num_rows, 8)]
@@ -215,7 +215,7 @@ def _variants_beside(shape: Shape, best: Variant) -> list[Variant]:
 
 
 def sweep(bench: Bench, shapes: list[Shape], store: str, good: set[tuple[tuple[int, int], str, Variant]]) -> None:
-    """The best of all configurations for each shape, then of other cuts with that configuration."""
+    """Find the best of all configurations for each shape, then the best of other cuts with that configuration."""
     print(
         f"\n{store}: heads    B context |     µs  TB/s  share | best configuration            | as shipped    | in order"
     )
@@ -257,7 +257,7 @@ def sweep(bench: Bench, shapes: list[Shape], store: str, good: set[tuple[tuple[i
 
 
 def sweep_prefix(bench: Bench, heads: tuple[int, int], rows: int = 256, prefix: int = 2048, suffix: int = 96) -> None:
-    """A shared prefix with and without its own phase."""
+    """Time a shared prefix with and without its own phase."""
     shape = Shape(*heads, rows, prefix + suffix)
     own = Shape(*heads, rows, suffix).bytes(bench.stores["bf16"])
     once = Shape(*heads, 1, prefix).bytes(bench.stores["bf16"])
@@ -271,7 +271,7 @@ def sweep_prefix(bench: Bench, heads: tuple[int, int], rows: int = 256, prefix: 
     seconds = {
         (config, splits, pdl): bench.try_time(shape, "bf16", Variant(config, splits=splits, pdl=pdl), tables, prefix)
         for config in PREFIX_CONFIGS
-        for splits in (8, 4, 2, 1)  # the most first: scratch memory is allocated once
+        for splits in (8, 4, 2, 1)  # the largest first: scratch memory is allocated once
         for pdl in (False, True)
     }
     print(
@@ -289,7 +289,7 @@ def sweep_prefix(bench: Bench, heads: tuple[int, int], rows: int = 256, prefix: 
 
 
 def skewed(bench: Bench) -> None:
-    """256 rows of 500 tokens and one of 32,768 in the last place, against as many bytes evenly spread."""
+    """Time 256 rows of 500 tokens and, last, one of 32,768 against the same bytes evenly spread."""
     heads = LAYOUTS[0]
     attention, kv = DecodeAttention(257, *heads, HEAD, bench.device), bench.stores["bf16"]
     table = torch.randint(len(kv), (257, 2048), dtype=torch.int32, device=bench.device)

@@ -1,8 +1,8 @@
 """Prefill attention on a GPU: checks every variant against float32, times it over many shapes, prints the best of each.
-Knows nothing of the engine. `python -m benchmarks.kernels.paged_prefill`
+`python -m benchmarks.kernels.paged_prefill`
 
 Times are of one call inside a CUDA graph. The specialised kernel waits on barriers in shared memory: it runs in a process
-of its own, so that a fault there costs a timeout and not the rest."""
+of its own, so that a hang costs a timeout and not the other results."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ Rows = list[tuple[int, int]]  # (cells before this step, query tokens)
 class Shape:
     name: str
     rows: Rows
-    is_shared: bool = False  # all rows have the same prefix pages
+    is_shared: bool = False  # all rows share the prefix's pages
 
     @property
     def is_whole(self) -> bool:
@@ -85,7 +85,7 @@ SPECIALISED = [
 
 
 class Step:
-    """Heads, pages and page table of one shape and layout, filled as a step would leave them."""
+    """Heads, pages and page table of one shape and layout, filled as in a step."""
 
     def __init__(self, shape: Shape, layout: tuple[int, int]) -> None:
         self.shape, (self.num_heads, self.num_kv_heads) = shape, layout
@@ -130,7 +130,7 @@ class Step:
         )  # fmt: skip
 
     def error(self) -> float:
-        """Of the first, the middle and the last row: ‖out − reference‖ / ‖reference‖ in float32."""
+        """Return ‖out − reference‖ / ‖reference‖ in float32, over the first, the middle and the last row."""
         worst = 0.0
         for row in {0, len(self.lens) // 2, len(self.lens) - 1}:
             before, count = self.shape.rows[row]
@@ -150,7 +150,7 @@ class Step:
 
 
 def seconds(call: Callable[[], object], budget: float = 0.05) -> float:
-    """Of one call, inside a graph of as many as make a millisecond; the median of several replays."""
+    """Return the seconds of one call, inside a graph of about a millisecond of calls; the median of several replays."""
     call()
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -181,7 +181,7 @@ def report(shape: Shape, layout: tuple[int, int], name: str, took: float, note: 
 
 
 def compile_all(variants: list[Variant]) -> dict[str, str]:
-    """Each variant on a small step, many at a time → what failed."""
+    """Run each variant on a small step, many at a time. Return the failures."""
 
     def attempt(layout: tuple[int, int], variant: Variant) -> str:
         before = 0 if variant.is_whole else 200
@@ -236,7 +236,7 @@ def host_microseconds(call: Callable[[], object]) -> float:
 
 
 def measure_torch() -> None:
-    """Scaled dot product attention where all rows are equally long, and cuDNN for rows of any length."""
+    """Time scaled dot product attention where all rows are equally long, and cuDNN for rows of any length."""
     for shape in SHAPES:
         if not shape.is_whole:
             continue
@@ -303,7 +303,7 @@ def show(lines: list[str]) -> None:
 
 
 def run_part(part: str, limit: float) -> list[str]:
-    """A part in a process of its own; what it printed before a timeout counts."""
+    """Run a part in a process of its own. Lines printed before a timeout count."""
     command = [sys.executable, "-m", "benchmarks.kernels.paged_prefill", "--part", part]
     try:
         done = subprocess.run(command, timeout=limit, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -1,5 +1,5 @@
 """Sampling on a GPU: checks the kernels against plain torch and the CPU's sampler, then times them against sorting.
-Knows nothing of the engine. `python -m benchmarks.kernels.sampling`; without a GPU a tiny rehearsal in Triton's interpreter.
+`python -m benchmarks.kernels.sampling`; without a GPU a tiny rehearsal in Triton's interpreter.
 
 Times are of one call inside a CUDA graph of several. Logits of few rows fit into L2, where the product that made them
 leaves them; from 256 rows on they do not. Two kinds of logits: "model", which fall with the logarithm of a token's rank
@@ -38,7 +38,7 @@ KINDS = {
     "min_p 0.1": {"min_p": 0.1},
     "all three": {"top_k": 50, "top_p": 0.9, "min_p": 0.1},
 }
-# chunks a group, warps, registers at most
+# (chunks per group, warps, most registers)
 CHOICES: list["Choice"] = [(32, 16, None), (32, 16, 64), (64, 32, 64), (16, 8, 128), (16, 8, None), (16, 16, 64)]
 TILES = [(2048, 4, 528), (4096, 4, 528), (4096, 4, 1056), (8192, 8, 264), (8192, 8, 528)]
 Choice = tuple[int, int, int | None]
@@ -74,7 +74,7 @@ def draw_by(choice: Choice, logits: torch.Tensor, records: torch.Tensor, out: to
 
 
 def compile_all() -> None:
-    """Side by side: one after the other they would take half of the time this may take."""
+    """Compile concurrently: one after the other would take half of the time limit."""
     if IS_REHEARSAL:
         return
     from octavo.kernels.triton.runtime.warmup import rehearsal
@@ -93,7 +93,7 @@ def compile_all() -> None:
 
 
 def by_sorting(logits: torch.Tensor, params: dict[str, float], uniform: torch.Tensor) -> torch.Tensor:
-    """What one would write in torch: sort, cut, cumulate. [S]"""
+    """Sample as one would in plain torch: sort, cut, cumulate. Returns [S]."""
     if params.get("temperature") == 0.0:
         return logits.argmax(-1)
     values, ids = (logits.float() / params.get("temperature", 1.0)).sort(-1, descending=True)
@@ -147,12 +147,12 @@ def host_microseconds(call: Callable[[], object], num_calls: int = 50) -> float:
 def guarded(name: str, call: Callable[[], None]) -> None:
     try:
         call()
-    except Exception as error:  # one part that fails must not hide the others
+    except Exception as error:  # one failing part must not hide the others
         print(f"FAILED {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
 
 def check() -> None:
-    """The kernels' tokens are the CPU sampler's, in every division of the work; equal shares of draws as in the softmax."""
+    """Check that the kernels' tokens are the CPU sampler's for every division of the work, and that draws follow the softmax."""
     for vocab_size in VOCAB_SIZES:
         for kind in ("model", "flat"):
             num_rows = 4 if IS_REHEARSAL else 36
@@ -190,14 +190,14 @@ def check_shares() -> None:
     top = top * ((top.cumsum(0) - top) < 0.95)
     exact = torch.zeros_like(shares).index_put_((order,), top / top.sum())
     seen = torch.bincount(out, minlength=vocab_size).double() / num_draws
-    noise = (exact * (1 - exact) / num_draws).sqrt().sum() * 0.8 / 2  # what a fair draw is off by
+    noise = (exact * (1 - exact) / num_draws).sqrt().sum() * 0.8 / 2  # the expected error of a fair draw
     distance = (seen - exact).abs().sum() / 2
     outside = int((seen[exact == 0] > 0).sum())
     print(f"{num_draws} draws: off by {distance:.5f}, a fair draw by about {noise:.5f}; {outside} tokens that were cut")
 
 
 def check_waiting() -> None:
-    """Nothing in a step waits for the GPU: torch raises where it would."""
+    """Check that no part of a step waits for the GPU: torch raises where it would."""
     vocab_size, num_rows = VOCAB_SIZES[0], 8
     kinds = [*KINDS.values(), {"repetition_penalty": 1.2, "frequency_penalty": 0.1}, {"min_tokens": 4, "max_tokens": 8}]
     state = SamplingState(num_rows, vocab_size)
@@ -244,7 +244,7 @@ def _time_row(logits: torch.Tensor, kind: str) -> None:
         else:
             ours = microseconds(lambda records=records: draw.draw(logits, records, out))
         theirs = float("nan")
-        if kind == "model" and num_rows <= 256:  # beyond, sorting takes gigabytes and the best part of a second
+        if kind == "model" and num_rows <= 256:  # beyond, sorting takes gigabytes and most of a second
             uniform = records[:, columns.UNIFORM]
             theirs = microseconds(lambda p=params, u=uniform: by_sorting(logits, p, u), 1, 3)
         cells.append(f"{ours:8.1f}|{theirs:8.1f}")

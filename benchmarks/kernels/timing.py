@@ -1,5 +1,5 @@
-"""How the benchmarks of kernels take time on a GPU: graphs of many calls over cold copies, kernels compiled beforehand.
-Knows nothing of what is timed. Without a GPU everything runs once, small, in Triton's interpreter: a rehearsal."""
+"""Timing on a GPU: graphs of many calls over cold copies, with kernels compiled beforehand.
+Without a GPU everything runs once, small, in Triton's interpreter: a rehearsal."""
 
 import os
 import statistics
@@ -21,7 +21,7 @@ def elapsed() -> float:
 
 
 def microseconds(calls: list[Callable[[], object]], is_rehearsal: bool, replays: int = 5) -> float:
-    """Median time of one call, all of them one after the other in one CUDA graph."""
+    """Return the median time of one call; all calls run one after the other in one CUDA graph."""
     if is_rehearsal:
         start = time.perf_counter()
         calls[0]()
@@ -45,7 +45,7 @@ def microseconds(calls: list[Callable[[], object]], is_rehearsal: bool, replays:
 
 
 def replayed(call: Callable[[], torch.Tensor], times: int) -> torch.Tensor:
-    """What the call leaves when it is replayed so many times as a graph."""
+    """Return the call's result after replaying it `times` times as a graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -61,7 +61,7 @@ def distance(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def share(num_bytes: float, time_us: float) -> float:
-    """Per cent of the ceiling."""
+    """Return the per cent of the ceiling."""
     return num_bytes / (time_us * 1e-6) / CEILING * 100
 
 
@@ -89,7 +89,7 @@ def _run_job(job: Callable[[], object]) -> str:
 
 
 def compile_all(jobs: Iterable[Callable[[], object]], chunksize: int = 4) -> None:
-    """Run the jobs' launches without launching, in processes of their own: Triton's front end holds the interpreter lock.
+    """Run the jobs' launches without launching, in separate processes: Triton's front end holds the interpreter lock.
     Must come before this process touches the GPU: the workers are forks of it."""
     jobs = list(jobs)
     workers = min(14, os.cpu_count() or 1)
@@ -104,7 +104,7 @@ def compile_all(jobs: Iterable[Callable[[], object]], chunksize: int = 4) -> Non
 
 
 def cold(tensor_of: Callable[[int], torch.Tensor], num_bytes: int, is_rehearsal: bool) -> list[torch.Tensor]:
-    """So many copies that the caches hold none of them when its turn comes again; of what is tiny, forty."""
+    """Make enough copies that the caches hold none of them when its turn comes again; 40 at most."""
     return [tensor_of(index) for index in range(1 if is_rehearsal else min(40, max(2, -(-COLD_BYTES // num_bytes))))]
 
 

@@ -1,2 +1,2 @@
-"""`make torture`: faults done to a real server under real load, and what its clients saw.
-Knows nothing of the server's insides but its processes, which it kills, and its metrics, which it reads."""
+"""`make torture`: inject faults into a real server under real load and check what its clients see.
+Of the server's insides it uses the processes, which it kills, and the metrics, which it reads."""

@@ -1,5 +1,4 @@
-"""python -m benchmarks.torture [faults | fuzz | soak]: done to a real server, with the figures printed. Exit code 1: something was lost.
-Knows nothing of how a fault is done."""
+"""python -m benchmarks.torture [faults | fuzz | soak], on a real server, with the figures printed. Exit code 1: something was lost."""
 
 import argparse
 import asyncio
@@ -19,13 +18,15 @@ from benchmarks.torture.soak import Look, Soak, slope, steady, verdict
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["faults", "fuzz"], help="faults, fuzz, soak (default: faults fuzz)")
-    parser.add_argument("--streams", type=int, default=64, help="faults: good clients at one time (default: 64)")
-    parser.add_argument("--tokens", type=int, default=64, help="faults: that each of them asks for (default: 64)")
-    parser.add_argument("--only", default="", help="faults whose name holds this (kill_engine, disconnect …)")
-    parser.add_argument("--requests", type=int, default=100_000, help="fuzz: hostile ones (default: 100000)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="soak (default: 30)")
-    parser.add_argument("--clients", type=int, default=32, help="soak: at one time (default: 32)")
-    parser.add_argument("--seed", type=int, default=0, help="of the dice (default: 0)")
+    parser.add_argument("--streams", type=int, default=64, help="faults: concurrent good clients (default: 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="faults: output tokens of each request (default: 64)")
+    parser.add_argument("--only", default="", help="only faults whose name contains this (kill_engine, disconnect …)")
+    parser.add_argument(
+        "--requests", type=int, default=100_000, help="fuzz: number of hostile requests (default: 100000)"
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="soak: duration in minutes (default: 30)")
+    parser.add_argument("--clients", type=int, default=32, help="soak: concurrent clients (default: 32)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     arguments = parser.parse_args()
     campaigns = {"faults": run_faults, "fuzz": run_fuzz, "soak": run_soak}
     if unknown := [what for what in arguments.what if what not in campaigns]:
@@ -50,7 +51,7 @@ def run_faults(arguments: argparse.Namespace) -> int:
 
 
 def _show(fault: str, recovery: str, lost: str, leaked: str, saw: str) -> None:
-    """As it comes. `leaked`: pages, and whatever else was left behind."""
+    """Print a row of the table at once. `leaked`: pages, and anything else left behind."""
     print(f"{fault:36}  {recovery:>8}  {lost:>4}  {leaked:>6}  {saw}", flush=True)
 
 
@@ -60,12 +61,10 @@ def run_fuzz(arguments: argparse.Namespace) -> int:
         tally, changed, seconds = asyncio.run(fuzz(house, arguments.requests, arguments.seed))
         leaked = asyncio.run(house.used_pages())
         crashed = sum(pid not in before for pid in [house.engine(), *house.servers()])
-    print(
-        f"{tally.sent.total():,} hostile requests in {seconds:.0f} s (seed {arguments.seed}), 16 good clients beside them"
-    )
+    print(f"{tally.sent.total():,} hostile requests in {seconds:.0f} s (seed {arguments.seed}), with 16 good clients")
     print("  sent: " + ", ".join(f"{kind} {count:,}" for kind, count in tally.sent.most_common()))
-    print("  came back: " + _counts(tally.statuses) + f"; {tally.left:,} did not wait")
-    print("  to those who sent a byte a second: " + (_counts(tally.slow) or "nothing yet"))
+    print("  statuses: " + _counts(tally.statuses) + f"; {tally.left:,} disconnected without waiting")
+    print("  statuses of requests sent a byte a second: " + (_counts(tally.slow) or "none yet"))
     print(
         f"  5xx or no answer: {len(tally.faults)}; processes that ended: {crashed}; good answers changed: {changed}; pages leaked: {leaked}\n"
     )
@@ -89,9 +88,9 @@ def run_soak(arguments: argparse.Namespace) -> int:
         soak = Soak(house, arguments.minutes, arguments.seed, arguments.clients)
         looks = asyncio.run(soak.run(_show_look))
     count = soak.count
-    print("  asked: " + ", ".join(f"{kind} {number:,}" for kind, number in count.asked.most_common()))
+    print("  requests: " + ", ".join(f"{kind} {number:,}" for kind, number in count.asked.most_common()))
     print(
-        f"  {count.answers:,} whole answers, {count.left:,} clients left, {count.preemptions:,} preemptions, "
+        f"  {count.answers:,} whole answers, {count.left:,} clients disconnected, {count.preemptions:,} preemptions, "
         f"{count.killed} engine killed, {count.canaries:,} canaries ({count.changed} changed), {len(count.errors)} errors"
     )
     for error in count.errors[:10]:

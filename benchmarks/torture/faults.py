@@ -1,5 +1,4 @@
-"""The faults, one function each: done to a server under load; what comes back is a row of the table.
-Knows nothing of how the table is printed."""
+"""The faults, one function each: each one disturbs a server under load and returns a row of the table."""
 
 import asyncio
 import contextlib
@@ -26,7 +25,7 @@ class Row:
     recovery_s: (
         float | None
     )  # from the fault to the next event of every stream; None: there was nothing to recover from
-    lost: int  # requests that ended otherwise than without the fault
+    lost: int  # requests whose result differs from the run without the fault
     leaked: int  # pages in use when nothing runs
     remark: str = ""
 
@@ -60,11 +59,11 @@ class Campaign:
     async def freeze_engine(self, house: House) -> Row:
         engine = house.engine()
         row = await self._under_load(house, "SIGSTOP engine", signal_to(engine, signal.SIGSTOP))
-        assert not is_alive(engine), "it was not replaced"
+        assert not is_alive(engine), "the engine was not replaced"
         return row
 
     async def kill_api_process(self, house: House) -> Row:
-        """One of two. Its connections end with it, which is how its clients are told; they ask again, as clients do."""
+        """End one of two API processes. Its clients see their connections close and ask again, as clients do."""
         return await self._end_api_process(house, "kill -9 API process", signal.SIGKILL)
 
     async def freeze_api_process(self, house: House) -> Row:
@@ -76,12 +75,12 @@ class Campaign:
         row = await self._under_load(house, name, signal_to(doomed, number), load, asks_again=True)
         while len(servers := house.servers()) < 2 or not await house.is_well():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        assert doomed not in servers and others[0] in servers, "it was not replaced, or another was"
-        remark = f"{load.num_again} connections closed, and asked again"
+        assert doomed not in servers and others[0] in servers, "the API process was not replaced, or the other one was"
+        remark = f"{load.num_again} connections closed, requests sent again"
         return Row(row.fault, row.saw, row.recovery_s, row.lost, row.leaked, remark)
 
     async def slow_clients(self, house: House) -> Row:
-        """32 clients that ask for long answers and do not read."""
+        """32 clients ask for long answers and do not read."""
         before = sum(map(resident, house.servers()))
         connections: list[socket.socket] = []
 
@@ -98,7 +97,7 @@ class Campaign:
         return Row(row.fault, row.saw, None, row.lost, leaked, f"API processes grew by {grown / 2**20:.1f} MiB")
 
     async def half_closed_sockets(self, house: House) -> Row:
-        """Clients that ask, close their side of the connection, and stay: what they asked for must not be held for them."""
+        """Clients send a request, close their side of the connection, and stay: the server must not hold their requests."""
         connections: list[socket.socket] = []
 
         async def fault() -> None:
@@ -117,16 +116,16 @@ class Campaign:
             for _ in range(20):
                 connections = [_ask(house.port) for _ in range(20)]
                 await asyncio.sleep(0.05)
-                for connection in connections:  # a reset, not a goodbye
+                for connection in connections:  # a reset, not an orderly close
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     connection.close()
 
         return await self._under_load(house, "400 clients that reset", fault)
 
-    # ── what they share ──
+    # ── shared ──
 
     async def untroubled(self, house: House) -> list[Answer]:
-        """What the same clients get where nothing happens."""
+        """Return the answers of the same clients without a fault."""
         answers = await Load(house, self._num_streams, self._num_tokens).run()
         assert not any(answer.error for answer in answers), "errors without any fault"
         return answers
@@ -160,7 +159,7 @@ async def under_load(
     untroubled: list[Answer],
     asks_again: bool = False,
 ) -> Row:
-    """The fault comes when every stream has begun and they are a quarter of the way."""
+    """Inject the fault once every stream has started and a quarter of all events has arrived."""
     running = asyncio.create_task(load.run(asks_again))
     await load.until(sum(answer.usage[1] for answer in untroubled) // 4)
     began = time.monotonic()
@@ -177,7 +176,7 @@ async def under_load(
 
 
 def _pause_after(answer: Answer, moment: float) -> float:
-    """Until its next event."""
+    """Return the seconds from the moment to the answer's next event."""
     return next((when - moment for when in answer.times if when > moment), 0.0)
 
 

@@ -1,5 +1,5 @@
-"""Faults that need a server of their own: at its start, in all of its processes, or its end. One function each; a row of the table.
-Knows nothing of how the table is printed."""
+"""Faults that need a server of their own: at its start, in all of its processes, or at its end. One function each; each returns a
+row of the table."""
 
 import asyncio
 import json
@@ -91,7 +91,7 @@ class AloneCampaign:
         )
 
     def full_disk_for_logs(self) -> Row:
-        """Everything that is printed meets a device that is full, also when the engine is killed."""
+        """All output goes to a full device, also while the engine is killed and replaced."""
         with House(*FLAGS, "--enable-log-requests", log="/dev/full") as house:
             row = self._faulted(house, "full disk for logs, kill -9 engine", signal_to(house.engine(), signal.SIGKILL))
             house.process.terminate()
@@ -99,7 +99,7 @@ class AloneCampaign:
         return Row(row.fault, row.saw, row.recovery_s, row.lost + (code != 0), row.leaked, f"exit code {code}")
 
     def clock_jumps(self) -> Row:
-        """For every process of the server, and every library in it; the engine is killed meanwhile."""
+        """The wall clock jumps in every process of the server and every library in it; meanwhile the engine is killed."""
         with tempfile.TemporaryDirectory(prefix="torture-") as folder:
             source, library = Path(folder) / "jumping.c", Path(folder) / "jumping.so"
             source.write_text(_JUMPING)
@@ -113,21 +113,27 @@ class AloneCampaign:
             return self._faulted(house, "kill -9 rank 1 of 3", signal_to(rank, signal.SIGKILL))
 
     def kill_only_api_process(self) -> Row:
-        """Whoever connects while there is none waits for the next one, and is answered."""
+        """A client that connects while there is no API process waits for the next one and is answered."""
         with House("--kv-cache-memory-bytes", "512M", "--api-processes", "1") as house:
             (doomed,) = house.servers()
             alone = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             began = time.monotonic()
             os.kill(doomed, signal.SIGKILL)
-            while Path(f"/proc/{doomed}").exists():  # who connects while it goes down goes down with it
+            while Path(
+                f"/proc/{doomed}"
+            ).exists():  # a connection made while the process is still ending would be lost with it
                 time.sleep(0.001)
             answer = asyncio.run(Load(house, 1, self._num_tokens).run())[0]
             seconds = time.monotonic() - began
-            saw = "who came next was answered" if answer.content == alone.content else answer.error or "another answer"
+            saw = (
+                "the next client was answered" if answer.content == alone.content else answer.error or "another answer"
+            )
             restarts = asyncio.run(_get(house, "/health/progress"))["api_restarts"]
             lost = int(answer.content != alone.content) + (restarts != 1)
             leaked = asyncio.run(house.used_pages())
-        return Row("kill -9 only API process", saw, seconds, lost, leaked, f"health tells of {restarts}")
+        return Row(
+            "kill -9 only API process", saw, seconds, lost, leaked, f"/health/progress reports {restarts} restarts"
+        )
 
     def two_poisons(self) -> Row:
         """Two requests that end every engine they enter, among sixteen."""
@@ -164,7 +170,7 @@ class AloneCampaign:
             )
 
     def hang_while_loading(self) -> Row:
-        """The engine is stopped before it is ready: there is a limit, and the exit code tells."""
+        """The engine is stopped before it is ready: --start-timeout ends the server with an error message and exit code 1."""
         process = _start("--port", str(free_port()), *FLAGS, "--start-timeout", "5")
         began = time.monotonic()
         while not (engines := [pid for pid, name in children_of(process.pid).items() if "engine.process" in name]):
@@ -176,7 +182,7 @@ class AloneCampaign:
         return Row("engine hangs while loading", saw, time.monotonic() - began, 0 if is_told else 1, 0)
 
     def kill_supervisor(self) -> Row:
-        """Nothing outlives it: no process, no file, no shared memory, no socket."""
+        """Nothing outlives the supervisor: no process, no file, no shared memory, no socket."""
         shared = set(Path("/dev/shm").iterdir())
         with tempfile.TemporaryDirectory(prefix="torture-") as folder:
             with House(*FLAGS, "--tensor-parallel-size", "3", environment={"TMPDIR": folder}) as house:
@@ -197,7 +203,7 @@ class AloneCampaign:
         return Row("kill -9 supervisor, 3 ranks", saw, seconds, 0, len(left), f"{len(everybody)} processes gone")
 
     def _faulted(self, house: House, name: str, fault: Callable[[], Awaitable[None]]) -> Row:
-        """Compared with the same server before the fault: another's arithmetic may be another."""
+        """Compare with the same server before the fault: another server may compute differently."""
         untroubled = asyncio.run(Load(house, self._num_streams, self._num_tokens).run())
         load = Load(house, self._num_streams, self._num_tokens)
         return asyncio.run(under_load(house, name, fault, load, untroubled))
@@ -224,4 +230,4 @@ async def _kill_under_load(house: House, num_streams: int, num_tokens: int) -> N
     await load.until(num_streams * num_tokens // 4)
     os.kill(house.process.pid, signal.SIGKILL)
     await running
-    assert all(answer.error for answer in load.answers if answer.usage is None), "somebody was told nothing"
+    assert all(answer.error for answer in load.answers if answer.usage is None), "a stream ended without an error"

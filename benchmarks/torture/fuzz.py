@@ -1,5 +1,4 @@
-"""The fuzz campaign: hostile requests by the thousand while good clients run: no 5xx, no crash, the good ones' answers unchanged.
-Knows nothing of what a hostile request is made of."""
+"""The fuzz campaign: thousands of hostile requests while good clients run: no 5xx, no crash, the good clients' answers unchanged."""
 
 import asyncio
 import random
@@ -23,16 +22,16 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class Tally:
     sent: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
-    slow: Counter[int] = field(default_factory=Counter)  # statuses of what came a byte a second
-    left: int = 0  # clients that did not wait
-    faults: list[str] = field(default_factory=list)  # 5xx, answers that never came, connections closed without one
-    ids: list[str] = field(default_factory=list)  # of objects that were made
+    slow: Counter[int] = field(default_factory=Counter)  # statuses of the requests sent a byte a second
+    left: int = 0  # clients that disconnected without waiting
+    faults: list[str] = field(default_factory=list)  # 5xx, missing answers, connections closed without an answer
+    ids: list[str] = field(default_factory=list)  # of objects that answers have named
 
 
 async def fuzz(
     house: House, num_requests: int, seed: int, num_good: int = 16, num_connections: int = 24
 ) -> tuple[Tally, int, float]:
-    """→ what came back, how many answers of good clients were changed, and seconds."""
+    """Return (tally, number of changed answers of good clients, seconds)."""
     untroubled = await Load(house, num_good, 48).run()
     tally, left = Tally(), iter(range(num_requests))
     began = time.monotonic()
@@ -76,16 +75,18 @@ async def _attack(port: int, dice: random.Random, left: Iterator[int], tally: Ta
 
 
 async def _throw(connection: Streams, each: Hostile, dice: random.Random, tally: Tally) -> bool:
-    """True: the connection can be used again."""
+    """Return whether the connection can be used again."""
     reader, writer = connection
     writer.write(each.request)
     if each.waits == "nothing":
-        await asyncio.sleep(dice.choice([0.0, 0.0, 0.05]))  # some leave at once, some a moment later
+        await asyncio.sleep(dice.choice([0.0, 0.0, 0.05]))  # some disconnect at once, some a moment later
         tally.left += 1
         return False
     status = await _status(reader)
     tally.statuses[status] += 1
-    if status >= 500 and not (status == 504 and b'"deadline_ms"' in each.request):  # that was its own wish
+    if status >= 500 and not (
+        status == 504 and b'"deadline_ms"' in each.request
+    ):  # 504 is right where the request set a deadline
         tally.faults.append(f"{status}: {each.kind}: {each.request[:600]!r}")
     if each.waits == "status":
         return False
@@ -100,7 +101,7 @@ async def _throw(connection: Streams, each: Hostile, dice: random.Random, tally:
 
 
 async def _status(reader: asyncio.StreamReader) -> int:
-    """Of the answer: what only says that more of the request is awaited is passed over."""
+    """Return the answer's status, without 100 Continue."""
     while True:
         line = await reader.readline()
         parts = line.split()
@@ -112,7 +113,7 @@ async def _status(reader: asyncio.StreamReader) -> int:
 
 
 async def _dribble(port: int, dice: random.Random, tally: Tally) -> None:
-    """Requests that come a byte a second, in their heads or in their bodies, one after the other: some come whole, in time."""
+    """Send requests a byte a second, slow in the head or in the body, one after the other; some are complete in time."""
     while True:
         body = b'{"prompt": "a", "max_tokens": 0}'[: dice.choice([9, 32])].ljust(dice.choice([9, 32, 200]))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)

@@ -1,5 +1,4 @@
-"""Malformed and hostile HTTP requests, made by dice from a seed: as bytes, with what may come back.
-Knows nothing of connections, nor of what is hostile in a body."""
+"""Malformed and hostile HTTP requests, generated from a seed: as bytes, with the kind of answer that may follow."""
 
 import random
 from collections.abc import Callable
@@ -36,12 +35,12 @@ class Hostile:
     kind: str
     request: bytes
     waits: Waits = "answer"
-    """An answer must come, and the connection may be used on; or at least a status line, after which it is of no use; or nothing,
-    since it is not a whole request, or its client leaves."""
+    """What must follow. "answer": a whole answer, and the connection stays usable. "status": at least a status line; the connection is
+    unusable afterwards. "nothing": the request is incomplete, or its client disconnects."""
 
 
 def hostile(dice: random.Random, ids: list[str]) -> Hostile:
-    """`ids`: of objects that answers have named."""
+    """`ids`: ids of objects that answers have named."""
     (kind,) = dice.choices(list(KINDS), [weight for weight, _ in KINDS.values()])
     return KINDS[kind][1](dice, ids)
 
@@ -58,7 +57,7 @@ def _bad_json(dice: random.Random, ids: list[str]) -> Hostile:
     for _ in range(dice.randrange(1, 6)):
         at = dice.randrange(len(body))
         body[at : at + dice.randrange(3)] = bytes(dice.choices(b'{}[]",:0eE+-.\\nul\x00\xff', k=dice.randrange(4)))
-    # It may still be a request by chance: then it must be a small one.
+    # The body may still be a valid request by chance: then it must be a small one.
     return _post(bytes(body).replace(b"1", b"0"), "bad JSON", dice.choice(_POSTS))
 
 
@@ -126,7 +125,7 @@ def _methods(dice: random.Random, ids: list[str]) -> Hostile:
 
 
 def _objects(dice: random.Random, ids: list[str]) -> Hostile:
-    """What is named by an id: unknown, hostile, or somebody's."""
+    """A request for an object by its id: an unknown one, a hostile one, or one that exists."""
     path = dice.choice(_OBJECTS)
     names = [dice.choice((*_IDS, *ids[-6:])) for _ in range(path.count("{}"))]
     method = "POST" if path.endswith("cancel") else dice.choice(["GET", "GET", "DELETE"])
@@ -152,13 +151,13 @@ def _files(dice: random.Random, ids: list[str]) -> Hostile:
 
 
 def _cut(dice: random.Random, ids: list[str]) -> Hostile:
-    """A body that never comes whole: its client leaves. (Bodies that come slowly: fuzz.py.)"""
+    """A body that is cut short: its client disconnects. (Slow bodies: fuzz.py.)"""
     made = _post(b'{"prompt": "' + b"a" * 5000 + b'"}', "cut bodies", dice.choice(_POSTS))
     return Hostile(made.kind, made.request[: dice.randrange(20, len(made.request))], "nothing")
 
 
 def _left(dice: random.Random, ids: list[str]) -> Hostile:
-    """A stream whose client leaves at once."""
+    """A stream whose client disconnects at once."""
     path, body = dice.choice([
         ("/v1/completions", b'{"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": true, "stream": true}'),
         ("/v1/responses", b'{"input": "Once upon a time", "max_output_tokens": 200, "stream": true, "store": false}'),
@@ -177,9 +176,9 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, list[str]], Hostile]]] = 
     "wrong methods": (1, _methods),
     "objects": (1, _objects),
     "wrong types": (2, _types),
-    "schemas, grammars, tools": (0.4, _forms),  # some take a second to be understood
+    "schemas, grammars, tools": (0.4, _forms),  # some take a second to compile
     "files": (0.5, _files),
     "cut bodies": (1, _cut),
     "SSE disconnects": (1, _left),
 }
-"""Weight, and how it is made."""
+"""Weight, and the function that makes it."""

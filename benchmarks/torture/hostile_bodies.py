@@ -1,5 +1,4 @@
-"""Bodies that are JSON, or nearly, and yet hostile: for every route that takes one, with values, schemas, grammars, tools and files.
-Knows nothing of HTTP beyond a route's name."""
+"""Bodies that are JSON, or nearly, and yet hostile: for every route that takes one, with values, schemas, grammars, tools and files."""
 
 import json
 import random
@@ -18,7 +17,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [1, 2]},
 }
-"""What each takes: an answer costs a token at most."""
+"""A valid body for each route; its answer costs a token at most."""
 FIELDS = (
     "prompt", "messages", "input", "stop", "logit_bias", "stream_options", "model", "bad_words", "n", "response_format", "tools",
     "tool_choice", "system", "instructions", "previous_response_id", "text", "reasoning", "metadata", "input_file_id", "endpoint",
@@ -35,7 +34,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def wrong_types(dice: random.Random, ids: list[str]) -> tuple[str, bytes]:
-    """A route, and what it takes with a field or two that are of another kind."""
+    """Return a route and its body with one or two fields of a wrong type."""
     route = dice.choice(list(ROUTES))
     body = dict(ROUTES[route])
     for _ in range(dice.randrange(1, 3)):
@@ -50,12 +49,12 @@ def numbers(dice: random.Random) -> tuple[str, bytes]:
     number = dice.choice(
         ["1e999", "-1e999", "9" * 400, "-" + "9" * 40, "NaN", "Infinity", "0." + "1" * 5000, "1e-400", "-1", "2.5"]
     )
-    # The field first, so that what it means is read before the one that keeps the answer short.
+    # The hostile field first, so that it is parsed before the one that keeps the answer short.
     rest = json.dumps(ROUTES[route])[1:]
     return route, f'{{"stop": "b", "{dice.choice(names)}": {number}, {rest}'.encode()
 
 
-# ── what an answer must look like ──
+# ── output formats ──
 
 
 def _nested(depth: int, key: str) -> Any:
@@ -109,7 +108,7 @@ def _tools(dice: random.Random) -> dict[str, Any]:
 
 
 def forms(dice: random.Random) -> tuple[str, bytes]:
-    """Schemas, patterns, grammars and tools, in each dialect's words."""
+    """Return a route and a body with schemas, patterns, grammars or tools, in each dialect's form."""
     wish: dict[str, Any]
     kind = dice.choice(["schema", "json", "regex", "grammar", "choice", "tag", "tools", "responses", "messages"])
     if kind == "schema":
@@ -141,7 +140,7 @@ def forms(dice: random.Random) -> tuple[str, bytes]:
 
 
 def upload(dice: random.Random) -> tuple[bytes, bytes]:
-    """A form's content type and body: a file of requests, whole or broken."""
+    """Return the content type and body of a form upload: a file of requests, valid or broken."""
     lines = [
         {"custom_id": dice.choice(["a", "a", "b", "", 5]), "method": dice.choice(["POST", "GET"]),
          "url": dice.choice(["/v1/completions", "/v1/completions", "/nowhere", 5]),

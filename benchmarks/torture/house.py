@@ -1,5 +1,4 @@
-"""A server in processes of its own, and good clients whose answers are known: what every fault is done to.
-Knows nothing of any fault."""
+"""A server in processes of its own, and good clients with known answers: the target of every fault."""
 
 import asyncio
 import contextlib
@@ -31,13 +30,13 @@ def free_port() -> int:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that are the process's own."""
+    """Bytes of the process's own anonymous memory."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 def family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
+    """Return the process and all its descendants."""
     found = [pid]
     for member in found:
         found += children_of(member)
@@ -46,10 +45,10 @@ def family(pid: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What all processes of a server hold together."""
+    """Resources that all processes of a server hold together."""
 
-    proportional: int  # bytes resident; what several share is counted once
-    private: int  # of these, without what lies in files: no other process's doing
+    proportional: int  # PSS bytes: shared memory counts once
+    private: int  # of these, anonymous and shared memory, without mapped files: independent of other processes
     open_files: int
     threads: int
     processes: int
@@ -72,7 +71,7 @@ class House:
     def __init__(
         self, *flags: str, environment: dict[str, str] | None = None, log: str = "", module: str = "octavo.cli.main"
     ) -> None:
-        """`log`: a file for what it prints; empty: nobody reads it. `module`: what serves."""
+        """`log`: a file for the server's output; empty: discard it. `module`: the module that serves."""
         self._module = module
         self.port = free_port()
         self._log = open(log, "w") if log else open(os.devnull, "w")  # noqa: SIM115
@@ -132,7 +131,7 @@ class House:
             await client.close()
 
     async def used_pages(self) -> int:
-        """Once nothing runs: what is still held then has leaked."""
+        """Wait until nothing runs and return the pages in use: those have leaked."""
         deadline = time.monotonic() + QUIET_LIMIT_S
         while True:
             text = await self.metrics()
@@ -168,12 +167,12 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, object]:
-        """What must be the same whatever happens."""
+        """The part that must not depend on any fault."""
         return self.text, self.usage
 
 
 class Load:
-    """Good clients: streams, greedy and seeded by turns, whose answers depend on nothing but their number."""
+    """Good clients: streams, alternately greedy and seeded, whose answers depend only on their number."""
 
     def __init__(self, house: House, num_streams: int, num_tokens: int) -> None:
         self._house, self._num_tokens = house, num_tokens
@@ -185,7 +184,7 @@ class Load:
         return sum(len(answer.times) for answer in self.answers)
 
     async def run(self, asks_again: bool = False) -> list[Answer]:
-        """`asks_again`: whose connection is closed under it asks once more."""
+        """`asks_again`: clients whose connection breaks send their request once more."""
         client = self._house.client()
         try:
             await asyncio.gather(*(self._ask(client, number) for number in range(len(self.answers))))
@@ -200,7 +199,7 @@ class Load:
         return self.answers
 
     async def until(self, num_events: int) -> None:
-        """Every stream has begun, and all together have had so many events."""
+        """Wait until every stream has started and all together have had num_events events."""
         while self.num_events < num_events or not all(answer.times or answer.error for answer in self.answers):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -1,5 +1,4 @@
-"""What the clients of a soak ask: every endpoint that computes, long and short, shared beginnings, grammars, several choices.
-Knows nothing of servers or of what becomes of an answer."""
+"""The requests of a soak: every computing endpoint, long and short, shared prefixes, grammars, several choices."""
 
 import json
 import random

@@ -1,5 +1,5 @@
-"""The soak: minutes of mixed load with clients that leave, pages that run out and an engine that is killed; what was held, look by look.
-Knows nothing of how the load is answered."""
+"""The soak: minutes of mixed load with clients that disconnect, pages that run out and an engine that is killed; reports the
+memory held at each look."""
 
 import asyncio
 import itertools
@@ -19,27 +19,27 @@ from benchmarks.torture.mixed import ask
 from octavo.cli.bench.http_stream import Client, HTTPFailure
 
 FLAGS = (
-    # So few pages that long answers push one another out.
+    # Few pages, so that long answers preempt each other.
     *("--kv-cache-memory-bytes", "48M", "--max-model-len", "1024", "--api-processes", "2"),
-    # What is kept of past requests, up to a limit, is full within minutes: what grows after that is a leak.
+    # Histories of past requests have limits and are full within minutes: growth after that is a leak.
     *("--journey-bytes", "512K", "--max-stored-responses", "20"),
 )
 _CANARY = {"prompt": "Once upon a time there was a", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-"""Asked again and again in the crowd: its answer must never change."""
+"""Asked again and again among the load: its answer must never change."""
 _REST_S = 2.5
-"""After which an engine that has nothing to do has given back what it freed."""
+"""Seconds after which an idle engine has returned its freed memory to the system."""
 MAX_SLOPE = 0.01
-"""Of what is held: how much of it may come on top in the steady part, by the line through its looks."""
+"""Share of the held memory by which it may grow in the steady part, by the slope of its looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
     minute: float
-    engine: int  # its process number: another engine's memory is another's
-    held: Held  # when nothing runs
+    engine: int  # its process id: a new engine's memory cannot be compared with the old one's
+    held: Held  # while idle
     parts: dict[str, int]  # bytes of `held.private`, by kind of process
-    pages: dict[str, int]  # by state, when nothing runs
-    most_pages: int  # in use at one time since the look before, as far as it was seen
+    pages: dict[str, int]  # by state, while idle
+    most_pages: int  # most pages in use at one time since the last look, sampled every second
     preemptions: int  # since the start
 
 
@@ -49,7 +49,7 @@ class Count:
     answers: int = 0
     left: int = 0
     canaries: int = 0
-    changed: int = 0  # canaries that sang another song
+    changed: int = 0  # canary answers that differed
     errors: list[str] = field(default_factory=list)
     killed: int = 0
     preemptions: int = 0
@@ -65,7 +65,7 @@ class Soak:
         self.count = Count()
 
     async def run(self, show: Callable[[Look], None]) -> list[Look]:
-        """One look before the load, one when it is warm, and then at every minute, or tenth if that is sooner."""
+        """Look once before the load, once when it is warm, then every minute, or every tenth of the soak if that is shorter."""
         interval = min(60.0, self._minutes * 6)
         num_looks = max(2, round(self._minutes * 60 / interval))
         self._song = await self._sing(client := self._house.client())
@@ -76,8 +76,8 @@ class Soak:
         for number in range(1, num_looks + 1):
             until = began + number * interval
             if number < num_looks and time.monotonic() + interval / 2 > until:
-                continue  # the answers before were long
-            # A third of the way: what the next engine has to fill for good is full well before the end.
+                continue  # earlier answers took too long
+            # The kill comes after a third of the time: the next engine's caches are full well before the end.
             await self._load(until, kills=not self.count.killed and number >= num_looks // 3)
             looks.append(await self._look((time.monotonic() - began) / 60))
             show(looks[-1])
@@ -118,7 +118,7 @@ class Soak:
             try:
                 engine, text = self._house.engine(), await self._house.metrics()
                 self._note(engine, text)
-            except (OSError, HTTPFailure, ValueError):  # there is none just now
+            except (OSError, HTTPFailure, ValueError):  # no engine or API process at this moment
                 continue
 
     async def _kill(self, delay: float) -> None:
@@ -148,7 +148,7 @@ class Soak:
             asked = ask(dice)
             self.count.asked[asked.kind] += 1
             leaves_after = dice.choice([None, None, 1, 20]) if asked.is_stream else None
-            patience = 0.05 if not asked.is_stream and dice.random() < 0.2 else None  # then it leaves before any answer
+            patience = 0.05 if not asked.is_stream and dice.random() < 0.2 else None  # disconnects before any answer
             try:
                 if asked.is_stream:
                     await self._read(client, asked.kind, asked.path, asked.body, leaves_after)
@@ -181,19 +181,19 @@ def _is_error(event: bytes) -> bool:
 
 
 def steady(looks: list[Look]) -> list[Look]:
-    """Those of the last engine, without the first half of them: rings and caches have a size, and fill up to it once."""
+    """Return the last engine's looks without their first half: rings and caches fill up to their size once."""
     last = [look for look in looks if look.engine == looks[-1].engine]
     return last[len(last) // 2 :] if len(last) > 3 else last
 
 
 def slope(looks: list[Look]) -> float:
-    """Bytes a minute: the median over all pairs of looks, which one jump does not move."""
+    """Return bytes a minute: the median over all pairs of looks, which one jump does not move."""
     pairs = [(a, b) for a, b in itertools.combinations(looks, 2) if b.minute > a.minute]
     return statistics.median((b.held.private - a.held.private) / (b.minute - a.minute) for a, b in pairs)
 
 
 def verdict(looks: list[Look], count: Count) -> list[str]:
-    """What is wrong. Empty: nothing is."""
+    """Return the faults found; empty: none."""
     part = steady(looks)
     risen = slope(part) * (part[-1].minute - part[0].minute)
     first, last = part[0].held, part[-1].held
@@ -207,6 +207,6 @@ def verdict(looks: list[Look], count: Count) -> list[str]:
         (bool(count.errors), f"{len(count.errors)} errors"),
         (bool(count.changed), f"{count.changed} of {count.canaries} canaries changed"),
         (not count.killed or looks[0].engine == looks[-1].engine, "no engine was killed and replaced"),
-        (not count.preemptions, "nobody was preempted: the load is too light"),
+        (not count.preemptions, "no request was preempted: the load is too light"),
     ]
     return [what for is_wrong, what in found if is_wrong]

@@ -1,4 +1,4 @@
-"""Who is refused, when, and what is said about it: a real loop and scheduler, with steps that take a moment."""
+"""Which requests are refused, when, and with which message: a real loop and scheduler, with steps that take a moment."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ def slow_engine(queue_limit: QueueLimit) -> Engine:
 
 
 async def end_of(client, each) -> OctavoError | int:
-    """How the request failed, or how many tokens it has."""
+    """Return the request's error, or its number of tokens."""
     count = 0
     async for deltas in client.deltas(each.id):
         for delta in deltas:
@@ -38,7 +38,7 @@ async def end_of(client, each) -> OctavoError | int:
 
 
 async def until_running(client, num_requests: int) -> dict:
-    """What the engine is at, once so many hold a row."""
+    """Wait until num_requests requests hold a row, and return the engine's progress."""
     while (told := msgspec.json.decode(await client.control(ReadProgress(0))))["running"] < num_requests:
         pass
     return told
@@ -72,7 +72,7 @@ async def test_tokens_that_wait_are_limited_too_but_an_empty_queue_takes_anythin
         for number in range(4):
             client.submit(long(f"run{number}"))
         await until_running(client, 4)
-        first = long("first", num_tokens=3, prompt_ids=[1] * 9)  # alone more than the limit
+        first = long("first", num_tokens=3, prompt_ids=[1] * 9)  # alone above the limit
         second = long("second", num_tokens=3)
         client.submit(first)
         client.submit(second)
@@ -103,7 +103,7 @@ async def test_who_has_no_row_in_time_leaves_the_queue_and_who_has_stays():
         soon = time.monotonic() + 0.1
         running = [long(f"run{i}", queue_until=soon) for i in range(4)]  # as many as there are rows
         waiting = long("wait", queue_until=soon)
-        late = long("late", queue_until=time.monotonic())  # it was too late when it came
+        late = long("late", queue_until=time.monotonic())  # too late on arrival
         for each in [*running, waiting, late]:
             client.submit(each)
         await until_running(client, 4)
@@ -128,13 +128,13 @@ async def test_who_waits_and_why_can_be_read():
 
 def test_the_pace_is_that_of_the_last_minute():
     queue_limit = QueueLimit()
-    assert queue_limit.seconds_for(10, 5.0) == 10  # nothing to go by
+    assert queue_limit.seconds_for(10, 5.0) == 10  # no rate known yet
     for second in range(100, 200):
         queue_limit.moved(float(second), 4)
     assert queue_limit.seconds_for(40, 199.0) == pytest.approx(10, rel=0.05)
     assert queue_limit.retry_after(400, 199.0) == pytest.approx(50, abs=3)
     assert queue_limit.retry_after(10**9, 199.0) == MAX_RETRY_SECONDS and queue_limit.retry_after(0, 199.0) == 1
-    assert queue_limit.seconds_for(3, 400.0) == 3  # that was long ago
+    assert queue_limit.seconds_for(3, 400.0) == 3  # the last rate is long out of date
 
 
 def test_a_failure_is_what_its_cause_says():

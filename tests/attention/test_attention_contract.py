@@ -49,7 +49,7 @@ def chosen(spec: ModelSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
 
 
 def side_by_side(stores: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same, but the layers' parts of a page are neighbours: what one store's pages have between them are the others'."""
+    """The same stores, with the layers' parts of a page side by side: between the pages of one store lie the other stores' pages."""
     return list(torch.stack(stores, 1).unbind(1))
 
 
@@ -62,7 +62,7 @@ def attend(
     seed: int,
     broken_share: float = 0.0,
 ) -> torch.Tensor:
-    """All layers' outputs of the mixed step, over stores full of stale numbers. Some keys and values may be broken."""
+    """Return all layers' outputs of the mixed step, over stores full of stale values. Some keys and values may be broken."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = rng.sample(range(1, num_pages), num_pages - 1)
@@ -212,7 +212,7 @@ def test_a_rows_broken_numbers_stay_its_own(backend: str, value: float, dtype: t
         for step in (1, 2):  # `short` is padded with page 0 up to `long`'s pages
             steps = [(broken, 1), (short, 1), (long, 1)]
             found.append(run_step(tested, spec, steps, heads[step], page_size)[1:])
-        later = Row([0] * 16, [0, 9])  # writes 6 of the 8 cells: the others still hold what `broken` wrote
+        later = Row([0] * 16, [0, 9])  # writes 6 of the 8 cells: the others still hold `broken`'s values
         found.append(run_step(tested, spec, [(later, 5)], heads[3], page_size))
         found.append(run_step(tested, spec, [(later, 1)], heads[4], page_size))
         return found

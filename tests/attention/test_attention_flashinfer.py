@@ -1,5 +1,5 @@
-"""The flashinfer backend as far as a machine without it shows: what it plans, refuses and writes.
-The package's kernels are played by torch, from nothing but what they are planned with; tests/gpu has the real ones."""
+"""The flashinfer backend on a machine without the package: what it plans, refuses and writes.
+torch stands in for the package's kernels and sees only what they are planned with; tests/gpu has the real ones."""
 
 import importlib.util
 import random
@@ -30,7 +30,7 @@ def spec_of(heads: tuple[int, int, int], num_layers: int = 1) -> ModelSpec:
 
 
 def layers_of(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str = "cpu") -> list[LayerHeads]:
-    """Two that agree, one that has everything a layer may have, with bounds that a short row meets."""
+    """Two layers that agree, and one with every option a layer may have, with bounds that a short row reaches."""
     plain = [LayerHeads(index, *heads, heads[2] ** -0.5) for index in (0, 2)]
     generator = torch.Generator().manual_seed(7)
     q_norm, k_norm = (torch.rand(2, heads[2], generator=generator) + 0.5).to(device, dtype)
@@ -39,7 +39,7 @@ def layers_of(heads: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
 
 
 def make_rows(mix: list[tuple[int, int]], page_size: int, seed: int) -> tuple[list[Row], int]:
-    """A row for each (computed before, in this step), over pages in any order, and how many pages a store needs."""
+    """Return a row for each (computed before, in this step), over pages in random order, and the number of pages of a store."""
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = random.Random(seed).sample(range(1, num_pages), num_pages - 1)
     return [Row([0] * 4096, [pages.pop() for _ in range(-(-sum(part) // page_size))]) for part in mix], num_pages
@@ -55,7 +55,7 @@ def attend(
     device: torch.device | str = "cpu",
     seed: int = 3,
 ) -> torch.Tensor:
-    """All layers' outputs of the mixed step, over stores full of stale numbers."""
+    """Return all layers' outputs of the mixed step, over stores full of stale values."""
     generator = torch.Generator().manual_seed(seed)
     heads = (layers[0].num_heads, layers[0].num_kv_heads, layers[0].head_size)
     rows, num_pages = make_rows(mix, page_size, seed)
@@ -91,7 +91,7 @@ def test_every_row_is_given_its_own_pages(mix: str, page_size: int) -> None:
     parts = [(row, count) for row, (_, count) in zip(rows, MIXES[mix], strict=True)]
     lists = PageLists.of(make_batch(parts, page_size), page_size)
 
-    parts.sort(key=lambda part: part[1] > 1)  # as a batch has them
+    parts.sort(key=lambda part: part[1] > 1)  # the order of a batch
     page_start, pages, last_lens, query_start = [0], [], [], [0]
     for row, count in parts:
         for position in range(row.computed):
@@ -122,7 +122,7 @@ def test_a_row_of_padding_has_no_pages() -> None:
 
 
 class TorchWrapper:
-    """What the package's two wrappers have in common."""
+    """The common part of the package's two wrappers."""
 
     made: ClassVar[list["TorchWrapper"]] = []
 
@@ -207,7 +207,7 @@ def test_layers_that_agree_share_a_plan(package: type[TorchWrapper]) -> None:
     decode, prefill, own_decode, own_prefill = package.made
     # Two chunks, then the mixed step: decodes are in the last of them only.
     assert (decode.num_plans, prefill.num_plans) == (own_decode.num_plans, own_prefill.num_plans) == (1, 3)
-    attend(backend, layers, mix, 4, torch.bfloat16, torch.bfloat16)  # with stores of its own: nothing is made again
+    attend(backend, layers, mix, 4, torch.bfloat16, torch.bfloat16)  # with its own stores: no wrapper is made again
     assert len(package.made) == 4
 
 

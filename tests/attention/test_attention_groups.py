@@ -1,4 +1,4 @@
-"""Layers with page tables of their own, over stores that they share: as if each had a store to itself."""
+"""Layers with their own page tables over shared stores give the same results as layers with their own stores."""
 
 import random
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE, WINDOW, NUM_PAGES = 4, 7, 120
 WINDOWS = (0, WINDOW, WINDOW, WINDOW)  # 1 and 3 layers: four groups, and pages of one layer
 MIX = [(30, 1), (3, 1), (19, 1), (0, 13), (16, 6)]  # (computed before, in this step) of each row
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of Triton's interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from Triton's interpreter
 
 
 def spec() -> ModelSpec:
@@ -41,7 +41,7 @@ def grouped(batches: list[Batch]) -> Batch:
 
 
 def steps(pages: list[list[list[int]]]) -> list[list[Batch]]:
-    """For each step (the rows' beginnings one by one, then the mix together) the batch of each group."""
+    """For each step (each row's first tokens alone, then the mix together), the batch of each group."""
     by_group = []
     for tables in pages:
         rows = [Row([0] * 100, table) for table in tables]

@@ -21,14 +21,14 @@ from tests.interpreter import cases, mend
 from tests.models.batches import Row, make_batch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Tokens before this step, and its own.
+# (tokens before this step, tokens in it)
 MIXES = {
     "decodes": cases([(0, 1), (16, 1), (63, 1)], (0, 1), (16, 1), (23, 1)),
     "prompts": cases([(0, 8), (0, 33)], (0, 8), (0, 17)),
     "everything": cases([(5, 1), (40, 1), (0, 16), (20, 3)], (5, 1), (18, 1), (0, 9), (16, 3)),
 }
 HEADS = cases([(4, 2, 16), (3, 1, 80), (2, 2, 64), (32, 8, 128), (16, 1, 256)], (4, 2, 16), (3, 1, 80))
-# A query that is padding sees nothing, which numpy mentions and a GPU does not.
+# A padding query sees no cell: numpy warns about that, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -47,7 +47,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     has_norms: bool = False
-    shared_pages: int = 0  # leading pages that all rows have in common
+    shared_pages: int = 0  # leading pages that all rows share
     has_sinks: bool = False
 
     @property
@@ -75,7 +75,7 @@ def to_device(batch: Batch) -> Batch:
 
 
 def attend(backend: AttentionBackend, case: Case, seed: int = 3) -> torch.Tensor:
-    """The outputs of the mixed step, over a store full of stale numbers."""
+    """Return the outputs of the mixed step, over a store full of stale values."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 2 + sum(-(-(before + count) // case.page_size) for before, count in case.mix)
     free = rng.sample(range(1, num_pages), num_pages - 1)
@@ -136,7 +136,7 @@ def test_window_cap_and_norms(mix: str, options: dict[str, float]) -> None:
 def test_sinks(window: int) -> None:
     agree(Case((6, 2, 16), MIXES["everything"], window=window, has_sinks=True))
     if not window:
-        # In several chunks, which are merged, and behind a shared prefix.
+        # In several chunks that are merged, and behind a shared prefix.
         agree(Case((6, 2, 16), [(150, 1), (40, 1)], has_sinks=True))
         agree(Case((6, 2, 16), [(33, 1), (32, 1)], has_sinks=True, shared_pages=2))
 

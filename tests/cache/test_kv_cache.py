@@ -1,4 +1,4 @@
-"""The verbs of the cache: each succeeds whole or changes nothing."""
+"""The cache's methods: each succeeds completely or changes nothing."""
 
 import random
 
@@ -162,7 +162,7 @@ def test_pages_behind_a_window_serve_as_prefix_until_others_need_them():
 
 
 def run_through(cache: KVCache, sequence: int, tokens: list[int]) -> int:
-    """Admit it and go through all of it, two tokens a step. → what was found of it."""
+    """Admit the sequence and advance through all of it, two tokens a step. Return the number of tokens found in the cache."""
     admission = cache.admit(sequence, tokens)
     for start in range(admission.num_cached, len(tokens), 2):
         end = min(start + 2, len(tokens))
@@ -178,7 +178,7 @@ def test_a_long_prompt_does_not_drive_out_what_others_share():
     cache.release(1)
     for sequence in range(2, 30):
         tail = [1000 * sequence + i for i in range(60)]
-        # The stem's pages are passed, too; but they were found.
+        # The window has also passed the stem's pages, but they were found.
         assert run_through(cache, sequence, [*stem, *tail]) == 8
         cache.release(sequence)
 

@@ -1,4 +1,4 @@
-"""A command in a pseudo-terminal of a given size, and what its screen shows."""
+"""Runs a command in a pseudo-terminal of a given size and reads its screen."""
 
 import fcntl
 import os
@@ -32,7 +32,7 @@ class Terminal:
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def until(self, condition: Callable[[str], bool], seconds: float = 60) -> str:
-        """The screen, as soon as it is as wanted."""
+        """Wait until the screen meets the condition, and return it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if select.select([self._ours], [], [], 0.1)[0]:
@@ -45,7 +45,7 @@ class Terminal:
         raise AssertionError(f"the screen did not become as wanted:\n{self.screen()}")
 
     def screen(self) -> str:
-        """The last picture that is whole."""
+        """The last complete screen."""
         pictures = re.findall(r"\x1b\[H(.*?)\x1b\[J", self.raw, re.S)
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", pictures[-1]).replace("\r", "") if pictures else ""
 
@@ -53,7 +53,7 @@ class Terminal:
         os.write(self._ours, key.encode())
 
     def close(self) -> tuple[int, str]:
-        """(exit code, what it said on standard error) of a command that is about to end."""
+        """Wait for the command to end. Return (exit code, stderr)."""
         assert self.process.stderr is not None
         try:
             code = self.process.wait(30)

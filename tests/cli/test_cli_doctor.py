@@ -1,5 +1,5 @@
-"""`octavo doctor`: a healthy folder and a healthy GGUF file pass, and each way to be broken has its line and its exit code.
-Every model here is written by the test; what is said of it comes from the code that serves it."""
+"""`octavo doctor`: a healthy folder and a healthy GGUF file pass, and each kind of damage has its line and its exit code.
+The test writes every model; the messages come from the code that serves it."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def diagnose(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, the report, and what stderr says."""
+    """Return the exit code, the report, and stderr."""
     code = main(["doctor", *arguments, "--json", "--device", "cpu"])
     out, err = capsys.readouterr()
     return code, json.loads(out), err
@@ -155,7 +155,7 @@ def poison(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
-    # what is done to the folder → which check finds it, how bad it is, what the line says
+    # damage to the folder → the check that finds it, its severity, the message
     "truncated weights": (truncate, "configuration", "failed", "truncated or corrupt"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "files", "failed", "holds no weights"),
     "missing tensor": (lambda f: change_tensors(f, **{NORM: None}), "tensors", "failed", f"lacks tensor {NORM}"),
@@ -213,7 +213,9 @@ def test_each_way_to_be_broken_has_its_line(case: str, folder: Path, capsys: pyt
     assert words in finding(report, check)[1]
     wrong = [entry for entry in report["findings"] if entry["status"] not in ("ok", "skipped")]
     assert wrong[0]["check"] == check, wrong
-    assert len(wrong) == 1 or case == "tokenizer of another model", wrong  # whose end is beyond the vocabulary, too
+    assert len(wrong) == 1 or case == "tokenizer of another model", (
+        wrong
+    )  # its end-of-sequence id is also beyond the vocabulary
     if status == "failed":
         assert (code, report["serves"]) == (2, False)
         assert err.startswith(f"octavo: error: {check}: ") and words in err and err.count("\n") == 1

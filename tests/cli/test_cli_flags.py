@@ -1,5 +1,4 @@
-"""Flags from the config dataclasses: names, kinds, defaults, and what a mistake is told.
-Knows nothing of what the flags do."""
+"""Flags from the config dataclasses: names, kinds, defaults, and the messages for mistakes."""
 
 import dataclasses
 import math
@@ -39,7 +38,7 @@ def test_every_knob_is_a_flag_and_reads_back_a_value() -> None:
                 text, value = "2k", 2048
             else:
                 text, value = samples[knob.type]
-            # Alone: some flags mean nothing without another, and the configuration says so.
+            # Alone: some flags need another one, which the configuration checks.
             parser = Parser(prog="octavo")
             add_config_flags(parser)
             assert options_from(parser.parse_args([name, text]))[knob.name] == value, name
@@ -214,7 +213,7 @@ def test_a_value_out_of_range_names_its_flag() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 1e300])
 def test_no_option_of_python_takes_a_number_without_end(value: float) -> None:
-    """LLM(swap_space=…) passes by the flags."""
+    """LLM(swap_space=…) does not pass through the flags."""
     knobs = [knob.name for _, cls in sections() for knob in dataclasses.fields(cls) if knob.type is float]
     assert len(knobs) >= 3
     for name in knobs:

@@ -1,5 +1,5 @@
-"""The command line as a person meets it: one line and a code for every mistake, a quick start, a conversation with a URL.
-Knows nothing of the engine: the server here is a few lines of standard library that speak OpenAI's API."""
+"""The command line as a person uses it: one line and a code for every mistake, a quick start, a conversation with a URL.
+The server here is a few lines of standard library that speak OpenAI's API."""
 
 import http.server
 import json
@@ -21,7 +21,7 @@ from octavo.errors import ConfigError, EngineDead
 
 
 class Echo(http.server.BaseHTTPRequestHandler):
-    """Answers with the words it was sent, one chunk a word; keeps every body it saw."""
+    """Answers with the words of the request, one chunk a word; keeps every body."""
 
     bodies: list[dict[str, Any]]
     key = ""
@@ -99,7 +99,7 @@ def octavo(*argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 def test_a_mistake_is_one_line_and_code_2(argv: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main.main(argv)
-    except SystemExit as ended:  # argparse's own way out
+    except SystemExit as ended:  # argparse exits this way
         code = int(ended.code or 0)
     assert capsys.readouterr().err == f"octavo: error: {line}\n"
     assert code == 2
@@ -224,7 +224,7 @@ def test_nobody_listens() -> None:
 
 
 def _answering(answers: list[bytes]) -> tuple[str, threading.Thread]:
-    """A server that gives each connection the next of these bytes and closes it."""
+    """Start a server that sends each connection the next of these bytes and closes it."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

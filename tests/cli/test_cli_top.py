@@ -1,4 +1,4 @@
-"""`octavo top` against a server that tells three states: what it draws, and that a server that is not there is one line."""
+"""`octavo top` against a server that sends three states: what it draws, and the one line for a missing server."""
 
 import base64
 import http.server
@@ -58,13 +58,13 @@ STATES = [
 
 
 class _Feed(http.server.BaseHTTPRequestHandler):
-    holds = threading.Event()  # set: the feed goes on without a word after its last state
+    holds = threading.Event()  # if set, the feed stays open and silent after its last state
 
     def do_GET(self) -> None:
         allowed = self.headers.get("authorization") == "Bearer secret"
         self.send_response(200 if self.path == "/v1/live" and allowed else 401)
         self.end_headers()
-        with suppress(ConnectionError):  # --once leaves before the end
+        with suppress(ConnectionError):  # --once disconnects before the end
             for told in STATES:
                 self.wfile.write(b"data: " + json.dumps(told).encode() + b"\n\n")
         while self.holds.is_set():

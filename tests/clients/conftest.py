@@ -1,4 +1,4 @@
-"""One real server on the embedded model for all clients; OCTAVO_PYTHON: the Python that has Octavo, where this one has not."""
+"""One real server on the embedded model for all clients. OCTAVO_PYTHON names the Python that has Octavo, if this one has not."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Answers sent back as clients' libraries keep them, to a server that refuses every field it has no use for."""
+"""Sends answers back as the clients' libraries keep them, to a server that refuses unknown fields."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from tests.e2e.servers import Server
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Pydantic serializer warnings:UserWarning"
-)  # openai's own, of what it parsed
+)  # openai's own warnings about the answers it parsed
 
 HI = {"role": "user", "content": "A city?"}
 

@@ -15,7 +15,7 @@ QUESTION = [{"role": "user", "content": "France's capital is Paris. Its populati
 
 
 class Capital(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a model this small goes on with fields of its own where it may
+    model_config = ConfigDict(extra="forbid")  # without it, a model this small adds fields of its own
 
     country: str = Field(max_length=40)
     capital: str = Field(max_length=40)
@@ -28,7 +28,7 @@ def test_an_object(base_url: str, mode: str) -> None:
         openai.OpenAI(base_url=base_url, api_key="unused", max_retries=0, timeout=120), mode=instructor.Mode[mode]
     )
     options = {"model": MODEL, "messages": QUESTION, "max_tokens": 160, "temperature": 0, "max_retries": 0}
-    if mode == "JSON":  # the mode leaves it to the model to keep to the schema, which one this small does not
+    if mode == "JSON":  # in this mode only the model enforces the schema, which one this small does not
         options["extra_body"] = {"response_format": {"type": "json_schema", "json_schema": _schema()}}
     assert isinstance(client.chat.completions.create(response_model=Capital, **options), Capital)
 

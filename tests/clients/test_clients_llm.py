@@ -1,4 +1,4 @@
-"""The `llm` command, told of the server in its extra-openai-models.yaml: prompts, tools and schemas."""
+"""The `llm` command, configured for the server by its extra-openai-models.yaml: prompts, tools and schemas."""
 
 import json
 import os
@@ -60,5 +60,5 @@ def test_a_schema(run) -> None:
 
 
 def test_tools_are_offered(run) -> None:
-    """The model may or may not call it: what it does must come back as an answer."""
+    """The model may or may not call the tool: either must give an answer."""
     assert run("What time is it? Use the tool.", "--functions", "def get_time() -> str:\n    return 'noon'").strip()

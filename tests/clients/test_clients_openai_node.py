@@ -1,4 +1,4 @@
-"""openai for Node: chat, streams, tools, structured output, completions and embeddings; check.mjs tells what it saw."""
+"""openai for Node: chat, streams, tools, structured output, completions and embeddings; check.mjs reports its results."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Grammars made ready by ranks beside their steps: told when all have, and nobody waits for a rank that ended."""
+"""Grammars that the ranks prepare beside their steps: ready when all ranks have one, and a rank that ended is not waited for."""
 
 import threading
 from multiprocessing.connection import Pipe

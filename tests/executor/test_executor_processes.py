@@ -1,4 +1,4 @@
-"""Spawned ranks: the same tokens as one rank, failures that arrive whole, and no process left behind."""
+"""Spawned ranks: the same tokens as one rank, complete error messages, and no process left behind."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def test_a_signal_to_the_whole_group_does_not_cut_the_work_short(executor: Proce
     assert len(driver.generate([sequence], 4)[0]) == 4
     executor.close()
     endings = [rank.ending(0) for rank in executor._ranks]
-    assert None not in endings and -signal.SIGKILL not in endings  # by the lifeline, not by force after a wait
+    assert None not in endings and -signal.SIGKILL not in endings  # by the lifeline, not by a kill after a timeout
 
 
 def test_ranks_print_to_stderr_and_leave_stdout_to_the_engine(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
 """--deterministic on a GPU: the same bits alone, in batches of 2, 17 and 64, in chunks, from the cache, preempted, restarted.
-Knows nothing of kernels: it runs what `octavo doctor --determinism` runs, on small models of every kind."""
+Runs the self-test of `octavo doctor --determinism` on small models of every kind."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Experts in a CUDA graph: one capture serves every step of as many tokens, whoever is sent where."""
+"""Experts in a CUDA graph: one capture serves every step of the same size, for any routing."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_a_graph_gives_what_launches_give(num_tokens: int, is_packed: bool) -> N
     def step() -> torch.Tensor:
         return experts(x, plan(logits, 4, True), gate_up, down, (1.0, 0.0, 0.0), None)
 
-    step()  # compiles
+    step()  # the first call compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -35,7 +35,7 @@ def test_a_graph_gives_what_launches_give(num_tokens: int, is_packed: bool) -> N
         x.copy_(torch.randn(num_tokens, depth))
         logits.copy_(torch.randn(num_tokens, num_experts))
         if seed == 2:
-            logits[:, 3:7] += 50  # all to the same four
+            logits[:, 3:7] += 50  # route all tokens to the same four
         graph.replay()
         assert torch.equal(captured, step())
         assert captured.isfinite().all() and captured.float().std() > 0.01

@@ -1,5 +1,5 @@
 """The flashinfer backend with the real package on a real GPU, against reference.py.
-Five modules of kernels are compiled on the way (heads of 128, bfloat16): minutes where they are not kept from before."""
+The package compiles five modules of kernels (heads of 128, bfloat16), which takes minutes without its cache."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from tests.attention.test_attention_flashinfer import attend, layers_of, placed,
 from tests.models.batches import Row, make_batch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # the package's own affairs
+    warnings.simplefilter("ignore")  # warnings of the package itself
     pytest.importorskip("flashinfer")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -70,7 +70,7 @@ def check(
 
 
 def test_steps_launched_ahead_of_the_gpu_keep_their_plans() -> None:
-    """The host plans the next steps while the GPU has not begun this one: no plan may reach into another's step."""
+    """The host plans the next steps while the GPU has not begun this one: no plan may affect another step."""
     layers, page_size, generator = layers_of(HEADS, BFLOAT16, GPU), 16, torch.Generator().manual_seed(5)
     rows = [Row([0] * 2000, list(range(1 + 100 * row, 101 + 100 * row))) for row in range(8)]
     sizes = [[(row, (7 * step + row) % 8 + 1) for row in range(1 + step % 8)] for step in range(40)]
@@ -92,6 +92,6 @@ def test_steps_launched_ahead_of_the_gpu_keep_their_plans() -> None:
         torch.cuda.synchronize()
         return found
 
-    outputs(False)  # compiles what is not yet
+    outputs(False)  # compiles what is missing
     for step, (found, expected) in enumerate(zip(outputs(True), outputs(False), strict=True)):
         assert torch.equal(found, expected), f"output {step}"

@@ -1,4 +1,4 @@
-"""8-bit weights on a GPU: how near products and a whole model stay to 16-bit ones, in graphs too, and what loading takes."""
+"""8-bit weights on a GPU: how close products and a whole model stay to 16-bit ones, in graphs too, and the memory of loading."""
 
 import dataclasses
 from typing import Any
@@ -86,8 +86,8 @@ def test_kernels_round_as_torch_does() -> None:
     x[7] = 0
     largest = x.double().abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
     exact = x.double() * 448 / largest
-    # Two roundings to 24 bits, of which a kernel's division may be off by two (div.full.f32), a product by half of one:
-    # a number halfway between two of 8 bits, as x of 8 bits often is (about 1 of 200), may tip to either side; others may not.
+    # Two roundings to 24 bits, of which a kernel's division may be off by two units (div.full.f32), a product by half a unit:
+    # a value halfway between two 8-bit ones, as x of 8 bits often is (about 1 of 200), may round either way; others may not.
     slack = 3 * 2.0**-23
     either = [(exact * (1 + sign * slack)).float().to(torch.float8_e4m3fn).float() for sign in (-1, 1)]
     low, high = torch.minimum(*either), torch.maximum(*either)
@@ -174,7 +174,7 @@ def test_a_model_in_8_bits(make: Any) -> None:
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if parameter.dim() == 2 and "embed" not in name:
-                parameter.mul_(0.3)  # as trained models are: each layer adds a little to what went before
+                parameter.mul_(0.3)  # as in trained models, each layer adds little to its input
     (tokens,) = prompts(seed=4, lengths=(90,), vocab_size=512)
     expected, plain_bytes, saving = logits_of(reference, "", tokens)
     found, num_bytes, _ = logits_of(reference, "fp8", tokens)

@@ -1,5 +1,4 @@
-"""Grammars on a GPU, through the whole engine: steps ahead of the host, graphs or none, give the same valid answers.
-Knows nothing of how masks reach the device."""
+"""Grammars on a GPU, through the whole engine: steps ahead of the host, with and without graphs, give the same valid answers."""
 
 import json
 from pathlib import Path
@@ -72,5 +71,5 @@ def answers(folder: Path, **options: Any) -> list[Any]:
 
 
 def test_graphs_or_none_the_same_valid_answers(folder):
-    answers(folder)  # valid; which rows share a step depends on how soon grammars are compiled, and on that the bits
+    answers(folder)  # valid; the bits depend on which rows share a step, and that on how soon grammars are compiled
     assert answers(folder, deterministic=True) == answers(folder, deterministic=True, enforce_eager=True)

@@ -1,9 +1,8 @@
 """Graphs, shared prefixes and preemption on a GPU, through the whole engine: none of them changes a token.
-Knows nothing of how a graph is captured or a page is moved.
 
-Two runs are compared token by token, though numbers are rounded. In bfloat16 both go the same way but for the graphs, whose
-steps differ by padding only: kernels compute a row alike for a batch size and the next one that is captured. In float32 they
-go different ways, and what those differ by, a millionth, decides about one token in many thousands."""
+Two runs are compared token by token, though values are rounded. In bfloat16 both runs use the same kernels except for the
+graphs, whose steps differ only by padding: kernels compute a row the same way for a batch size and the next captured one. In
+float32 they use different ones, which differ by about a millionth: that decides about one token in many thousands."""
 
 import random
 from collections import Counter
@@ -65,7 +64,7 @@ def random_tokens(count: int, rng: random.Random) -> list[int]:
 def batch_of(
     count: int, kinds: list[SamplingParams], seed: int, stem: list[int] | None = None, num_tokens: int = 10
 ) -> Batch:
-    """Prompts of lengths around pages and tiles, and as many tokens for each that the batch shrinks one by one."""
+    """Prompts of lengths around pages and tiles, with output lengths such that the batch shrinks row by row."""
     rng, batch = random.Random(seed), []
     for number in range(count):
         params = kinds[number % len(kinds)]
@@ -75,7 +74,7 @@ def batch_of(
             seed=100 * seed + number,
             max_tokens=num_tokens + 2 * (number % 9),
             ignore_eos=True,
-            stop_token_ids=tuple(range(20)) if params.min_tokens else (),  # banned at first, and then the end
+            stop_token_ids=tuple(range(20)) if params.min_tokens else (),  # banned at first, and then an end
         )
         batch.append((prompt, params))
     return batch
@@ -83,12 +82,12 @@ def batch_of(
 
 @dataclass
 class Run:
-    """What an engine made of some batches, one after the other."""
+    """The results of an engine on some batches, one after the other."""
 
     tokens: list[list[list[int]]]
     stats: dict[str, float]
     graphs: list[Any]  # one key for each captured step
-    moves: Counter[str]  # pages out to the host and in again
+    moves: Counter[str]  # pages swapped out to the host and in again
 
 
 def run(folder: Path, batches: list[Batch], dtype: str, **options: Any) -> Run:
@@ -150,7 +149,7 @@ def test_a_shared_prefix_changes_no_token(folder: Path, dtype: str, otherwise: d
 @pytest.mark.parametrize("swap_space", [0.01, 0.0], ids=["swap", "recompute"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_preemption_changes_no_token(folder: Path, dtype: str, swap_space: float) -> None:
-    """bfloat16: with graphs and without them; float32: with pages for about four of twelve, and for all."""
+    """bfloat16: with and without graphs; float32: with pages for about four of twelve requests, and for all."""
     page_bytes = 2 * NUM_LAYERS * NUM_KV_HEADS * PAGE_SIZE * HEAD_SIZE * getattr(torch, dtype).itemsize
     little = {"kv_cache_memory_bytes": 28 * page_bytes, "max_model_len": 256, "swap_space": swap_space}
     batches = [batch_of(12, kinds, seed, num_tokens=70) for seed, kinds in enumerate(([GREEDY], MIXED), start=20)]

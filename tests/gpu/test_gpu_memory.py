@@ -1,4 +1,4 @@
-"""On a GPU: what was measured can be taken, another process is told apart, swapping and streaming give the right bytes."""
+"""On a GPU: measured memory can be allocated, other processes are recognised, swapping and streaming give the right bytes."""
 
 import contextlib
 import random
@@ -35,7 +35,7 @@ def device() -> Iterator[Device]:
 
 @contextlib.contextmanager
 def another_process(num_bytes: int) -> Iterator[None]:
-    """Holds that much of the GPU for a while."""
+    """A process that holds num_bytes of the GPU's memory while the context is open."""
     program = (
         "import sys, torch\n"
         "held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device='cuda')\n"
@@ -60,7 +60,7 @@ class Steps:
         if self._workspace is None:
             self._workspace = self._take(32 * MiB)
         kept = self._take(num_tokens * 64 * 1024)
-        for _ in range(3):  # one after the other, not together
+        for _ in range(3):  # one after the other, not at once
             self._take(num_tokens * 192 * 1024).fill_(1)
         self._take(num_rows * (MiB if is_plain else 2 * MiB)).fill_(1)
         del kept
@@ -78,15 +78,15 @@ def test_what_is_measured_is_what_is_taken_and_what_is_left_can_be(device: Devic
     weights = torch.empty(2 * GiB, dtype=torch.uint8, device=device.torch_device)
     memory = measured(device)
     assert memory.total == torch.cuda.mem_get_info()[1]
-    # Whole segments count, which no step gives back while it runs. 8192 tokens: 512 MiB kept and 1536 MiB beside it, three
-    # times the same; of those a part serves the rows' 512 MiB. 256 tokens: 16 MiB kept and 48 MiB, which are too small for
-    # the rows'. One: small tensors share a segment of 2 MiB, larger ones up to 10 MiB one of 20 MiB.
+    # Whole segments count, which no step returns while it runs. 8192 tokens: 512 MiB kept and 1536 MiB beside it, three
+    # times the same; a part of those serves the rows' 512 MiB. 256 tokens: 16 MiB kept and 48 MiB, which are too small for
+    # the rows'. One token: small tensors share a segment of 2 MiB, larger ones up to 10 MiB one of 20 MiB.
     assert abs(memory.working - 2 * GiB) <= 20 * MiB, "the parts that do not overlap are not added up"
     assert abs(memory.working_rows - (16 + 48 + 512) * MiB) <= 20 * MiB
     assert memory.working_least <= (2 + 20) * MiB
     assert 2 * GiB <= memory.own < 3 * GiB + 512 * MiB
     pages = torch.empty(memory.for_pages, dtype=torch.uint8, device=device.torch_device)
-    Steps(device).run(8192, 256, False)  # would raise where there is no room for it
+    Steps(device).run(8192, 256, False)  # raises if there is not enough memory
     torch.cuda.synchronize()
     del pages, weights
 
@@ -95,7 +95,7 @@ def test_another_process_is_told_apart(device: Device) -> None:
     alone = measured(device)
     with another_process(4 * GiB):
         beside = measured(device)
-    # Its context counts too.
+    # Its CUDA context counts too.
     assert 3 * GiB < beside.other - alone.other < 6 * GiB
     assert abs(beside.own - alone.own) < 512 * MiB
     assert alone.for_pages - beside.for_pages >= 4 * GiB
@@ -104,7 +104,7 @@ def test_another_process_is_told_apart(device: Device) -> None:
 # ── swapping ──
 
 NUM_PAGES, HOST_PAGES, LAYERS = 24, 16, 3
-PAGE = (2, 2, 16, 64)  # keys and values, heads, tokens, numbers
+PAGE = (2, 2, 16, 64)  # keys and values, heads, tokens, values per token
 
 
 def a_plan(rng: random.Random) -> list[PageMove]:
@@ -128,7 +128,7 @@ def test_swapping_beside_steps_gives_the_same_bytes_as_one_after_the_other(
     store = Pages(layers, 0, device, HOST_PAGES, staged_pages * wanted[:, 0].numel())
     filled = [PageMove("out", page, page) for page in range(HOST_PAGES)]
     for plan in [filled, *(a_plan(rng) for _ in range(30))]:
-        torch.cuda._sleep(rng.choice((1, 100_000, 1_000_000)))  # what is queued is ahead of the moves by varying times
+        torch.cuda._sleep(rng.choice((1, 100_000, 1_000_000)))  # queued work runs ahead of the moves by varying times
         store.move(plan)
         for move in plan:
             source = wanted_host if move.kind == "in" else wanted
@@ -148,9 +148,9 @@ def test_the_host_does_not_wait_for_a_swap(device: Device) -> None:
     layers = [torch.zeros(256, 2, 8, 16, 128, dtype=torch.bfloat16, device=device.torch_device) for _ in range(8)]
     store = Pages(layers, 0, device, 128)
     swap = [PageMove("out", page, page) for page in range(128)] + [PageMove("in", page, page) for page in range(128)]
-    store.move(swap)  # what is allocated the first time is there
+    store.move(swap)  # first-time allocations are done
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # about a second of the GPU's
+    torch.cuda._sleep(2_000_000_000)  # about a second of GPU time
     started = time.perf_counter()
     store.move(swap)
     returned = time.perf_counter() - started
@@ -173,7 +173,7 @@ def test_weights_arrive_whole_with_one_tensor_to_spare(device: Device, tmp_path:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for name, tensor in files.tensors(device.torch_device, torch.bfloat16):
-        kept[name].copy_(tensor)  # as a model's slots do, without waiting
+        kept[name].copy_(tensor)  # as a model's parameters are filled, without waiting
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 2 * 4096 * 4096 * 2 + 4 * MiB
     for name, tensor in tensors.items():

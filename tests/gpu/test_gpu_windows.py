@@ -1,5 +1,4 @@
-"""Layers with windows on a GPU, through the whole engine: page tables by group change no token, in graphs or out of them.
-Knows nothing of how a graph is captured or a page is moved."""
+"""Layers with windows on a GPU, through the whole engine: page tables by group change no token, in graphs or out of them."""
 
 import random
 from pathlib import Path

@@ -13,7 +13,7 @@ def device():
 
 @pytest.fixture(autouse=True)
 def mended_interpreter(monkeypatch):
-    if not find_spec("triton"):  # the CPU's native kernels are tested all the same
+    if not find_spec("triton"):  # the CPU's native kernels are tested anyway
         return
     from tests.interpreter import mend
 

@@ -1,5 +1,5 @@
-"""Random GGUF quants, and numpy's model of what the CPU products compute from them: the same integers, the same float32 chain.
-Knows nothing of the kernels, and of decoding only what a chain of operations needs: weights/formats/gguf_tensors.py is its check."""
+"""Random GGUF quants, and a numpy model of the CPU products: the same integers, the same float32 chain.
+Independent of the kernels; weights/formats/gguf_tensors.py checks its decoding."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ IQ2_LEVELS = np.array([8, 25, 43, 0, -8, -25, -43])
 
 @dataclass
 class Codes:
-    """N rows of W, G groups of 32, R runs in a group with a scale of their own."""
+    """N rows of W, G groups of 32, R runs in a group, each with its own scale."""
 
     codes: np.ndarray  # [N, G, 32] int64, centred
     scale: np.ndarray  # [N, G, R] float32
@@ -32,7 +32,7 @@ class Codes:
 
 
 def random_quants(type: str, num_columns: int, depth: int, seed: int) -> torch.Tensor:
-    """Every code possible: uint8 [N, bytes of a row]."""
+    """Random bytes, so that every code occurs: uint8 [N, bytes of a row]."""
     rng = np.random.default_rng(seed)
     weights, num_bytes, halves = QUANTS[type]
     rows = rng.integers(0, 256, (num_columns, depth // weights, num_bytes), dtype=np.uint8)
@@ -115,8 +115,8 @@ def _decode_nested(quant: np.ndarray, type: str, outer: np.ndarray, outer_minimu
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """float32 fused multiply-add. The product is exact in float64; where the sum is not, rounding it to odd there makes
-    the second rounding, to float32, the only one."""
+    """float32 fused multiply-add. The product is exact in float64. Where the sum is not, it is rounded to odd, so that the
+    rounding to float32 is the only one that counts."""
     product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
     total = product + addend
     back = total - product

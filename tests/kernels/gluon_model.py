@@ -1,8 +1,8 @@
-"""Runs a warp-specialised Gluon kernel's own source on numpy arrays, all its warps side by side in a random order.
-Knows nothing of a kernel; of Gluon it knows what the kernels of this tree use.
+"""Runs the source of a warp-specialised Gluon kernel on numpy arrays, all its warps concurrently in a random order.
+Implements the parts of Gluon that the kernels of this tree use.
 
-Copies and products that a chip leaves under way are left under way here too, until a random moment: a block that is read
-before it is there, or overwritten before it was read, gives NaN, and warps that wait for one another are a Deadlock."""
+Copies and products that are asynchronous on a chip are asynchronous here too, and finish at a random moment: a block that is
+read before it arrives, or overwritten before it is read, gives NaN, and warps that wait for each other raise a Deadlock."""
 
 import inspect
 import random
@@ -76,7 +76,7 @@ class Pointer:
 
 
 class Descriptor:
-    """Of a matrix, read in blocks; what lies outside is zero."""
+    """Describes a matrix that is read in blocks; elements outside are zero."""
 
     layout = None
 
@@ -127,7 +127,7 @@ class Barriers:
 
 
 class Warps:
-    """Threads of which one runs at a time: whoever reaches a point where others could come in between waits its turn."""
+    """Threads of which one runs at a time: at every point where others could interleave, a thread waits for its turn."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -173,7 +173,7 @@ class Warps:
             raise self.fault
 
     def _next(self) -> None:
-        """Finish some copies, then let anyone go on who can."""
+        """Finish some copies, then resume a random thread that can continue."""
         while self._ready:
             while self.under_way and self.random.random() < 0.3:
                 self._finish_one()
@@ -190,12 +190,12 @@ class Warps:
         finish = self.under_way.pop(self.random.randrange(len(self.under_way)))
         try:
             finish()
-        except AssertionError as fault:  # of a barrier, in whosever turn it is: all must hear of it
+        except AssertionError as fault:  # a barrier's assertion fails in any thread's turn: raise it in all threads
             self.fault = self.fault or fault
 
 
 class Language:
-    """What a kernel calls `gl`, `mbarrier`, `tma` and by name."""
+    """The namespaces `gl`, `mbarrier` and `tma`, and the functions that a kernel imports by name."""
 
     int64 = int32 = constexpr = tensor = None
     float32 = np.float32
@@ -341,7 +341,7 @@ class Language:
 
 
 def environment(helpers: dict[str, Any], num_programs: int, program: int) -> dict[str, Any]:
-    """A kernel's functions as one program's warps would call them, where they wait for nobody."""
+    """Return a kernel's functions as one program's warps would call them, for functions that do not wait."""
     warps = Warps(0)
     warps.local.program = program
     return _environment(helpers, Language(warps, num_programs))
@@ -364,7 +364,7 @@ def _environment(helpers: dict[str, Any], language: Language) -> dict[str, Any]:
 
 
 def run(name: str, helpers: dict[str, Any], num_programs: int, seed: int, args: tuple[Any, ...]) -> None:
-    """The kernel of that name. `helpers`: the globals of its modules."""
+    """Run the kernel of that name. `helpers`: the globals of its modules."""
     warps = Warps(seed)
     body = _environment(helpers, Language(warps, num_programs))[name]
     for program in range(num_programs):
@@ -373,7 +373,7 @@ def run(name: str, helpers: dict[str, Any], num_programs: int, seed: int, args: 
 
 
 def changed(function: Any, old: str, new: str) -> Any:
-    """The same with a fault in it."""
+    """Return the function with a fault in it: `old` replaced by `new`."""
     source = textwrap.dedent(inspect.getsource(function.fn))
     source = source[source.index("def ") :]
     assert source.count(old) == 1

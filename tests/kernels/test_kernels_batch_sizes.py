@@ -1,4 +1,4 @@
-"""Kernels are chosen by the size that a step has when it is replayed: the same with graphs and without."""
+"""Kernels are chosen by a step's captured size, so the choice is the same with and without graphs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Native attention against the reference backend, and against itself: other threads, other batch mates, other chunks."""
+"""Native attention against the reference backend, and against itself with other threads, batches and chunks."""
 
 import functools
 import random
@@ -54,13 +54,13 @@ def isa(request, pool):
 
 
 class NativeAttention:
-    """The backend that is to come, as far as a test needs it."""
+    """The native kernels as an attention backend, with the methods that these tests need."""
 
     def __init__(self, pool: Threads, dtype: torch.dtype = torch.float32) -> None:
         self.pool, self.dtype = pool, dtype
 
     def bind(self, num_pages: int, page_size: int, layer: LayerHeads, stale: float) -> None:
-        """Every cell holds `stale`: int8 pages that many in codes of 100."""
+        """Fill every cell with `stale`; int8 pages get codes of 100 with a scale of stale / 100."""
         self.pages = new_pages(num_pages, layer.num_kv_heads, layer.head_size, page_size, self.dtype)
         if not self.pages.is_int8:
             self.pages.store.copy_(torch.tensor(stale))
@@ -96,7 +96,7 @@ def bound(backend, layer: LayerHeads, num_pages: int, page_size: int, stale: flo
 
 
 def outputs(backend, layer, mix, page_size: int, seed: int, broken_share: float = 0.0, is_turned: bool = False):
-    """Fill the rows' pages, then all rows' step together."""
+    """Fill the rows' pages, then run one step of all rows."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     num_pages = 2 + sum(-(-(before + count) // page_size) for before, count in mix)
     pages = rng.sample(range(1, num_pages), num_pages - 1)
@@ -177,7 +177,7 @@ def test_pages_of_16_bits_hold_the_nearest_numbers(isa, pool) -> None:
 
 @dataclass
 class Walker:
-    """A row of a random walk. Its first `shared` tokens are another's, whose pages it reads."""
+    """A row of a random walk. Its first `shared` tokens are those of row `parent`, whose pages it reads."""
 
     tokens: torch.Tensor  # [length, H + 2 Hkv, D]
     parent: int = -1
@@ -185,7 +185,7 @@ class Walker:
 
 
 def walk(backend: NativeAttention, layer: LayerHeads, page_size: int, walkers, cuts, stale, seed) -> list[torch.Tensor]:
-    """Rows' tokens through random steps with one another: what each row's own tokens gave, whatever the steps were."""
+    """Run the rows through random steps together. Return each row's outputs, which must not depend on the steps."""
     rng = random.Random(seed)
     num_pages = 1 + sum(-(-len(one.tokens) // page_size) for one in walkers)
     free = rng.sample(range(num_pages), num_pages)
@@ -209,7 +209,7 @@ def walk(backend: NativeAttention, layer: LayerHeads, page_size: int, walkers, c
 
 
 def random_walkers(rng: random.Random, heads: tuple[int, int, int], page_size: int) -> list[Walker]:
-    """Some rows alone, and some that begin with the pages of the first."""
+    """Make some independent rows, and some that begin with the pages of the first."""
     torch.manual_seed(rng.randrange(2**31))
     width = (heads[0] + 2 * heads[1], heads[2])
     walkers = [Walker(torch.randn(rng.choice([1, 40, 150, 290]), *width)) for _ in range(rng.randint(1, 3))]
@@ -249,7 +249,7 @@ def test_bits_depend_on_neither_threads_nor_batch_mates_nor_chunks_nor_sharing(i
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (14, 2, 64), (30, 1, 32)])
 def test_rows_that_begin_with_the_same_pages_get_the_bits_they_get_alone(isa, pool, heads, dtype) -> None:
-    """Eleven decode rows in one step; two groups of them share pages, of which one ends within a chunk."""
+    """Eleven decode rows in one step; two groups of them share pages, and one group's shared part ends within a chunk."""
     generator, page_size = torch.Generator().manual_seed(5), 16
     lengths = [700, 530, 529, 513, 600, 200, 300, 150, 160, 400, 512]
     prefix = {0: list(range(32)), 1: list(range(100, 109)), 2: []}

@@ -1,5 +1,5 @@
-"""How the native library is found, made and refused, with real compilers on a source file of one line.
-Knows nothing of the kernels, but that the real ones compile."""
+"""How the native library is found, built and refused, with real compilers on a source file of one line; the real kernels
+compile, too."""
 
 import ctypes
 import importlib.util
@@ -39,7 +39,7 @@ def surroundings(tmp_path, monkeypatch):
 
 @pytest.fixture
 def package(tmp_path, surroundings):
-    """The real recipe beside a small source."""
+    """The real build.py beside a small source."""
     folder = tmp_path / "package"
     folder.mkdir()
     shutil.copy(build.__file__, folder)
@@ -68,7 +68,7 @@ def answer_of(path: Path) -> int:
 
 
 def counting_compiler(folder: Path) -> tuple[Path, Path]:
-    """A compiler that writes a line for each source it compiles, and that file."""
+    """Return a compiler that writes a line for each source it compiles, and the file with those lines."""
     script, journal = folder / "compiler", folder / "journal"
     compiler = shlex.join(build.find_compiler())
     script.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> "{journal}";; esac\nexec {compiler} "$@"\n')
@@ -82,7 +82,7 @@ def lines(text: str) -> list[str]:
 
 @needs_compiler
 def test_the_real_kernels_compile(monkeypatch):
-    # In the person's own cache, or in the package: the other tests of kernels need it too.
+    # Uses the user's own cache, or the package: the other tests of kernels need the library too.
     monkeypatch.delenv("OCTAVO_NATIVE", raising=False)
     loaded = ctypes.CDLL(str(build.library_path()))
     loaded.octavo_isa.restype = ctypes.c_char_p
@@ -173,7 +173,7 @@ def test_can_be_turned_off(package, monkeypatch, value):
 
 
 def rewritten(path: Path, content: bytes) -> Path:
-    """As a new file: this process has the old one mapped into its memory."""
+    """Replace the file by a new one: this process has the old one mapped into its memory."""
     new = path.with_name("new")
     new.write_bytes(content)
     return new.replace(path)
@@ -190,7 +190,7 @@ def flipped(path: Path) -> Path:
 
 
 def foreign(path: Path) -> Path:
-    """Whole, and nothing that this machine can load."""
+    """Write a complete library that this machine cannot load."""
     rewritten(path, b"\xcf\xfa\xed\xfe of another machine")
     return path.rename(path.with_name(f"{path.stem.rpartition('-')[0]}-{build._checksum(path)}{path.suffix}"))
 
@@ -206,7 +206,7 @@ def test_a_useless_library_is_named_and_made_again(package, capfd, harm, place):
     named, compiling = lines(capfd.readouterr().err)
     assert named.startswith(f"octavo: cannot use the CPU kernels in {useless}: ")
     assert compiling.startswith("octavo: compiling")
-    assert useless.exists() == (place == "package" or useless == made)  # the package is not ours to tidy at run time
+    assert useless.exists() == (place == "package" or useless == made)  # the package is not modified at run time
 
 
 @needs_compiler
@@ -251,7 +251,7 @@ def test_a_cache_that_cannot_be_written(package, tmp_path, monkeypatch):
 
 @pytest.fixture
 def project(tmp_path, surroundings):
-    """The real recipe of the whole package around a small one."""
+    """The real build files of the whole package around a small source."""
     pytest.importorskip("setuptools")
     folder = tmp_path / "project"
     kernels = folder / "octavo" / "kernels" / "cpu"
@@ -267,7 +267,7 @@ def project(tmp_path, surroundings):
 
 
 def built(project: Path, what: str, **environment: str) -> tuple[Path, str]:
-    """The file that pip would be given, and stderr."""
+    """Return the file that pip would get, and stderr."""
     code = f"from setuptools import build_meta; print('made', build_meta.build_{what}('made'))"
     (project / "made").mkdir(exist_ok=True)
     ran = subprocess.run(

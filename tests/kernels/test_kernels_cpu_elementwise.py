@@ -37,7 +37,7 @@ def isa(request, pools):
 
 
 def on_all(pools, call):
-    """The result, which is the same on any number of threads."""
+    """Return the result, after checking that it is the same on any number of threads."""
     first, *others = [call(pool) for pool in pools]
     assert all(torch.equal(first, other) for other in others)
     return first
@@ -102,7 +102,7 @@ def quantised(
 
 
 def check_records(records: torch.Tensor, x: torch.Tensor) -> None:
-    """Row after row."""
+    """Check the records row by row."""
     found = records.numpy().view(RECORD)[:, 0]
     groups = x.numpy().reshape(-1, 32)
     largest = np.abs(groups).max(1)

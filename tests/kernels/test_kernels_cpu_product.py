@@ -1,5 +1,4 @@
-"""Products on the CPU: exact against numpy's model of the same arithmetic; the same bits in any batch, on any threads.
-Knows nothing of speed."""
+"""Products on the CPU: exact against a numpy model of the same arithmetic; the same bits in any batch, on any threads."""
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from tests.kernels.cpu_product_model import QUANTS, random_quants
 
 try:
     library.library()
-except build.NoCompiler as error:  # nothing to test
+except build.NoCompiler as error:  # nothing to test without a compiler
     pytest.skip(str(error), allow_module_level=True)
 
 PACKED = list(GGUF_KINDS.values())
@@ -45,7 +44,7 @@ def quants(kind: Kind, num_columns: int, depth: int, seed: int) -> torch.Tensor:
 
 
 def activations(num_rows: int, depth: int, seed: int) -> torch.Tensor:
-    """With outliers, an empty group and a tiny one."""
+    """Activations with outliers, an empty group and a tiny one."""
     x = torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(seed))
     x[:, :: max(1, depth // 5)] *= 60
     x[0, :32] = 0
@@ -57,7 +56,7 @@ def run(threads: Threads, x: torch.Tensor, weight: PackedWeight, **options) -> t
     width = weight.num_columns // 2 if options.get("gated") else weight.num_columns
     y = torch.full((len(x), width), float("nan"))
     if options.get("residual") is not None:
-        y = options["residual"] = options["residual"].clone()  # in place, as a layer has it
+        y = options["residual"] = options["residual"].clone()  # in place, as in a layer
     return product(threads, prepare(threads, x, weight.kind), weight, y, **options)
 
 
@@ -233,7 +232,7 @@ def test_finishes(threads, isa, weights, kind, num_rows):
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu"])
 def test_activations_of_what_a_float_can_be(threads, isa, activation):
-    # Through a product with the unit matrix, whose 37 columns end in a ragged panel.
+    # Through a product with the identity matrix, whose 37 columns end in a partial panel.
     x = torch.cat([torch.linspace(-12, 12, 31), torch.tensor([0.0, -0.0, 1e-30, -1e30, 1e30, torch.nan])])
     unit = pack(threads, torch.ones(37, 1), Kind.FLOAT32)
     y = run(threads, torch.zeros(1, 1), unit, bias=x, activation=activation)[0]
@@ -289,7 +288,7 @@ def test_fused_records_are_what_prepare_makes_of_the_unfused(threads, isa, num_r
         assert torch.equal(records.flatten(), prepare(threads, unfused, kind).memory), name
 
 
-# ── numbers that are none ───────────────────────────────────────────────────────────────────────────
+# ── infinities and NaN ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", list(Kind))

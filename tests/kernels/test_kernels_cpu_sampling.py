@@ -1,4 +1,4 @@
-"""Native sampling against exact arithmetic, and against itself: other instructions, other threads, other batch mates."""
+"""Native sampling against exact arithmetic, and against itself with other instruction sets, threads and batches."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def random_logits(rng: np.random.Generator) -> np.ndarray:
     logits = rng.normal(0, rng.choice([0.1, 1.0, 3.0, 10.0]), size).astype(np.float32)
     match rng.integers(6):
         case 0:
-            return np.round(logits)  # many are equal
+            return np.round(logits)  # many equal logits
         case 1:
             return np.full(size, logits[0])
         case 2:
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_exact_arithmetic(isa, pools) -> None:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 8.0])
 def test_large_vocabularies(isa, pools, spread: float) -> None:
-    """Where it matters which way the border of a filter is found: few tokens above it, or most of them."""
+    """The two ways to find a filter's border: few tokens above it, or most of them."""
     rng = np.random.default_rng(12)
     logits = rng.normal(0, spread, 30_011).astype(np.float32)
     uniforms = rng.random(8)
@@ -120,7 +120,7 @@ def test_both_ends_of_what_is_kept_can_be_drawn(isa, pools) -> None:
     ends = np.array([0.0, 1 - 2.0**-53])
     for limits, expected in (
         ((1.0, 0, 1.0, 0.0), [0, 4999]),
-        ((1.0, 1200, 1.0, 0.0), [0, 1199]),  # of equals the lowest ids
+        ((1.0, 1200, 1.0, 0.0), [0, 1199]),  # of equal logits the lowest ids
         ((1.0, 4700, 1.0, 0.0), [0, 4699]),
         ((1.0, 0, 0.5, 0.0), [0, 2499]),
         ((1.0, 1000, 0.5, 0.0), [0, 499]),
@@ -180,7 +180,7 @@ def test_greedy_takes_the_first_of_the_largest(isa, pools, size: int) -> None:
 
 
 def test_a_border_that_rounded_sums_misplace_is_found_all_the_same(isa, pools) -> None:
-    """A float's sum forgets numbers far smaller than itself: here the lane of the likeliest token forgets its others."""
+    """A float32 sum loses terms far smaller than itself: here the lane of the likeliest token loses its others."""
     logits = np.full(65_536, -40 * np.log(2.0), dtype=np.float32)
     logits[:48_000] = -25 * np.log(2.0)
     logits[0] = 0.0
@@ -217,7 +217,7 @@ def test_penalties_change_the_logits_as_torch_does(isa, pools) -> None:
         for name in ("repetition", "frequency", "presence"):
             records[name] = getattr(state, name)[rows]
         chosen = torch.full((4,), -1)
-        for _ in range(2):  # what one row has seen is forgotten for the next
+        for _ in range(2):  # a row's counts are cleared before the next row
             changed = logits.clone()
             choose(pools[1], changed, records, chosen)
             assert torch.equal(changed, expected)

@@ -1,4 +1,4 @@
-"""Native operations against torch, tapes against operations done at once, and buffers that never get in each other's way."""
+"""Native operations against torch, tapes against immediate operations, and buffers that share memory without overlap."""
 
 import random
 
@@ -24,7 +24,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def weight_of(kernels: Native, rows: torch.Tensor, kind: Kind) -> tuple[PackedWeight, torch.Tensor]:
-    """Packed, and what it stands for."""
+    """Return the packed weight, and the values it represents."""
     if kind == Kind.FLOAT32:
         packed = pack(kernels.threads, rows, kind)
     else:
@@ -76,7 +76,7 @@ def test_rotation_embedding_and_samples() -> None:
     angles = torch.outer(positions.float(), frequencies)
     found = kernels.rotation(positions, frequencies, 1.5).view(4, 3, 2)
     torch.testing.assert_close(found, 1.5 * torch.stack((angles.cos(), angles.sin()), dim=-1))
-    assert kernels.rotation(positions, torch.zeros(1), 1.5).tolist() == [[1.0, 0.0]] * 4  # neither turned nor stretched
+    assert kernels.rotation(positions, torch.zeros(1), 1.5).tolist() == [[1.0, 0.0]] * 4  # neither rotated nor scaled
     packed, plain = weight_of(kernels, randn(VOCAB, HIDDEN), Kind.CODES8)
     ids = torch.tensor([3, 199, 0, 3])
     assert torch.equal(kernels.embed(ids, packed), plain[ids])
@@ -101,7 +101,7 @@ def test_norms_and_caps() -> None:
     kernels.norm_in_place(wide[:, 8:-8], Norm(gain, None, 1e-6))
     torch.testing.assert_close(wide[:, 8:-8], F.rms_norm(x, (HIDDEN,), gain, 1e-6))
     assert torch.equal(wide[:, :8], randn(4, 8)) and torch.equal(wide[:, -8:], randn(4, 8))
-    # Longer than what a thread is given at once, and not whole vectors.
+    # Longer than one thread's share, and not whole vectors.
     logits = randn(3, 20_011) * 40
     expected = 30 * torch.tanh(logits / 30)
     assert kernels.cap(logits, 30.0) is logits
@@ -112,7 +112,7 @@ def test_norms_and_caps() -> None:
 
 
 class Little:
-    """A model of one layer with everything that a tape can hold."""
+    """A model of one layer with every operation that a tape can hold."""
 
     def __init__(self, kernels: Native, kind: Kind) -> None:
         self.kernels = kernels
@@ -139,7 +139,7 @@ class Little:
 
 
 def inputs_of(counts: list[int], rng: random.Random) -> tuple[dict[str, torch.Tensor], Step, list[torch.Tensor]]:
-    """Rows that begin with this step, each on pages of its own."""
+    """Rows that begin with this step, each on its own pages."""
     total, pages = sum(counts), iter(rng.sample(range(192), 192))
     table = torch.tensor([[next(pages) for _ in range(4)] for _ in counts], dtype=torch.int32)
     positions = torch.cat([torch.arange(count) for count in counts])
@@ -171,9 +171,9 @@ def test_a_tape_gives_the_bits_that_its_operations_give(kind: Kind, num_threads:
     with kernels.recording(tape, blank):
         logits = model.forward(blank, stand_in)
     (logits,) = tape.finish([logits])
-    # Buffers share memory: far less than all of them together.
+    # Buffers share memory: the tape takes far less than all of them together.
     assert tape.num_bytes < 48 * (HIDDEN * 6 + 2 * INNER) * 4 + 40 * (VOCAB + HIDDEN) * 4
-    # What attention leaves and the residual: from there on only what is sampled is computed.
+    # Attention's output and the residual are gathered: after them, only sampled rows are computed.
     assert tape.names()[5:] == ["attend", "gather", "gather", "linear", "linear", "linear", "norm", "linear", "cap"]
     for counts in ([1], [14, 3], [1, 1, 1], [9, 1, 1, 1, 1, 1], [16, 8], [2], [1] * 40):
         inputs, step, kept = inputs_of(counts, rng)

@@ -1,5 +1,4 @@
-"""Where compute threads may run: bound to one core each where that was asked for, the caller never.
-Knows nothing of what they compute."""
+"""Where compute threads may run: bound to one core each if requested; the calling thread is never bound."""
 
 import os
 import sys
@@ -17,7 +16,7 @@ def threads() -> set[int]:
 
 
 def added(num_threads: int, first_cpu: int) -> list[set[int]]:
-    """The CPUs of each thread that a new pool brings."""
+    """Return the allowed CPUs of each thread that a new pool starts."""
     before = threads()
     pool = Threads(num_threads, first_cpu)
     try:
@@ -33,7 +32,7 @@ def test_threads_are_free_unless_told() -> None:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core only")
 def test_threads_are_bound_and_the_caller_is_not() -> None:
     allowed = os.sched_getaffinity(0)
-    # A thread binds itself: it may not have come to it when the pool is there, so ask again for a while.
+    # A thread binds itself and may not have done so when the pool is ready, so try again for a while.
     for _ in range(1000):
         found = added(2, first_cpu=0)
         if found == [{sorted(allowed)[1]}]:

@@ -1,4 +1,4 @@
-"""Experts in Triton against torch's: who is chosen, how pairs are sorted into blocks, and what comes out."""
+"""Experts in Triton against torch: which experts are chosen, how pairs are sorted into blocks, and the results."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TILES = Tiles(16, 32, 32, 4, 2)
 
 
 def by_torch(x, chosen, weights, gate_up, down, gate, residual):
-    """Pair by pair, in float64."""
+    """The expected result, pair by pair, in float64."""
     (up_weight, _, up_bias), (down_weight, _, down_bias) = gate_up, down
     y = residual.double() if residual is not None else torch.zeros_like(x, dtype=torch.float64)
     for token in range(len(x)):
@@ -32,7 +32,7 @@ def by_torch(x, chosen, weights, gate_up, down, gate, residual):
 def test_the_choice_is_torchs(is_normalised, device):
     torch.manual_seed(3)
     logits = torch.randn(7, 6, device=device) * 3
-    logits[1, 2:5] = 4.0  # equal: the first of them
+    logits[1, 2:5] = 4.0  # equal logits: the first of them is chosen
     logits[2, :] = float("-inf")
     logits[2, 3] = 1.0
     logits[3, 1] = -0.0
@@ -92,7 +92,7 @@ def test_experts_equal_torch(dtype, bias, device):
 
 
 def test_a_row_has_the_same_bits_in_any_company(device):
-    """With the same tiles: what a program adds up does not depend on which rows are with it."""
+    """With the same tiles: a program's sums do not depend on the other rows."""
     torch.manual_seed(6)
     gate_up, down = torch.randn(4, 32, 48, device=device), torch.randn(4, 48, 16, device=device)
     x, logits = torch.randn(40, 48, device=device), torch.randn(40, 4, device=device)
@@ -125,7 +125,7 @@ def test_no_tokens(device):
 
 
 def test_weights_of_four_bits_are_decoded_exactly(device):
-    """In bfloat16, which holds each of them, the sums of one product are those over the decoded weights."""
+    """bfloat16 holds each weight exactly, so the sums of one product are those over the decoded weights."""
     generator = torch.Generator().manual_seed(8)
     num_experts, depth, inner = 3, 96, 64
 
@@ -134,7 +134,7 @@ def test_weights_of_four_bits_are_decoded_exactly(device):
             0, 256, (num_experts * num_rows, width // 32, 17), dtype=torch.uint8, generator=generator
         )
         quants[:, :, 0] = torch.randint(122, 126, quants.shape[:2], dtype=torch.uint8, generator=generator)
-        quants[0, 0, 0] = 0  # the least scale there is
+        quants[0, 0, 0] = 0  # the smallest scale
         decoded = Quants("MXFP4", quants.flatten(1)).dequantise().view(num_experts, num_rows, width)
         codes = quants[:, :, 1:].reshape(num_experts, num_rows, width // 2).to(device)
         scales = quants[:, :, 0].contiguous().view(num_experts, num_rows, width // 32).to(device)

@@ -1,5 +1,5 @@
-"""Gated products of the specialised kernel against float32: its own source on a model of the chip's barriers, and on the
-chip; where it is chosen; and a layer that takes it."""
+"""Gated products of the specialised kernel against float32: its source on a model of the chip's barriers, and on the chip;
+where it is chosen; and a layer that uses it."""
 
 import os
 import random
@@ -28,7 +28,7 @@ PROCESSORS = 132
 
 
 def expected(x, weight, name="silu"):
-    """In float32, of tensors."""
+    """The expected result in float32."""
     gate, up = (x.float() @ weight.float().t()).chunk(2, 1)
     return (F.silu(gate) if name == "silu" else F.gelu(gate, approximate="tanh")) * up
 
@@ -40,7 +40,7 @@ def error(found, wanted):
 def run_model(tile: Tile, rows: int, n: int, k: int, seed: int, name="silu", processors=3, helpers=HELPERS) -> None:
     rng = np.random.default_rng(seed)
     x, weight = (rng.standard_normal(size).astype(np.float16) for size in ((rows, k), (2 * n, k)))
-    weight /= 8  # sums of a size at which activations differ
+    weight /= 8  # sums of a size at which activation functions differ
     out = np.full((rows, n), np.nan, np.float16)
     tiles = tile.num_tiles(rows, n)
     args = (
@@ -78,7 +78,7 @@ FAULTS = {
 def test_the_model_sees_faults(fault):
     wrong, name, old, new = fault
     helpers = HELPERS | {name: gluon_model.changed(HELPERS[name], old, new)}
-    if "sums" in old:  # memory that a chip's registers would hold: zeros come only with the first product
+    if "sums" in old:  # on a chip registers hold the sums: zeros come only with the first product
         helpers["_consume"] = gluon_model.changed(HELPERS["_consume"], "acc = gl.zeros(", "acc = 1.0 + gl.zeros(")
     with pytest.raises(wrong):
         for seed in range(5):
@@ -108,7 +108,7 @@ def test_tiles_fit_on_a_processor(tile):
 
 
 def test_the_fastest_tiles_measured_are_chosen():
-    """As an H200 said, of 3072 outputs; (128, 64) was the fastest with 128 rows, (64, 128) 3 % behind."""
+    """As measured on an H200 with 3072 outputs; (128, 64) was the fastest with 128 rows, (64, 128) 3 % slower."""
     fastest = {64: (64, 128), 128: (64, 128), 192: (64, 256), 256: (128, 128), 384: (128, 192), 512: (128, 192)}
     for rows, tile in (fastest | {1024: (128, 192), 8192: (128, 256)}).items():
         assert choose_tile(rows, 3072, PROCESSORS) == tile
@@ -117,7 +117,7 @@ def test_the_fastest_tiles_measured_are_chosen():
 
 
 def test_it_pays_where_it_was_seen_to():
-    """As an H200 said: see the table in benchmarks/gpu.md."""
+    """As measured on an H200: see the table in benchmarks/gpu.md."""
     for (n, k), wins, losses in (
         ((3072, 1024), (8, 32, 64, 192, 1024, 8192), (1, 4)),
         ((6144, 2048), (8, 64, 128, 256, 320, 512, 1024, 2048), (4, 192, 384, 8192)),
@@ -129,7 +129,7 @@ def test_it_pays_where_it_was_seen_to():
 
 
 def test_where_there_is_no_kernel(monkeypatch):
-    """On this machine, say; and with a chip, for other types, activations and shapes."""
+    """On a machine without the chip; and with it, for other types, activations and shapes."""
     half = torch.empty(512, 64, dtype=torch.float16)
     assert not gated.gated_pays(64, half, "silu") and gated_row_counts(half, "silu", 8192) == []
     monkeypatch.setattr(gated, "is_hopper", lambda device: True)
@@ -159,7 +159,7 @@ def test_every_kernel_is_met_in_a_rehearsal(monkeypatch):
 
 
 class OnModel:
-    """Stands where the launcher does: the kernel's own source, on numpy arrays."""
+    """Replaces the launcher: runs the kernel's source on numpy arrays."""
 
     def __init__(self):
         self.num_launches = 0
@@ -179,7 +179,7 @@ class OnModel:
 
 @pytest.fixture
 def launched(device, monkeypatch):
-    """Counts launches. Without a chip they go to the model."""
+    """Counts launches. Without a chip they run on the model."""
     launcher = gated_hopper._launch_product
     if device.type == "cuda":
         if torch.cuda.get_device_capability() != (9, 0):
@@ -200,7 +200,7 @@ def launched(device, monkeypatch):
 
 @pytest.mark.parametrize(("act", "bias"), [("silu", False), ("gelu_pytorch_tanh", False), ("silu", True)])
 def test_a_layer_takes_it(act, bias, device, launched):
-    """As the layer with torch alone, in float32; with a bias and for few rows it takes other kernels."""
+    """Compare with the same layer in torch, in float32; with a bias and for few rows it uses other kernels."""
     hidden, inner = 72, 88
     torch.manual_seed(0)
     tensors = {
@@ -264,7 +264,7 @@ def test_compiles_for_the_chip():
     assert done.returncode == 0, done.stderr
 
 
-# Each is a kernel of its own to compile: outputs that do not divide by 16, the other type and activation only once.
+# Each case compiles a kernel: outputs that do not divide by 16, the other type and activation appear only once.
 CASES = [(torch.bfloat16, tile, "silu", 1008) for tile in TILES]
 CASES += [(torch.float16, Tile(128, 192), "gelu_tanh", 1008), (torch.bfloat16, Tile(64, 256), "silu", 1000)]
 
@@ -279,7 +279,7 @@ def test_the_kernel(dtype, tile, name, n, device, monkeypatch):
     for k in (200, 1024):
         weight = torch.randn(2 * n, k, device=device).to(dtype) / 8
         for rows in (1, 63, 64, 65, 200, 513, 4000):
-            x = torch.randn(rows, k + 8, device=device).to(dtype)[:, :k]  # rows may lie apart
+            x = torch.randn(rows, k + 8, device=device).to(dtype)[:, :k]  # rows with gaps between them
             found = gated_linear(x, weight, name, pdl=True)
             assert error(found, expected(x, weight, name)) < 5e-3
             assert torch.equal(found, gated_linear(x, weight, name))

@@ -1,4 +1,4 @@
-"""A decode step's letters, inputs and answers against plain indexing."""
+"""A decode step's pinned inputs, gathered inputs and returned tokens against plain indexing."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def write(letter: torch.Tensor, rows, lens, prefix_len, changes) -> None:
 
 
 def test_letters_are_read_in_turn_and_change_the_page_table(device, tables):
-    pages = torch.stack((tables[1], tables[1] + 500))  # of two groups of layers, behind each other
+    pages = torch.stack((tables[1], tables[1] + 500))  # of two groups of layers, one after the other
     pin = device.type == "cuda"
     letters = torch.full((NUM_SLOTS, LETTER.size), -7, dtype=torch.int32, pin_memory=pin)
     slot = torch.zeros(1, dtype=torch.int32, device=device)
@@ -76,7 +76,7 @@ def test_tokens_go_behind_their_rows_and_home(device, tables):
     before = tokens.clone()
     pin = device.type == "cuda"
     answers = torch.full((NUM_SLOTS, MAX_ROWS), -3, dtype=torch.int32, pin_memory=pin)
-    slot = torch.zeros(1, dtype=torch.int32, device=device)  # letter 0 is next: the step's was the last of the ring
+    slot = torch.zeros(1, dtype=torch.int32, device=device)  # input slot 0 is next: the step used the ring's last slot
     rows, lens = (torch.tensor(c, dtype=torch.int32, device=device) for c in ([4, 0, 2], [17, 1, 0]))
     scatter_tokens(rows, lens, torch.tensor([501, 502, 503], device=device), tokens, answers, slot)
     if pin:

@@ -1,4 +1,4 @@
-"""Products and attention of --deterministic against float32 torch, and the bits of a row in every company."""
+"""Products and attention of --deterministic against float32 torch, and the bits of a row in any batch."""
 
 import random
 
@@ -28,8 +28,8 @@ ON_GPU = torch.cuda.is_available()
 
 @pytest.fixture(autouse=True)
 def matrix_instructions(monkeypatch, mended_interpreter):
-    """The interpreter's products are numpy's, whose order of sums depends on their shape. A matrix instruction takes sixteen
-    numbers of K at a time; of so few, summed in float64, the order leaves no trace."""
+    """Make the interpreter's products order-independent: numpy's order of sums depends on the shape. A matrix instruction takes
+    sixteen values of K at a time; summed in float64, so few give the same result in any order."""
     if not triton.knobs.runtime.interpret:
         return
     from triton.runtime import interpreter
@@ -59,7 +59,7 @@ def _wide(handle, interpreter):
 @pytest.mark.parametrize("rows", cases([1, 16, 17, 70, 128, 129, 300], 1, 17, 130))
 @pytest.mark.parametrize("options", ["", "bias norm residual", "gated bias norm"])
 def test_product(rows, options, device):
-    n, k = 70, 600  # two shares, with a tail
+    n, k = 70, 600  # two shares, the second partial
     x, weight = make(rows, 2 * n if "gated" in options else n, k, device)
     bias = torch.randn(len(weight), device=device).to(HALF) if "bias" in options else None
     norm = (torch.randn(k, device=device).to(HALF), 1e-3) if "norm" in options else None
@@ -137,7 +137,7 @@ def attend(case, step, device, sinks=None, num_parts=0, is_decode=False):
 
 @pytest.fixture(autouse=True)
 def short_splits(monkeypatch):
-    """So that rows of a few dozen cells have several."""
+    """Shorten splits, so that rows of a few dozen cells have several."""
     monkeypatch.setattr(invariant_attention, "SPLIT", 32)
 
 
@@ -152,7 +152,7 @@ def test_attention(options, device):
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("has_sinks", cases([False, True], True))
 def test_a_token_has_the_same_bits_however_it_comes(options, has_sinks, device):
-    """As one of a prompt, as one of a chunk, and alone, by one program or by several."""
+    """As part of a prompt, as part of a chunk, and alone, by one program or by several."""
     rng, length = random.Random(3), 700 if ON_GPU else 71
     case = Case(((0, length),), **options)
     heads, pages, page_table = make_step(case, device, 2)

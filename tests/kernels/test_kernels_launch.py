@@ -1,5 +1,5 @@
-"""Launches that go past Triton: the same kernel, grid, stream and arguments reach the driver as through Triton itself.
-No GPU is used: kernels are compiled for one, and a driver that only writes down what it gets stands in its place."""
+"""Launches that bypass Triton: the same kernel, grid, stream and arguments reach the driver as through Triton itself.
+No GPU is used: kernels are compiled for one, and a driver that only records its arguments replaces it."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ from octavo.kernels.triton.runtime import launch
 from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
 from octavo.kernels.triton.runtime.warmup import warmup
 
-# Compiled kernels keep the driver that loaded them: this one must not be left to the tests of a process with a GPU.
+# Compiled kernels keep the driver that loaded them: this one must not reach other tests of a process with a GPU.
 IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
 of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its_own runs it")
 LAUNCHERS = [
@@ -36,7 +36,7 @@ LAUNCHERS = [
 
 
 class Recorder(nvidia.CudaLauncher):
-    """Triton's launcher as far as it is Python; where C would begin, the arguments are kept."""
+    """The Python part of Triton's launcher; it records the arguments that would go to C."""
 
     calls: ClassVar[list[tuple]] = []
 
@@ -80,7 +80,7 @@ class Driver:
 
 @pytest.fixture
 def gpu():
-    """Nothing is loaded yet."""
+    """A driver that has loaded nothing yet."""
     for launcher in LAUNCHERS:
         launcher._loaded.clear()
         launcher.kernel.device_caches.clear()
@@ -93,7 +93,7 @@ def gpu():
 
 
 def same(passed, by_triton) -> bool:
-    """A tensor on a GPU is passed as its address, which is what Triton asks it for."""
+    """Return whether the arguments are the same. A tensor on a GPU is passed as its address, which Triton reads from it."""
     if isinstance(by_triton, torch.Tensor):
         address = passed.data_ptr() if isinstance(passed, torch.Tensor) else passed
         return address == by_triton.data_ptr() and (by_triton.is_cuda or isinstance(passed, torch.Tensor))
@@ -101,14 +101,14 @@ def same(passed, by_triton) -> bool:
 
 
 def last_call() -> list:
-    """What the last launch hands to C, without whom to tell of it: nobody listens in these tests."""
+    """Return the last launch's arguments to C, without those of the launch hooks, which these tests do not use."""
     call = list(Recorder.calls.pop())
     assert not Recorder.calls
     return call[:10] + call[13:]
 
 
 def check(monkeypatch, call) -> None:
-    """`call` launches one kernel: three times, the second and third past Triton, then through Triton alone."""
+    """`call` launches one kernel: three times, the second and third bypassing Triton, then through Triton alone."""
     run, direct = JITFunction.run, []
     for _ in range(3):
         call()
@@ -134,7 +134,7 @@ def _probe(x, y, number, free, factor, SIZE: tl.constexpr, FLAG: tl.constexpr):
 
 
 def is_chosen_by_triton(launcher: Launcher, args: tuple, constants: tuple = (16, False), **options) -> bool:
-    """Launch, and ask Triton which binary it would have taken."""
+    """Launch, and check that Triton would have chosen the same binary."""
     launcher((1, 1, 1), args, constants, options)
     function = Recorder.calls.pop()[4]
     return function == launcher.kernel[(1,)](*args, *constants, **options).function
@@ -144,7 +144,7 @@ def is_chosen_by_triton(launcher: Launcher, args: tuple, constants: tuple = (16,
 def test_takes_the_binary_that_triton_takes(gpu):
     launcher = Launcher(_probe)
     half, single = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
-    # Most differ from their neighbours in one thing that Triton compiles anew for; none of them comes but once.
+    # Most differ from their neighbours in one property that Triton specialises on; each occurs once.
     numbers = (1, 2, 16, 17, 32, 0, -16, -5, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 1, 2**62, True)
     kinds = [(half, single, number, 3, 0.5) for number in numbers]
     kinds += [(half, single, 2, free, 0.5) for free in (1, 16, 2**31, 2**40)]
@@ -250,7 +250,7 @@ def test_those_who_listen_are_told(gpu):
 def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch, num_rows, pdl):
     monkeypatch.setattr(torch.Tensor, "is_cuda", pdl)
     for room in (norm, activation, qk_norm_rope_store):
-        monkeypatch.setattr(room, "starts_early", lambda device: True)  # without a GPU nothing is launched early
+        monkeypatch.setattr(room, "starts_early", lambda device: True)  # without a GPU no launch starts early
     x, weight = torch.zeros(num_rows, 1000, dtype=torch.bfloat16), torch.ones(1000, dtype=torch.bfloat16)
     out, narrow = torch.empty_like(x), torch.empty(num_rows, 496, dtype=torch.bfloat16)
     gate_up, heads = torch.zeros(num_rows, 192), torch.zeros(num_rows, 8, 64, dtype=torch.bfloat16)
@@ -258,7 +258,7 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
     factors, scale = torch.zeros(num_rows, 32, 2), torch.ones(64, dtype=torch.bfloat16)
     frequencies = torch.ones(32)
     made = torch.empty(num_rows, 1000)
-    monkeypatch.setattr(torch, "empty", lambda shape, **_: made)  # outputs lie where they lay
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: made)  # outputs have the same address each time
     monkeypatch.setattr(torch, "empty_like", lambda x, **_: made)
     with pytest.MonkeyPatch.context() as inner:
         check(inner, lambda: norm.rms_norm(x, weight, 1e-6, out, pdl=pdl))
@@ -309,9 +309,11 @@ def test_gated_products_get_the_same_as_through_triton(gpu, monkeypatch):
             gated_hopper.product(x, weight, "silu", tile, 132, True)
 
         with pytest.MonkeyPatch.context() as inner, monkeypatch.context() as patched:
-            patched.setattr(torch, "empty", lambda shape, made=made, **_: made)  # results lie where they lay
+            patched.setattr(
+                torch, "empty", lambda shape, made=made, **_: made
+            )  # outputs have the same address each time
             check(inner, call)
-    assert gpu.num_loaded <= len(TILES)  # numbers of rows have no kernels of their own
+    assert gpu.num_loaded <= len(TILES)  # one kernel serves all numbers of rows
 
 
 def test_copied_descriptors_are_those_that_triton_makes():
@@ -328,7 +330,7 @@ def test_copied_descriptors_are_those_that_triton_makes():
     assert described[0].kind is not make(tensors[0], (5, 256), (256, 1), (8, 64)).kind
     assert described[0].kind is not make(tensors[0].half(), (5, 256), (256, 1), (16, 64)).kind
     with pytest.raises(AssertionError):
-        make(tensors[1].view(-1)[1:], (8, 256), (256, 1), (16, 64))  # 2 bytes behind a multiple of 16
+        make(tensors[1].view(-1)[1:], (8, 256), (256, 1), (16, 64))  # 2 bytes after a multiple of 16
     with pytest.raises(AssertionError):
         make(tensors[1], (0, 256), (256, 1), (16, 64))
 

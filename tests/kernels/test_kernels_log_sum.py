@@ -1,4 +1,4 @@
-"""log Σ exp of rows by the kernel against torch: ordinary rows, and those that are no numbers."""
+"""log Σ exp of rows by the kernel against torch: ordinary rows, and rows with infinities and NaN."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.triton.sampling.log_sum import log_sum
 
-# A row of nothing but -inf: numpy mentions its logarithm, a GPU does not.
+# A row of only -inf: numpy warns about its logarithm, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 

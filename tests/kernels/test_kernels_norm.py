@@ -34,7 +34,7 @@ def test_many_rows_share_a_program_and_the_last_program_is_not_full(device):
 
 
 def test_rounds_once(device):
-    """A product that is rounded before the weight is applied, and again after it, is often off by one step."""
+    """Rounding before the weight is applied and again after it would often be off by one step."""
     torch.manual_seed(0)
     x = torch.randn(4, 64, device=device).half()
     weight = torch.randn(64, device=device).half()

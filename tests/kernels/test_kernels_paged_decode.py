@@ -1,5 +1,4 @@
-"""Paged decode attention against plain float32 torch: lengths, groups, head sizes, chunks, windows, shared prefixes.
-Knows nothing of how the kernels cut or order the work, but for what one item may hold."""
+"""Paged decode attention against plain float32 torch: lengths, groups, head sizes, chunks, windows, shared prefixes."""
 
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,13 +16,13 @@ SMALL = DecodeConfig(tile=16, num_warps=4, num_stages=2, prefix_rows=16, prefix_
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
-# A padding row's query is NaN here, which numpy mentions and a GPU does not.
+# A padding row's query is NaN here: numpy warns about that, a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @dataclass
 class Case:
-    """Rows over a store whose every cell is written, so that what is not a row's own is somebody else's number."""
+    """Rows over a store in which every cell is written: a cell outside a row holds another row's values or garbage."""
 
     lengths: list[int]
     num_heads: int = 4
@@ -52,7 +51,7 @@ class Case:
                 cell = torch.randn((2, self.num_kv_heads, self.head_size), generator=draw)
                 kv[int(table[row, position // self.page_size]), :, :, position % self.page_size] = cell
             if length == 0:
-                heads[row] = float("nan")  # nobody's query: it must not matter
+                heads[row] = float("nan")  # a padding row's query must not matter
         return (
             heads.to(device, self.dtype)[:, : self.num_heads],
             kv.to(self.kv_dtype or self.dtype).to(device),
@@ -62,7 +61,7 @@ class Case:
 
 
 def expected(case: Case, q: torch.Tensor, kv: torch.Tensor, page_table: torch.Tensor) -> torch.Tensor:
-    """[B, H * D] in float32, one row at a time."""
+    """The expected result [B, H * D] in float32, one row at a time."""
     out = torch.zeros(q.shape, device=q.device)
     group = case.num_heads // case.num_kv_heads
     for row, length in enumerate(case.lengths):
@@ -91,7 +90,7 @@ def check(
     config: DecodeConfig = SMALL,
     times: int = 1,
 ) -> None:
-    """Run the case and compare; every further time finds what the one before left in scratch memory."""
+    """Run the case and compare; each repetition finds the previous one's values in scratch memory."""
     q, kv, page_table, seq_lens = case.tensors(device)
     attention = DecodeAttention(len(case.lengths) + 2, *q.shape[1:2], case.num_kv_heads, case.head_size, device, chunks)
     prefix_len = None if shared is None else torch.tensor([shared], dtype=torch.int32, device=device)
@@ -234,7 +233,7 @@ def test_one_long_row_among_many_short_ones_is_spread(device: torch.device) -> N
 
 
 def test_rows_at_the_limit_of_their_number_of_items(device: torch.device) -> None:
-    """Every row one key over its share: the most items that there can be."""
+    """Every row has one key more than its share: the largest possible number of items."""
     attention = DecodeAttention(8, 2, 2, 64, device, 128)
     items, num_items = items_of(attention, [16 * 16 + 1] * 8, device, chunks=128, min_chunk=16)
     assert len(items) == 8 * 9 <= num_items

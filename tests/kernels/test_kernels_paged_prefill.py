@@ -16,7 +16,7 @@ from tests.interpreter import cases
 SMALL = Tile(block_m=16, block_n=16, num_warps=4, num_stages=1)
 MIDDLE = Tile(block_m=32, block_n=16, num_warps=4, num_stages=1)
 SPECIALISED = Tile(block_m=128, block_n=128, num_warps=12, num_stages=2, is_specialised=True)
-HUGE = 3e38  # finite in bfloat16: what a cell of another row may hold
+HUGE = 3e38  # finite in bfloat16: a possible value in another row's cell
 HALF = torch.bfloat16
 
 
@@ -35,7 +35,7 @@ class Case:
 
 
 def make_step(case: Case, device: torch.device, seed: int):
-    """heads [T, H + 2 Hkv, D], pages full of garbage but for the rows' own cells, page table."""
+    """heads [T, H + 2 Hkv, D], pages full of garbage except for the rows' own cells, page table."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     (num_heads, num_kv_heads, size), kv_dtype = case.heads, case.kv_dtype or case.dtype
     num_tokens = sum(count for _, count in case.rows)
@@ -71,7 +71,7 @@ def expected(case: Case, heads: torch.Tensor, pages: torch.Tensor, page_table: t
         scores = torch.einsum("thd,shd->hts", q, k) * size**-0.5
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
-        back = position[before:, None] - position[None, :]  # [t, S]: how far behind the query a cell lies
+        back = position[before:, None] - position[None, :]  # [t, S]: distance of a cell behind the query
         is_seen = (back >= 0) & ((back < case.window) if case.window else torch.ones_like(back, dtype=torch.bool))
         weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
         out.append(torch.einsum("hts,shd->thd", weights, v).flatten(1))
@@ -84,7 +84,7 @@ def check(case: Case, device: torch.device, is_whole: bool = False, tolerance: f
     counts = [count for _, count in case.rows]
     group = case.heads[0] // case.heads[1]
     plan = plan_tiles(counts, [sum(row) for row in case.rows], case.first_row, case.tile.tokens(group))
-    plan = np.concatenate([plan, np.zeros((1, 4), np.int32)])  # a padded list must be harmless
+    plan = np.concatenate([plan, np.zeros((1, 4), np.int32)])  # padding of the list must be harmless
     out = torch.full((heads.shape[0], case.heads[0] * case.heads[2]), 7.0, dtype=case.dtype, device=device)
     paged_prefill(
         heads, pages, page_table, torch.from_numpy(plan).to(device), out, case.tile,

@@ -21,7 +21,7 @@ def make_rotation(num_tokens: int, size: int, device: torch.device) -> torch.Ten
 
 
 def turned(heads, num_heads, num_kv_heads, rotation, q_norm, k_norm):
-    """What q and k become, in float32; v as it is. [T, H + 2 Hkv, D]"""
+    """The expected q and k in float32; v unchanged. [T, H + 2 Hkv, D]"""
     q, k, v = heads.float().split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm is not None:
         q = F.rms_norm(q, q.shape[-1:], q_norm.float(), EPSILON)
@@ -122,7 +122,7 @@ def test_nothing_that_is_not_finite_is_stored(device):
     assert torch.equal(heads[:, 2:], kv[0, :, 0, :3].transpose(0, 1)), "keys and values are kept as they are stored"
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # from the interpreter's numpy
 def test_a_half_that_overflows_is_stored_as_zero(device):
     """1.25 · 60000 is finite in float32 and inf in float16."""
     heads = torch.full((1, 3, 2), 60000.0, device=device).half()
@@ -132,9 +132,9 @@ def test_a_half_that_overflows_is_stored_as_zero(device):
     assert not kv[0, 0].any() and (kv[0, 1] == 60000).all()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # inf · 0 in v, turned and then dropped
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # inf · 0 in v, which is rotated and then dropped
 def test_eight_bit_store_saturates(device):
-    """Numbers that 8 bits hold exactly, keys turned by a quarter: what is stored is exact."""
+    """Values that 8 bits hold exactly, and keys rotated by a quarter turn: the stored values are exact."""
     torch.manual_seed(5)
     heads = torch.randn(4, 6, 32, device=device).to(torch.float8_e4m3fn).half()
     heads[0, 4:, :4] = torch.tensor([1000.0, -1000.0, float("inf"), float("nan")], device=device)
@@ -154,7 +154,7 @@ def test_rows_further_apart_and_pages_further_apart(device):
     wide = torch.randn(3, 10 * 16, device=device)
     before = wide.clone()
     heads = wide[:, :96].view(3, 6, 16)
-    layers = torch.zeros(2, 3, 2, 2, 4, 16, device=device)  # pages of three layers, page by page
+    layers = torch.zeros(2, 3, 2, 2, 4, 16, device=device)  # pages of three layers, interleaved
     kv = layers[:, 1]
     rotation = make_rotation(3, 16, device)
     slots = torch.tensor([6, 0, 3], device=device)

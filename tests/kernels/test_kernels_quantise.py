@@ -1,4 +1,4 @@
-"""Rows in 8 bits against the same in plain torch: on a GPU, or in Triton's interpreter."""
+"""Rows quantised to 8 bits against the same in plain torch: on a GPU, or in Triton's interpreter."""
 
 from collections.abc import Iterator
 
@@ -9,18 +9,18 @@ import torch.nn.functional as F
 
 quantise = pytest.importorskip("octavo.kernels.triton.elementwise.quantise")
 
-SIZES = [(1, 16), (3, 96), (5, 1024), (300, 40)]  # 300 rows: more than one row in a program, the last one not full
+SIZES = [(1, 16), (3, 96), (5, 1024), (300, 40)]  # 300 rows: several rows in a program, and the last program not full
 
 
 @pytest.fixture(autouse=True)
 def _infinities_are_no_warning() -> Iterator[None]:
-    """The interpreter computes with numpy, which warns of what a GPU passes over, such as exp(100)."""
+    """Ignore numpy's warnings in the interpreter, such as for exp(100); a GPU gives none."""
     with np.errstate(over="ignore", invalid="ignore"):
         yield
 
 
 def rows_of(num_rows: int, size: int, device: torch.device) -> torch.Tensor:
-    """Rows of very different lengths, one of them zeros; a slice, so that rows lie further apart than they are long."""
+    """Rows of very different norms, one of them zeros; a slice, so that rows have gaps between them."""
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, size + 8, generator=generator) * torch.logspace(-3, 2, num_rows)[:, None]
     x[num_rows // 2] *= num_rows == 1
@@ -34,7 +34,7 @@ def check(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> N
     torch.testing.assert_close(
         scales, expected.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 448, rtol=1e-5, atol=0
     )
-    # Three bits of mantissa: to half of 1/8 of the number, or of the smallest step, 2**-9, where that is larger.
+    # Three bits of mantissa: within half of 1/8 of the value, or of the smallest step, 2**-9, where that is larger.
     nearest = torch.maximum(expected.abs() / 16, scales * 2.0**-10)
     assert ((numbers.float() * scales - expected).abs() <= nearest * 1.001).all()
 

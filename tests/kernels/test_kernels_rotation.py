@@ -1,4 +1,4 @@
-"""The rotary factors against torch's own, at positions as far as contexts go."""
+"""The rotary factors against torch's, at positions up to the longest contexts."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def test_equals_torch(device, half):
     positions = torch.tensor([0, 1, 2, 77, 4095, 131071], device=device)
     frequencies = (500000.0 ** -(torch.arange(half, dtype=torch.float32) / half)).to(device)
     found = rotation(positions, frequencies, 1.25)
-    angles = positions.float()[:, None] * frequencies  # rounded to float32, as the kernel's
+    angles = positions.float()[:, None] * frequencies  # rounded to float32, as in the kernel
     expected = 1.25 * torch.stack((angles.double().cos(), angles.double().sin()), dim=-1)
     torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=0)
 

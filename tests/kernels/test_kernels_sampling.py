@@ -1,4 +1,4 @@
-"""The sampling kernels against plain Python: which token comes out, for every filter, type and kind of broken logits."""
+"""The sampling kernels against plain Python: the chosen token for every filter, type and kind of broken logits."""
 
 import math
 
@@ -17,7 +17,7 @@ from octavo.sampling.randomness import uniforms
 from octavo.sampling.state import SamplingState
 from tests.sampling.exact import exact
 
-# The interpreter computes with numpy, which mentions that -inf times 0 is no number; the kernels know.
+# The interpreter computes with numpy, which warns about -inf times 0; the kernels handle it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -32,7 +32,7 @@ def record(vocab_size: int, uniform: float, source: int, target: int, **params: 
 
 
 def drawn(logits: torch.Tensor, records: np.ndarray, device: torch.device, group: int = 4) -> list[int]:
-    """Groups of 4 chunks: already some thousand logits take several."""
+    """Use groups of 4 chunks: then a few thousand logits already take several."""
     out = torch.full((int(records[:, columns.TARGET].max()) + 1,), -1, device=device)
     draw(logits.to(device), torch.from_numpy(records).to(device), out, group=group, num_warps=4)
     return out.tolist()
@@ -47,19 +47,21 @@ def test_argmax_is_the_lowest_of_the_largest(vocab_size: int, dtype: torch.dtype
     rng = np.random.default_rng(vocab_size)
     logits = torch.from_numpy(np.round(rng.normal(0, 2, (9, vocab_size)))).to(dtype)  # many equal ones
     broken = [torch.nan, -torch.inf, torch.inf, -0.0, 0.0, 3e4]
-    for row in range(3, 9):  # most of a row is of two kinds
+    for row in range(3, 9):  # most values of a row are one of two
         kinds = torch.tensor([broken[row - 3], broken[int(rng.integers(6))], float(rng.normal())]).to(dtype)
         logits[row] = kinds[torch.from_numpy(rng.choice(3, vocab_size, p=[0.6, 0.38, 0.02]))]
     expected = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).numpy().argmax(-1)
     strided = torch.zeros(9, vocab_size + 3, dtype=dtype, device=device)
     strided[:, :vocab_size] = logits.to(device)
-    # Many programs a row; one; and rows that are further apart than they are long.
+    # Many programs a row; one; and rows with gaps between them.
     for tile, num_programs, given in ((256, 64, logits.to(device)), (256, 9, logits.to(device)), (512, 20, strided)):
         out = torch.full((9,), -1, device=device)
         greedy._launch_argmax(given[:, :vocab_size], out, tile, 4, num_programs)
         assert out.tolist() == expected.tolist()
     assert greedy.argmax(logits.to(device)).tolist() == expected.tolist()
-    assert not greedy._counters_on(logits.to(device).device).any()  # or the next launch would miss its last program
+    assert not greedy._counters_on(
+        logits.to(device).device
+    ).any()  # otherwise the next launch would miss its last program
 
 
 # ── draws ───────────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +127,7 @@ def test_evenly_spread_uniforms_give_each_token_its_share(params: dict[str, floa
     tokens = drawn(logits[None], np.stack(records), device)
     assert tokens == sorted(tokens)  # vocabulary order
     counts = np.array([tokens.count(token) for token in expected.kept])
-    assert counts.sum() == num_draws  # nothing that was filtered out
+    assert counts.sum() == num_draws  # no filtered token was drawn
     assert (np.abs(counts - expected.shares * num_draws) < 1 + 1e-4).all()
 
 
@@ -187,7 +189,7 @@ def test_a_row_gets_the_same_token_whatever_is_drawn_beside_it(device: torch.dev
     for row in range(num_rows):
         alone = records[row].copy()
         alone[[columns.SOURCE, columns.TARGET]] = 0
-        # Nor does it matter how the work is divided: whole masses are added, in whatever order.
+        # The result does not depend on how the work is divided: integer masses are added, in any order.
         assert drawn(logits[row : row + 1], alone[None], device, group=8) == [together[row]]
 
 

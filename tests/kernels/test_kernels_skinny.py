@@ -172,7 +172,7 @@ def test_choices_fit_the_kernels(n, k, is_gated, rows):
     padded = max(16, 1 << (rows - 1).bit_length())
     num_tiles = -(-n * (2 if is_gated else 1) // tile.block_n)
     assert tile.split == 1 or num_tiles * tile.split * tile.block_n * padded <= SCRATCH_NUMBERS
-    # Tiles of W and x in flight, two bytes a number, within the 227 KiB a program can have.
+    # Tiles of W and x in flight, two bytes a value, must fit the 227 KiB of a program.
     assert tile.num_stages * (tile.block_n + padded) * tile.block_k * 2 <= 227 * 1024
 
 
@@ -202,7 +202,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_war
 
 
 def test_weights_are_asked_for_before_the_wait_and_x_after_it():
-    """Compiled for Hopper, which needs no GPU: what programmatic dependent launch wins, and what makes it right."""
+    """Compiled for Hopper, which needs no GPU: the gain of programmatic dependent launch, and the order that makes it correct."""
     surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, env=surroundings)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,4 @@
-"""SamplingParams is valid by construction: what it takes crosses the wire, what it refuses is refused by name.
-Knows nothing of who sends it."""
+"""SamplingParams is valid by construction: accepted values cross the wire, refused ones are refused by name."""
 
 import math
 from typing import Any

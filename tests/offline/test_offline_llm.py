@@ -63,7 +63,7 @@ def test_leaving_a_stream_frees_its_pages(llm):
 
 def test_ctrl_c_in_the_middle_of_a_step_leaves_the_engine_usable(llm, monkeypatch):
     want = llm.generate(["one", "two"], greedy(), use_tqdm=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background begins without one
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without this handler
     runner_submit, num_steps = llm._loop.executor.submit, 0
 
     def interrupted_submit(plan):

@@ -179,7 +179,7 @@ def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_pa
     loop, recorder = recorded.loop, recorded.recorder
 
     def turn() -> bool:
-        """Whether a state was taken."""
+        """Run one step. Return whether a state was taken."""
         if not loop.has_work:
             params = SamplingParams(max_tokens=8, seed=0)
             loop.add(GenerateRequest(f"r{loop.scheduler.num_steps}", [1, 2], params, []))

@@ -1,5 +1,4 @@
-"""Sampling in plain Python and float64, one rule after the other: which tokens may come out, and how likely each is.
-Knows nothing of tensors, kernels or speed."""
+"""Sampling in plain Python and float64, one rule after the other: which tokens are possible, and how likely each is."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ import numpy as np
 @dataclass
 class Exact:
     kept: list[int]  # by rising id
-    shares: np.ndarray  # [kept] what each is drawn with
-    is_clear: bool  # whether the borders of min-p and top-p are clear of rounding
+    shares: np.ndarray  # [kept], probability of each
+    is_clear: bool  # no value is within rounding of min-p's or top-p's border
 
     def allows(self, token: int, uniform: float, slack: float = 1e-5) -> bool:
-        """Whether the inverse of the cumulated shares gives that token, where a border may be off by the slack."""
+        """Return whether the uniform selects that token by inverse cumulative shares, with borders off by at most the slack."""
         if token not in self.kept:
             return False
         index = self.kept.index(token)
@@ -23,7 +22,7 @@ class Exact:
 
 
 def exact(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> Exact:
-    """Min-p first, then top-k, then top-p of what those left; top_k 0: no limit. NaN is -inf, +inf the largest number."""
+    """Apply min-p, then top-k, then top-p to the rest; top_k 0: no limit. NaN is -inf, +inf the largest number."""
     values = np.nan_to_num(logits.astype(np.float64), nan=-np.inf, posinf=3.4028234663852886e38, neginf=-np.inf)
     peak = values.max()
     if peak == -np.inf:

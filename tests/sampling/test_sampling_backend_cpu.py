@@ -1,4 +1,4 @@
-"""The sampler by a CPU's native kernels: the tokens of torch's sampler, whatever the rows ask for."""
+"""The sampler by a CPU's native kernels: the same tokens as torch's sampler, for all options."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ def test_the_kernels_choose_what_torch_chooses(native, dtype) -> None:
         state, tokens, lens = random_state(rng, 16)
         logits = torch.from_numpy(rng.normal(0, 3, (16, VOCAB))).to(dtype)
         if seed % 3 == 0:
-            logits = logits.round()  # many are equal
+            logits = logits.round()  # many equal logits
         rows = rng.permutation(16)
         expected = sample(logits.clone(), tokens, state, rows, lens[rows])
         assert torch.equal(sample(logits.clone(), tokens, state, rows, lens[rows], native=native), expected)
@@ -78,7 +78,7 @@ def test_stop_ids_are_banned_until_min_tokens_are_out(native) -> None:
     state.enter(2, SamplingParams(temperature=0.0, min_tokens=3, presence_penalty=-2.0), 0, 5, [7])
     logits = torch.zeros(3, VOCAB)
     logits[:, 7], logits[:, 9], logits[:, 11] = 3.0, 2.0, 1.0
-    tokens = torch.full((3, 16), 7, dtype=torch.int32)  # what is banned stays so, however much a penalty favours it
+    tokens = torch.full((3, 16), 7, dtype=torch.int32)  # a banned token stays banned, however much a penalty favours it
     for length, expected in ((5, [11, 7, 9]), (7, [11, 7, 9]), (8, [7, 7, 7])):
         result = sample(logits.clone(), tokens, state, np.arange(3), np.full(3, length), native=native)
         assert result.tolist() == expected

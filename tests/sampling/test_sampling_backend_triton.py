@@ -1,4 +1,4 @@
-"""The sampler by kernels, as a GPU runs it: the tokens of the CPU's sampler, whatever the rows ask for."""
+"""The sampler by kernels, as a GPU runs it: the same tokens as the CPU's sampler, for all options."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from octavo.sampling.state import SamplingState
 from tests.interpreter import mend
 from tests.sampling.test_sampling_sampler import EVERY_WAY, VOCAB, random_state, sample_every_way
 
-# The interpreter computes with numpy, which mentions that -inf times 0 is no number; the kernels know.
+# The interpreter computes with numpy, which warns about -inf times 0; the kernels handle it.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -39,7 +39,7 @@ def test_the_kernels_choose_what_the_cpu_chooses(dtype: torch.dtype, device: tor
 
 
 def test_plain_torch_serves_wherever_the_logits_are(device: torch.device) -> None:
-    """As on a GPU without Triton: the tokens of the CPU, where the logits are."""
+    """As on a GPU without Triton: the CPU's tokens, computed on the logits' device."""
     rng = np.random.default_rng(2)
     state, tokens, lens = random_state(rng, 16)
     logits, rows = torch.from_numpy(rng.normal(0, 3, (16, VOCAB))).float(), np.arange(16)
@@ -49,7 +49,7 @@ def test_plain_torch_serves_wherever_the_logits_are(device: torch.device) -> Non
 
 
 def test_rows_without_penalties_are_sampled_as_they_are(device: torch.device) -> None:
-    """A penalised row is widened apart: those beside it give the token that they give alone, and keep their type."""
+    """A penalised row is widened to float32 separately: the other rows give the same token as alone, and keep their type."""
     rng = np.random.default_rng(4)
     state = SamplingState(3, VOCAB)
     for row, penalty in enumerate((0.0, 1.5, 0.0)):
@@ -118,7 +118,7 @@ def test_the_given_tensor_is_filled_on_the_cpu_too() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says of the mode that it is a prototype
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch warns that the mode is a prototype
 def test_nothing_waits_for_the_gpu_and_a_graph_repeats_it() -> None:
     rng = np.random.default_rng(6)
     state, tokens, lens = random_state(rng, 20)
@@ -126,7 +126,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_repeats_it() -> None:
     logits = torch.from_numpy(rng.normal(0, 3, (20, VOCAB))).to(torch.bfloat16)
     there, table, out = logits.to(gpu), tokens.to(gpu), torch.zeros(20, dtype=torch.int64, device=gpu)
     rows = np.arange(20)
-    sample(there.clone(), table, state, rows, lens)  # compiles
+    sample(there.clone(), table, state, rows, lens)  # the first call compiles
     copy = there.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:

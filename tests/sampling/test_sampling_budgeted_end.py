@@ -1,4 +1,4 @@
-"""Answers that are ended before max_tokens cuts them: in time, within their grammar, and alike wherever their row has been."""
+"""Answers that are ended before max_tokens cuts them: in time, within their grammar, and independent of preemptions."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def answer(
     start: LLMatcher | None = None,
     shortest: ShortestCompletion | None = None,
 ) -> bytes:
-    """By chance; `comes_back`: so often all but the tokens is forgotten, as when a row is left and entered again."""
+    """A random answer; `comes_back`: the probability, per token, that all state but the tokens is lost, as by a preemption."""
     start = start or matcher()
     rng, ends, closing, at, said = random.Random(seed), ENDS, BudgetedEnd.of(shortest), start.deep_copy(), []
     leaves = random.Random(-seed)
@@ -59,7 +59,7 @@ def answer(
 @pytest.mark.parametrize("max_tokens", [40, 90, 230])
 def test_an_answer_ends_in_time_and_alike_when_its_row_was_left(max_tokens: int) -> None:
     texts = [answer(seed, max_tokens, 0) for seed in range(8)]
-    for text in texts if max_tokens > 40 else ():  # where there is hardly room for an end, one may be cut
+    for text in texts if max_tokens > 40 else ():  # with little room for an end, an answer may be cut
         assert set(json.loads(text)) == {"names", "size"}
     assert [answer(seed, max_tokens, 0.2) for seed in range(8)] == texts
 
@@ -69,8 +69,8 @@ FORM = {"type": "object", "properties": {f"{'abcdefghij'[n % 10]}{n}": {"type": 
 
 
 def test_many_required_parts_are_all_said_where_there_is_room_for_them() -> None:
-    """Chance writes into the first fields until it is stopped: whoever begins to look for the end 192 tokens before the limit
-    comes too late for the others."""
+    """Chance writes into the first fields until it is stopped: looking for the end only 192 tokens before the limit is too late
+    for the other fields."""
     start = matcher(FORM)
     shortest = ENDS.shortest(start)
     assert shortest is not None
@@ -80,14 +80,14 @@ def test_many_required_parts_are_all_said_where_there_is_room_for_them() -> None
         texts = [answer(seed, max_tokens, 0, start, shortest) for seed in range(4)]
         assert all(json.loads(text).keys() == FORM["properties"].keys() for text in texts)
         assert [answer(seed, max_tokens, 0.01, start, shortest) for seed in range(4)] == texts
-    # What does not fit is cut where the limit is: it is no use to say less in each field than the model would.
+    # An answer that does not fit is cut at the limit: shorter fields than the model would write do not help.
     for text in (answer(seed, least - 40, 0, start, shortest) for seed in range(4)):
         with pytest.raises(ValueError):
             json.loads(text)
 
 
 def test_numbers_between_required_fields_are_left() -> None:
-    """A number may go on for ever: where nothing closes, the comma after it is the way to the end."""
+    """A number may continue without end: where nothing closes, the comma after it leads to the end."""
     kinds = [{"type": kind} for kind in ("number", "integer", "string", "boolean", "null")]
     schema = {**FORM, "properties": {name: kinds[n % 5] for n, name in enumerate(FORM["properties"])}}
     start = matcher(schema)
@@ -98,13 +98,13 @@ def test_numbers_between_required_fields_are_left() -> None:
 
 
 def test_what_is_short_is_not_prepared_for() -> None:
-    """Nor what takes too long to find: both are as they would be without."""
+    """Nor are answers that take too long to find: both behave as without preparation."""
     assert ENDS.shortest(matcher()) is None
     assert ENDS.shortest(matcher({"const": "xy" * 60_000})) is None
 
 
 def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool]]:
-    """Answers by chance, and whether each ends because of its limit."""
+    """Random answers, and whether each ended because of its limit."""
     found, ends = set(), Ends(VOCABULARY, SIZE)
     for seed in range(count):
         rng, closing, at, said = random.Random(seed), BudgetedEnd(), LLMatcher(TOKENIZER, grammar, log_level=0), []
@@ -126,10 +126,10 @@ def words(grammar: str, max_tokens: int, count: int = 60) -> set[tuple[str, bool
 
 
 def test_a_short_answer_is_chosen_and_not_made() -> None:
-    """With hardly any tokens left, all that still fits is left to choose from; and whoever was cut short says so."""
+    """With few tokens left, every choice that still fits is possible; an answer that was cut short is marked."""
     choice = grammar_of({"choice": ["no", "yes", "ok", "perhaps"]}, VOCABULARY)
     assert words(choice, 12) == {("no", False), ("yes", False), ("ok", False), ("perhaps", False)}
-    assert words(choice, 4) == {("no", True), ("yes", True), ("ok", True)}  # one of them had no room
+    assert words(choice, 4) == {("no", True), ("yes", True), ("ok", True)}  # one of them does not fit
     assert words(choice, 2) == {("no", True), ("ok", True)}
     digits = grammar_of({"regex": "[0-9]{1,9}"}, VOCABULARY)
     for max_tokens in (1, 2, 3, 4):
@@ -140,7 +140,7 @@ def test_a_short_answer_is_chosen_and_not_made() -> None:
     for max_tokens in (1, 2, 3, 4, 5):
         texts = words(pairs, max_tokens)
         assert all(re.fullmatch("(ab|cde)*", text) for text, _ in texts) and ("ab" in dict(texts) or max_tokens < 2)
-    assert words(pairs, 1) == {("", True)}  # no more fits, and it is not the grammar that ends
+    assert words(pairs, 1) == {("", True)}  # nothing fits, and it is not the grammar that ends the answer
 
 
 def test_texts_that_must_be_long_or_hold_a_certain_character_come_to_an_end() -> None:
@@ -174,13 +174,13 @@ def test_a_number_makes_room_for_the_next() -> None:
 
 
 def test_the_end_that_is_looked_for_is_short() -> None:
-    """A comma that is due is no detour; space would be one."""
+    """A required comma is part of the shortest end; a space is not."""
     found = Ends(VOCABULARY, SIZE)._find(BudgetedEnd(), matcher(), 100)
     assert found is not None and b"".join(TOKENS[token] for token in found) == b'{"names":[],"size":0}'
 
 
 def test_a_text_that_has_to_be_long_harms_no_one() -> None:
-    """Copies of a matcher share its lexer, which has a limit: the row's own matcher, and the next row's, must go on."""
+    """Copies of a matcher share its lexer, which has a limit: the row's own matcher, and the next row's, must continue to work."""
     schema = {"type": "object", "properties": {"a": {"const": "xy" * 60_000}}, "required": ["a"]}
     base = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
     row, bits = base.deep_copy(), np.full(-(-SIZE // 32), -1, dtype=np.int32)
@@ -193,7 +193,7 @@ PEOPLE = {"type": "array", "minItems": 100, "items": {**SCHEMA, "properties": {*
 
 
 def test_little_is_done_where_no_end_is_in_reach() -> None:
-    """Counted, as it goes on beside a step that others share: the grammar is asked, token by token and for all of them at once."""
+    """The search runs beside a step that other rows share, so its work is counted: questions by token, and whole masks."""
     asked = {"tokens": 0, "masks": 0}
 
     class Counted:

@@ -20,7 +20,7 @@ EMPTY_TABLE = torch.zeros(1, 1, dtype=torch.int32)
 def reference_kept(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[set[int], bool]:
-    """The surviving ids, one rule after another in plain Python, and whether top-p's border is clear of rounding."""
+    """Return the surviving ids, by one rule after another in plain Python, and whether no value is within rounding of top-p's border."""
     top = max(logits)
     weight = {i: math.exp((x - top) / temperature) for i, x in enumerate(logits)}
     kept = [i for i in weight if weight[i] >= min_p]
@@ -73,7 +73,7 @@ def test_filters_keep_what_the_reference_keeps(case: tuple[list[float], float, i
     keep = kept_prefix(row, values, asked)
     assert set(ids[keep].tolist()) == expected
 
-    # And what is drawn, tier after tier, never leaves that set and reaches both of its ends.
+    # The drawn tokens, tier after tier, never leave that set and reach both of its ends.
     many = draws(64, temperature, top_k, top_p, min_p, len(logits))
     many.uniform[-1] = 1 - 2.0**-53
     drawn = draw_filtered(row.expand(64, -1).contiguous(), many)
@@ -133,7 +133,7 @@ def test_draw_from_all_is_the_inverse_of_the_cumulated_weights(vocab_size: int) 
     weights = (logits[0] - logits.max()).exp().double()
     exact = torch.searchsorted(weights.cumsum(0), asked.uniform * weights.sum(), right=True)
     drawn = draw_from_all(logits.expand(500, -1).contiguous(), asked)
-    # A threshold within rounding of a border may fall either side of it.
+    # A threshold within rounding of a border may fall on either side of it.
     assert (drawn != exact).sum() <= 1
     assert ((drawn - exact).abs() <= 1).all()
 

@@ -1,4 +1,4 @@
-"""Masks over logits: torch's, the CPU's native kernels' and the GPU's choose the same, and what rows hold is what decides."""
+"""Masks over logits: torch's, the CPU's native kernels' and the GPU's choose the same tokens, and follow the rows' own state."""
 
 from concurrent.futures import Future
 
@@ -17,15 +17,15 @@ from tests.walks import CALL, EOS, SIZE, VOCABULARY
 # The interpreter computes with numpy, which warns where a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-VOCAB_SIZE = 1000  # no multiple of 32
+VOCAB_SIZE = 1000  # not a multiple of 32
 
 
 def random_masks(num_rows: int, at: list[int], seed: int) -> Masks:
     rng = np.random.default_rng(seed)
     bits = rng.integers(-(2**31), 2**31, (len(at), -(-VOCAB_SIZE // 32)), dtype=np.int64).astype(np.int32)
-    bits &= rng.integers(-1, 1, bits.shape, dtype=np.int64).astype(np.int32)  # whole words that leave nothing
+    bits &= rng.integers(-1, 1, bits.shape, dtype=np.int64).astype(np.int32)  # whole words without any token
     bits[0] = 0
-    bits[0, 5] = 2  # one token alone
+    bits[0, 5] = 2  # a single token
     return Masks(np.array(at, dtype=np.int64), bits, {})
 
 
@@ -87,7 +87,7 @@ def test_all_ways_choose_the_same(way, device, monkeypatch):
 
 
 class Done:
-    """A step whose tokens are here."""
+    """A step whose tokens have arrived."""
 
     def __init__(self, *tokens: int) -> None:
         self._tokens = tokens
@@ -128,13 +128,13 @@ def test_masks_follow_the_tokens_of_the_step_before():
     found.started(Done(99, ord("a")))
     assert left(found.masks(rows(4), rows(4))) == {"b", "c", *ENDS}
     found.started(Done(ord("b")))
-    assert found.masks(rows(2), rows(6)) is None  # a step without it: what came before is not forgotten
+    assert found.masks(rows(2), rows(6)) is None  # a step without the row: the row's state is kept
     found.started(Done(7))
     assert left(found.masks(rows(4), rows(5))) == {"b", "c", *ENDS}
     found.started(Done(ord("c")))
     assert left(found.masks(rows(4), rows(6))) == ENDS
     found.started(Done(EOS))
-    assert len(left(found.masks(rows(4), rows(7)))) == SIZE  # it is over: nobody looks at what is sampled now
+    assert len(left(found.masks(rows(4), rows(7)))) == SIZE  # the answer is over: tokens sampled now are discarded
     found.leave(4)
     assert found.masks(rows(4), rows(7)) is None
 
@@ -148,11 +148,11 @@ def test_who_comes_into_a_row_does_not_hear_of_who_left_it():
     found.enter(0, params(), 3, [], [EOS])
     assert left(found.masks(rows(0), rows(3))) == {"a"}
     found.started(Done(ord("a")))
-    found.enter(0, params(), 3, [*b"abb"], [EOS])  # came back from elsewhere, with what it has said
+    found.enter(0, params(), 3, [*b"abb"], [EOS])  # enters again with its output, as after a preemption
     assert left(found.masks(rows(0), rows(6))) == {"b", "c", *ENDS}
     found.masks(rows(0, 1), rows(6, 9))
     found.started(Done(ord("b"), 99))
-    found.leave(1)  # it had no grammar
+    found.leave(1)  # the row had no grammar
     found.enter(1, params(), 3, [], [EOS])
     assert left(found.masks(rows(0, 1), rows(7, 3)), 1) == {"a"}
 
@@ -164,18 +164,23 @@ def test_ends_are_settled_by_the_row():
     found.enter(1, params(ignore_eos=True), 3, [ord("a")], [*ENDS])
     assert left(found.masks(rows(1), rows(4))) == {"b", "c"}
     found.enter(2, params(min_tokens=9), 3, [*b"ac"], [*ENDS])
-    assert left(found.masks(rows(2), rows(5))) == ENDS  # nothing else is left
+    assert left(found.masks(rows(2), rows(5))) == ENDS  # only the ends are left
     found.enter(5, params(min_tokens=3, stop_token_ids=[ord("b")]), 3, [ord("a")], [*ENDS, ord("b")])
-    assert left(found.masks(rows(5), rows(4))) == {"c"}  # a stop that is text may not come yet, either
+    assert left(found.masks(rows(5), rows(4))) == {"c"}  # a stop token that is text is banned, too
     found.enter(3, params(stop_token_ids=[CALL, ord("z")]), 3, [ord("a")], [EOS, CALL, ord("z")])
-    assert left(found.masks(rows(3), rows(4))) == {"b", "c", *ENDS, CALL}  # a control token ends it where it may end
+    assert left(found.masks(rows(3), rows(4))) == {
+        "b",
+        "c",
+        *ENDS,
+        CALL,
+    }  # a control token ends the answer where it may end
     found.enter(4, params(stop_token_ids=[CALL]), 3, [], [EOS, CALL])
     assert left(found.masks(rows(4), rows(3))) == {"a"}
 
 
 def test_what_goes_wrong_goes_wrong_for_its_row_alone():
     found = grammars()
-    found.enter(0, params(), 3, [ord("x")], [EOS])  # nothing that its grammar could have said
+    found.enter(0, params(), 3, [ord("x")], [EOS])  # an output that the grammar does not allow
     found.enter(1, params("start: /[/"), 3, [], [EOS])
     found.enter(2, params(), 3, [], [EOS])
     masks = found.masks(rows(0, 1, 2), rows(4, 3, 3))
@@ -187,7 +192,9 @@ def test_what_was_prepared_is_at_hand_until_it_may_go():
     own, told = grammars(), []
     first, second = (HEAD + f'start: "a" "{word}"' for word in ("one", "two"))
     own.prepare(first, [], lambda: told.append(1))
-    own.prepare("start: /[/", [], lambda: told.append(2))  # told all the same: whoever enters with it fails by itself
+    own.prepare(
+        "start: /[/", [], lambda: told.append(2)
+    )  # also reported as ready: a request that enters with it fails by itself
     own._pool.submit(lambda: None).result()
     assert told == [1, 2]
     own.enter(0, params(first), 0, [], [])

@@ -1,4 +1,4 @@
-"""logit_bias, allowed_token_ids and bad_words: by torch, by a CPU's kernels and by a GPU's, against plain Python."""
+"""logit_bias, allowed_token_ids and bad_words: by torch, by the CPU's kernels and by the GPU's, against plain Python."""
 
 import math
 

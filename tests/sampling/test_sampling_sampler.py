@@ -154,7 +154,7 @@ def sample_every_way(
     alone = sample(sound.clone(), tokens, state, np.arange(num), lens)
     both = torch.stack((torch.as_tensor(logits).expand(num, VOCAB).to(dtype), sound), dim=1).flatten(0, 1)
     result = sample(both, tokens, state, np.arange(num).repeat(2), lens.repeat(2))
-    assert torch.equal(result[1::2], alone)  # nothing comes through to the others
+    assert torch.equal(result[1::2], alone)  # the sound rows are not affected
     return result[::2].tolist()
 
 
@@ -179,7 +179,7 @@ def test_any_mix_of_broken_logits_gives_an_id_of_the_vocabulary() -> None:
     rng = np.random.default_rng(8)
     values = np.array([np.nan, np.inf, -np.inf, 3.4e38, -3.4e38, 0.0, 1.0], dtype=np.float32)
     for _ in range(50):
-        shares = rng.dirichlet(np.full(len(values), 0.2))  # most of a row is of one or two kinds
+        shares = rng.dirichlet(np.full(len(values), 0.2))  # most values of a row are of one or two kinds
         logits = torch.from_numpy(rng.choice(values, VOCAB, p=shares))
         possible = {i for i, x in enumerate(logits.tolist()) if x > -np.inf} or {0}
         assert set(sample_every_way(logits)) <= possible

@@ -1,5 +1,4 @@
-"""The stream's pieces are the whole decode, whatever the ids; no piece holds half a character.
-Knows nothing of stop strings."""
+"""A stream's pieces add up to the whole decode for any ids; no piece holds half a character."""
 
 import codecs
 import functools
@@ -114,7 +113,7 @@ def test_a_continuation_completes_what_the_prompt_left_unfinished(kind: str, dat
     prompt = data.draw(ids(kind, 6)) + byte_ids(kind, begun[:cut]) + data.draw(ids(kind, 1))
     output = data.draw(ids(kind, 1)) + byte_ids(kind, begun[cut:]) + data.draw(ids(kind, 6))
     finished = "".join(streamed(tokenizer, [], prompt, skip)[:-1])
-    # One U+FFFD stands for what is unfinished; two for half a surrogate, on which the decoder also waits for its next byte.
+    # One U+FFFD stands for an unfinished character; two for half a surrogate, where the decoder also waits for the next byte.
     assert tokenizer.decode(prompt, skip) in (finished, finished + "\ufffd", finished + "\ufffd\ufffd")
     assert finished + "".join(streamed(tokenizer, prompt, output, skip)) == tokenizer.decode(prompt + output, skip)
 
@@ -193,14 +192,14 @@ def test_an_added_token_outside_ascii_is_its_own_text() -> None:
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.lists(st.binary(max_size=5), max_size=12))
 def test_utf8_by_pieces_is_utf8_as_a_whole(pieces: list[bytes]) -> None:
-    """What the byte path rests on: the standard library's decoder gives the same however its input is cut."""
+    """The byte path relies on this: the standard library's decoder gives the same result however its input is cut."""
     utf8 = codecs.getincrementaldecoder("utf-8")("replace")
     text = "".join(utf8.decode(piece) for piece in pieces) + utf8.decode(b"", final=True)
     assert text == b"".join(pieces).decode("utf-8", "replace")
 
 
 def test_what_one_stream_has_met_changes_nothing_for_the_next() -> None:
-    """Texts are remembered by id: neither a special id that another stream showed nor an unfinished character may be."""
+    """Texts are cached by id: neither a special id that another stream showed nor an unfinished character may be cached."""
     spelled = {0: b"a", 1: "é".encode(), 2: b"\xc3", 3: b"\xa9", 4: b"<end>", 5: b" b"}
     pieces = BytePieces(6, spelled.__getitem__, frozenset({4}), strips_first_space=True)
     ids = [5, 4, 0, 2, 3, 1, 2, 0, 5, 3, 4]

@@ -1,4 +1,4 @@
-"""Which formats a chat template stands for, what is done for templates without tools, and marks that are special tokens."""
+"""The formats that a chat template implies, support for templates without tools, and marks that are special tokens."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""GGUF vocabularies of every kind: words cut as each name says, WordPiece as BERT's own tokenizer, what else a file may say.
-Knows nothing of whole files of models; real vocabularies are in test_text_real_vocabularies.py."""
+"""GGUF vocabularies of every kind: words split as each name says, WordPiece as in BERT's own tokenizer, and other settings of a
+file. Real vocabularies are in test_text_real_vocabularies.py."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_each_name_cuts_its_way(pre: str, text: str, expected: list[str]) -> Non
 
 
 def test_long_runs_take_time_in_proportion() -> None:
-    """No clock: a quadratic one would not come to an end within the test's patience (10^10 steps at this length)."""
+    """Without a clock: a quadratic algorithm would not finish within the test's time limit (10^10 steps at this length)."""
     for pre in (
         "default",
         "qwen2",
@@ -95,7 +95,7 @@ def bert_vocabulary() -> dict[str, int]:
 
 
 def bert(lowercase: bool) -> tokenizers.Tokenizer:
-    """As BERT's own tokenizer.json is made."""
+    """Make a tokenizer as BERT's own tokenizer.json does."""
     tokenizer = tokenizers.Tokenizer(models.WordPiece(bert_vocabulary(), unk_token="[UNK]"))
     tokenizer.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -106,7 +106,7 @@ def bert(lowercase: bool) -> tokenizers.Tokenizer:
 
 
 def gguf_of_bert(**more: Any) -> dict[str, Any]:
-    """As converters write it: ▁ before a word's start, no ## before what continues it."""
+    """Metadata as converters write it: ▁ before a word's start, no ## before its continuations."""
     names = list(bert_vocabulary())
     control = {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"}
     plain = [name if name in control else name[2:] if name.startswith("##") else f"▁{name}" for name in names]
@@ -150,7 +150,7 @@ def test_what_goes_around_word_pieces() -> None:
     "changes", [{"model": "gemma4"}, {"model": "gpt2", "pre": "gemma4"}, {"model": "gpt2", "pre": "sarvam-moe"}]
 )
 def test_merges_over_raw_characters(changes: dict[str, str]) -> None:
-    """Spaces are ▁, what is in no token is bytes, and nothing is put before the first word."""
+    """Spaces are ▁, characters in no token become bytes, and nothing is put before the first word."""
     library = marked_bpe()
     library.normalizer = normalizers.Replace(" ", "▁")
     tokens = [library.id_to_token(i) for i in range(library.get_vocab_size())]
@@ -170,7 +170,7 @@ def test_merges_over_raw_characters(changes: dict[str, str]) -> None:
 
 
 def test_a_vocabulary_that_takes_words_whole_needs_no_merge_for_them() -> None:
-    """A token that no merge leads to: names whose models take it whole find it, others do not."""
+    """A token that no merge produces: vocabularies whose models take whole words use it, others do not."""
     library = byte_level()
     metadata = gguf_of_byte_level(library, "llama-bpe", add_bos_token=False)
     metadata["tokenizer.ggml.tokens"].append("zyx")

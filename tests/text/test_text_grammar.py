@@ -1,4 +1,4 @@
-"""What an answer must look like, as grammars: whatever chance makes of their masks is valid, and all else is refused by name."""
+"""Output formats as grammars: random answers within their masks are valid, and everything else is refused by name."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def compiled(schema: Any) -> str:
 
 
 def check(name: str, schema: Any, num_walks: int) -> int:
-    """Every walk that ends validates. → how many did."""
+    """Validate every walk that ends. Return how many did."""
     grammar, num_ended = compiled(schema), 0
     validator = jsonschema.Draft202012Validator(
         _modern(schema), format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -34,7 +34,7 @@ def check(name: str, schema: Any, num_walks: int) -> int:
 
 
 def _modern(schema: Any) -> Any:
-    """The one of ours that is written in an older draft, as the newest has it."""
+    """Return our one schema of an older draft in the form of the newest."""
     if isinstance(schema, dict) and isinstance(schema.get("items"), list):
         return {**schema, "prefixItems": schema["items"], "items": schema["additionalItems"]}
     return schema
@@ -45,7 +45,7 @@ def test_whatever_a_mask_leaves_validates():
     assert sum(map(bool, ended.values())) >= 0.98 * len(ended)
 
 
-# Patterns that only ECMAScript reads as they are meant, or that Python reads otherwise: no judge here.
+# Patterns that only ECMAScript supports, or that Python reads differently: Python cannot check these.
 _NOT_PYTHONS = ("ecmascript-regex", "non-bmp-regex", "\\p{")
 
 
@@ -76,7 +76,7 @@ def test_the_suite_is_enforced_or_refused():
         ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired'"),
         ({"type": "object", "propertyNames": {"maxLength": 2}}, "'propertyNames'"),
         ({"type": "object", "minProperties": 3}, "'minProperties' (at #) is enforced up to 1"),
-        ({"type": "string", "maximun": 3}, "'maximun'"),  # unknown: who knows what it was to be
+        ({"type": "string", "maximun": 3}, "'maximun'"),  # an unknown keyword: its meaning cannot be guessed
         ({"type": "string", "nullable": True}, "'nullable'"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "'not'"),
         ({"type": "string", "format": "iri"}, "#/format must be one of date-time"),
@@ -129,7 +129,7 @@ def test_bombs_are_refused(schema: Any):
 
 
 def doubling(num_lines: int) -> Any:
-    """Where references are put in place each line doubles what comes of it."""
+    """Each line doubles the size if references are expanded."""
     lines = {
         f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}, {"$ref": f"#/$defs/d{n + 1}"}]} for n in range(num_lines)
     }
@@ -147,7 +147,7 @@ def doubling(num_lines: int) -> Any:
     ids=["doubling", "powers", "states", "exponential"],
 )
 def test_bombs_do_not_go_off(schema: Any, pattern: str):
-    """What would take for ever in other hands is compiled at once, and kept to."""
+    """Schemas that take exponential time elsewhere are compiled at once, and enforced."""
     grammar = compiled(schema)
     for number in range(3):
         text, ended = walk(grammar, f"bomb {number}")
@@ -309,7 +309,7 @@ def test_answers_follow_a_grammar(grammar: str):
 
 
 def test_schemas_within_a_grammar_are_kept_to_as_others_are():
-    """A number of any size has the ends that it has elsewhere. What is a text, a regex or a comment is no order."""
+    """Integers have the same bounds as elsewhere. Directives within a text, a regex or a comment are ignored."""
     lark = """
         // %json {"uniqueItems": true}
         start: "%lark " /max_tokens=%json / %json {"type": "object", "properties": {"a": {"type": "integer"}},
@@ -355,7 +355,7 @@ def test_tags_within_a_text_keep_their_form():
     for number in range(60):
         text = walk(grammar, f"tags {number}").text.decode("utf-8", "replace")
         assert not re.search(r"<fn(?!=(a>\s*\{\s*\}\s*</fn>|b>[12]</fn>|(a|b)?$|a>|b>))", text)
-    # What a trigger begins must be a tag.
+    # After a trigger a tag must follow.
     from llguidance import LLMatcher
 
     matcher = LLMatcher(VOCABULARY.tokenizer(VOCABULARY.size), grammar, log_level=0)

@@ -1,4 +1,4 @@
-"""What cannot be compiled is told in words that name the construct, and nothing of how the compiler was asked."""
+"""The message for what cannot be compiled names the construct, and does not mention the compiler's input."""
 
 from typing import Any
 

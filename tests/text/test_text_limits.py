@@ -1,4 +1,4 @@
-"""Texts that are far too long: refused before they are read, and never in the way of other threads."""
+"""Texts that are far too long: refused before they are tokenized, without blocking other threads."""
 
 import threading
 import time

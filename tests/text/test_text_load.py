@@ -1,5 +1,5 @@
-"""load_text on real files of every kind: what is found where, and what a broken one says.
-Knows nothing of weights; the files hold vocabularies and settings only."""
+"""load_text on real files of every kind: where each setting is found, and the messages for broken files.
+The files hold vocabularies and settings, no weights."""
 
 import json
 import subprocess
@@ -210,7 +210,7 @@ def test_ends_of_turns_are_found_by_name_among_control_tokens_only(tmp_path: Pat
 
 
 def test_the_end_of_a_text_ends_one_where_the_file_names_only_the_end_of_a_turn(tmp_path: Path) -> None:
-    """As Qwen2.5's files do, whose makers stop at both."""
+    """As in Qwen2.5's files, whose makers stop at both."""
     library = byte_level()
     library.add_special_tokens(["<|endoftext|>"])
     text = load_text(write_gguf_metadata(tmp_path / "m.gguf", gguf_of_byte_level(library, "qwen2")))
@@ -327,7 +327,7 @@ def test_a_folder_without_a_tokenizer_and_a_model_that_is_none(tmp_path: Path) -
 
 
 def test_a_tokenizer_that_is_larger_than_the_model_does_not_belong_to_it(folder: Path) -> None:
-    """The vocabulary's own tokens must all be known to the model; one that was added behind them need not be."""
+    """The model must know all of the vocabulary's own tokens; tokens added behind them may be beyond its size."""
     text = load_text(folder)
     text.require_fit(400)
     with pytest.raises(ConfigError, match=r"400 tokens and the model knows 399.*--tokenizer") as raised:
@@ -343,8 +343,8 @@ def test_importing_the_room_brings_neither_torch_nor_transformers() -> None:
 
 @pytest.mark.model
 def test_the_embedded_model() -> None:
-    """Every number a token of its own, no BOS, ChatML. The ids were checked against transformers' GGUF reader, and are the
-    same but for "½ ² ٣": it passes over the file's "smollm" and does not split numbers off; made to, it agrees there too."""
+    """Every numeric character is a token of its own, no BOS, ChatML. The ids were checked against transformers' GGUF reader, and are the same
+    except for "½ ² ٣": it ignores the file's "smollm" and does not split numbers off; made to, it agrees there too."""
     from octavo.weights.sources.source import resolve
 
     text = load_text(resolve("").path)

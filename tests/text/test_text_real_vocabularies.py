@@ -1,5 +1,5 @@
-"""Real vocabularies, as far as the folder named by OCTAVO_TEST_VOCABULARIES holds them: ids equal to each reference's.
-Knows nothing of small ones made on the spot. `python scripts/fetch_vocabularies.py FOLDER` fills such a folder."""
+"""Real vocabularies from the folder named by OCTAVO_TEST_VOCABULARIES: ids equal to each reference's.
+`python scripts/fetch_vocabularies.py FOLDER` fills such a folder."""
 
 import base64
 import os
@@ -27,7 +27,7 @@ def fetched(name: str) -> Path:
 
 
 def check(tokenizer: Tokenizer, reference: Callable[[str], list[int]]) -> None:
-    """As ids of plain text: nothing in it is a control token."""
+    """Compare the ids of plain text: none of it is a control token."""
     for text in TEXTS:
         ids = tokenizer.encode_chat(tokenizer.lookalikes.hide(text))
         assert ids == reference(text), text
@@ -63,7 +63,7 @@ def test_as_llama_cpp(name: str) -> None:
     assert len(inputs) > 40
     for given, ids in zip(inputs, outputs, strict=False):
         if name == "qwen35" and unicodedata.normalize("NFC", given) != given:
-            continue  # the model's own tokenizer composes; llama.cpp leaves the text as it is
+            continue  # the model's own tokenizer composes characters; llama.cpp leaves the text as it is
         assert text.encode(given, add_special_tokens=False) == [int(number) for number in ids.split()], given
 
 

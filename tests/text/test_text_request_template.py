@@ -1,4 +1,4 @@
-"""A chat template that comes with a request: it replaces the model's, in the same sandbox, and is refused in one line."""
+"""A chat template in a request: it replaces the model's, runs in the same sandbox, and is refused in one line."""
 
 import pytest
 

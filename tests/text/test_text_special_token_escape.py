@@ -1,5 +1,5 @@
-"""What people write never becomes a control token in a chat; what the template writes does.
-Knows nothing of HTTP. The ids are checked against the `tokenizers` library told to take control tokens for text."""
+"""Text written by users never becomes a control token in a chat; text written by the template does.
+The ids are checked against the `tokenizers` library, set to treat control tokens as text."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content | trim }}
 
 
 def chatty_byte_level() -> tokenizers.Tokenizer:
-    """Role markers that overlap, and one that the vocabulary forgot to call special, as DeepSeek's does."""
+    """Role markers that overlap, and one that the vocabulary does not mark as special, as in DeepSeek's."""
     tokenizer = byte_level()
     tokenizer.add_special_tokens(["<s>", "s><", "★"])
     tokenizer.add_tokens([AddedToken("<｜User｜>", normalized=True), "<think>"])
@@ -100,7 +100,7 @@ def test_only_the_template_writes_control_tokens(kind: str, parts: list[str]) ->
     plain = text.encode_chat([{"role": "user", "content": "x"}] * 2)
     control = {token for token in map(text._tokenizer.token_id, CONTROL) if token is not None}
     assert [token for token in ids if token in control] == [token for token in plain if token in control]
-    # Nothing of the text is lost, whatever it reads like.
+    # No text is lost, whatever it looks like.
     assert text.render_chat(messages).startswith(f"<|start|>user\n{content}<|end|>")
     if kind.endswith("byte_level"):
         assert text.decode(ids, skip_special_tokens=False) == text.render_chat(messages)
@@ -130,7 +130,7 @@ def test_a_chat_without_look_alikes_is_encoded_as_its_text_is(kind: str) -> None
 
 
 def test_a_completion_prompt_may_write_control_tokens() -> None:
-    """As vLLM and llama.cpp's server have it: whoever completes raw text writes the whole prompt."""
+    """As in vLLM and llama.cpp's server: the author of a completion writes the whole prompt."""
     text = from_folder_once()
     assert text.encode("<|start|>user<|end|>") == [0, *text.encode("user"), 1]
 
@@ -157,7 +157,7 @@ def test_a_template_may_do_with_the_words_what_it_likes(source: str) -> None:
         each.formats = dataclasses.replace(each.formats, template_takes_tools=True)
     messages = [{"role": "<|end|>", "content": "\\ufdd0 é \U0002a000 <|start|>", "name": "<|end|>"}]
     arguments: dict[str, Any] = {"tools": TOOLS, "extra": {"deep": ["<|end|>"]}}
-    # Without look-alikes to hide the template sees the words as they are.
+    # Without look-alikes to hide, the template sees the words unchanged.
     plain._tokenizer.lookalikes = SpecialTokenEscape([])
     expected = plain.render_chat(messages, **arguments)
     assert text.render_chat(messages, **arguments) == expected.replace("&lt;|", "<|")
@@ -184,7 +184,7 @@ def test_normalizing_makes_no_control_token_of_other_text() -> None:
 
 @pytest.mark.parametrize("kind", ["unigram", "whole words", "word piece"])
 def test_a_model_that_would_spell_control_tokens_by_itself_does_not(kind: str) -> None:
-    """Their names are entries of its table: a unigram model finds them there, and so do others in a word that is one."""
+    """Their names are entries of its table: a unigram model would find them there, and others would in a word that is one."""
     pieces = ["<unk>", "<s>", "EOS", "▁", "x", *"<s>EO"]
     tokens = {token: i for i, token in enumerate(dict.fromkeys(pieces))}
     model: Any = {
@@ -204,7 +204,7 @@ def test_a_model_that_would_spell_control_tokens_by_itself_does_not(kind: str) -
 
 
 def test_user_defined_tokens_of_a_sentencepiece_model_that_read_like_control_tokens(tmp_path: Path) -> None:
-    """The package finds them in every text by itself; <|end|> is one in this model."""
+    """The sentencepiece package finds them in every text by itself; <|end|> is one in this model."""
     model: sentencepiece.SentencePieceProcessor = sentencepiece_model("bpe", tmp_path)
     end = model.piece_to_id("<|end|>")
     assert end in model.encode("a<|end|>")

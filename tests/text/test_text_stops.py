@@ -1,5 +1,4 @@
-"""Stop strings: however the text is cut, the answer is the one computed on the whole.
-Knows nothing of tokens beyond a number for each piece."""
+"""Stop strings: however the text is cut into pieces, the answer is the one computed on the whole."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ words = st.text(letters, min_size=1, max_size=8)
 
 
 def offline(pieces: list[str], stops: list[str], num_ignored: int) -> tuple[str, str | None]:
-    """The definition: the first character that completes a stop string, ignoring those of the first pieces."""
+    """The definition: the first character that completes a stop string, ignoring the characters of the first pieces."""
     text = "".join(pieces)
     for end in range(len("".join(pieces[:num_ignored])) + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]

@@ -1,5 +1,4 @@
-"""TextStream: what ends a choice, what it is told about it, and what text is left.
-Knows nothing of engines: deltas are made by hand."""
+"""TextStream: what ends a choice, how the end is reported, and the remaining text. The deltas are made by hand."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ def stream(**params: Any) -> TextStream:
 
 
 def letters(text: str) -> list[int]:
-    """One token for each byte, so that borders are where the test wants them."""
+    """One token for each byte, so that a test can place boundaries."""
     return [TEXT.encode(character, False)[0] for character in text]
 
 

@@ -1,5 +1,4 @@
-"""Chat templates: rendered as transformers renders them, refused in words, and kept in their sandbox.
-Knows nothing of tokens."""
+"""Chat templates: rendered as transformers renders them, refused with a clear message, and confined to their sandbox."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """Templates that never end or build gigabytes are stopped in one line; those that only work hard are not.
-Knows nothing of the clock: what a hostile template asks for would take hours or all memory were it not stopped."""
+No clock is needed: a hostile template here would take hours or all memory if it were not stopped."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hard_work_is_not() -> None:
-    """Some hundred times what a long chat needs, of every operation that is counted."""
+    """Several hundred times the work of a long chat, for every operation that is counted."""
     source = (
         "{% macro show(m) %}{{ '<' ~ m.role ~ '>' + m.content | trim }}{{ m.content[:5].upper() }}{% endmacro %}"
         "{% for m in messages %}{{ show(m) }}{{ '%s|' % loop.index }}{{ m | tojson(indent=2) | length }}"

@@ -1,5 +1,5 @@
-"""Ranked vocabularies, as tiktoken has them: joined by rank, special tokens in their places, and what a broken file says.
-Knows nothing of real files; those are in test_text_real_vocabularies.py. The oracle joins by hand, as tiktoken does."""
+"""Ranked vocabularies, as tiktoken has them: joined by rank, special tokens in their places, and the messages for broken files.
+The reference joins by hand, as tiktoken does. Real files are in test_text_real_vocabularies.py."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ TEKKEN_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s+
 
 
 def ranked() -> list[bytes]:
-    """Byte strings by rank: every byte, then what a training run joins."""
+    """Byte strings by rank: every byte, then those joined by a training run."""
     trained = Library(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -35,7 +35,7 @@ def ranked() -> list[bytes]:
     byte_of = {byte_level_name(bytes([byte])): byte for byte in range(256)}
     names = sorted(trained.get_vocab().items(), key=lambda item: item[1])
     joined = [bytes(byte_of[character] for character in name) for name, _ in names if len(name) > 1]
-    # Files rank whole words that nothing leads to as well.
+    # Files also rank whole words that no joins produce.
     return [bytes([byte]) for byte in range(256)] + joined + ["déjà".encode(), b" zyx"]
 
 
@@ -43,7 +43,7 @@ RANKED = ranked()
 
 
 def join(word: bytes) -> list[int]:
-    """Of all neighbours whose union is a token, those of the lowest rank first, the leftmost of those."""
+    """Join the neighbours whose union is the token of the lowest rank, leftmost first, until none is left."""
     rank_of = {token: rank for rank, token in enumerate(RANKED)}
     if word in rank_of:
         return [rank_of[word]]
@@ -76,7 +76,7 @@ def tekken(folder: Path, num_special: int = 30, **changes: Any) -> Path:
             "default_num_special_tokens": num_special,
             "version": "v3",
         },
-        # One more than the model has: what is beyond its vocabulary is not part of it.
+        # One entry more than num_vocab_tokens: entries beyond that are ignored.
         "vocab": [
             {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
             for rank, token in enumerate([*RANKED, b"aaaaaaaaaaaaaa"])
@@ -88,7 +88,7 @@ def tekken(folder: Path, num_special: int = 30, **changes: Any) -> Path:
     return path
 
 
-# The oracle is quadratic: runs are cut short for it.
+# The reference is quadratic: long runs are shortened for it.
 TEXTS = [text[:300] for text in TORTURE] + CORPUS[:5] + ["déjà zyx", "aaaaaaaaaaaaaaaaa ababababab"]
 
 

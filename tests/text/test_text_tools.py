@@ -1,5 +1,5 @@
-"""The tools of a request, the choice among them, and the schema of an answer that must call one.
-Knows nothing of grammars: what the schema lets pass is read by the parser that will read it."""
+"""The tools of a request, the choice among them, and the schema of an answer that must call one. The parser of that format reads
+the answers that the schema allows."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_references_of_a_tool_still_lead_to_its_own_parts() -> None:
     assert grow["properties"]["all"] == {"$ref": "#/$defs/tool_0"}
     assert grow["properties"]["$ref"] == {"const": {"$ref": "#/$defs/node"}}  # data, not a reference
     assert grow["$defs"]["node"]["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/tool_0/$defs/node"}
-    assert TREE["properties"]["root"] == {"$ref": "#/$defs/node"}  # type: ignore[index]  # the request's own is untouched
+    assert TREE["properties"]["root"] == {"$ref": "#/$defs/node"}  # type: ignore[index]  # the request's own schema is unchanged
 
 
 def test_nothing_is_enforced_where_nothing_is_required() -> None:

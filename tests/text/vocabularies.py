@@ -1,5 +1,4 @@
-"""Small vocabularies of every kind, made on the spot, for the tests of the text room.
-Knows nothing of how Octavo reads them: what is written here is what real files hold."""
+"""Small vocabularies of every kind, generated for the tests of octavo/text. They contain what real files do."""
 
 import json
 import random
@@ -19,7 +18,7 @@ CORPUS = [
     "def main():\n    return {'a': [1, 2, 3]}\n\n\tprint('tabs')  \n",
 ] * 4
 
-# As many as the corpus yields: the more merges a model knows, the more their order shows.
+# As many as the corpus yields: with more merges, their order matters more.
 SENTENCEPIECE_SIZE = {"bpe": 480, "unigram": 360}
 
 SAMPLES = [
@@ -36,7 +35,7 @@ SAMPLES = [
 ]
 
 
-# Hard for tokenizers, each in its way; long runs are short enough for every test and long enough to be run through.
+# Each is hard for tokenizers in its own way; runs are long enough to matter and short enough for every test.
 TORTURE = [
     *SAMPLES,
     "👨‍👩‍👧‍👦 👩🏽‍🚀 🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f 🇩🇪🇫🇷 ☺️☺︎ 1️⃣",
@@ -67,7 +66,7 @@ def random_texts(seed: int, num: int) -> list[str]:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """GPT-2's kind, with special tokens and with added tokens that a careless decoder garbles."""
+    """A GPT-2-like tokenizer, with special tokens and with added tokens that a careless decoder garbles."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -83,7 +82,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def gguf_of_byte_level(tokenizer: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
-    """The metadata a converter writes for it."""
+    """Return the metadata that a converter writes for it."""
     stored = json.loads(tokenizer.to_str())
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     kinds = {t["content"]: 3 if t["special"] else 4 for t in stored["added_tokens"]}
@@ -100,7 +99,7 @@ def gguf_of_byte_level(tokenizer: tokenizers.Tokenizer, pre: str, **more: Any) -
 
 
 def sentencepiece_model(kind: str, folder: Path) -> sentencepiece.SentencePieceProcessor:
-    """A real model, trained by the package itself: `kind` is "bpe" or "unigram"."""
+    """Return a real model, trained by the sentencepiece package: `kind` is "bpe" or "unigram"."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS),
         model_prefix=str(folder / "tokenizer"),
@@ -140,7 +139,7 @@ def gguf_of_sentencepiece(model: sentencepiece.SentencePieceProcessor, **more: A
 
 
 def marked_bpe() -> tokenizers.Tokenizer:
-    """What transformers makes of a SentencePiece BPE model: ▁ for spaces, byte fallback, one space stripped at the start."""
+    """Make the tokenizer that transformers makes of a SentencePiece BPE model: ▁ for spaces, byte fallback, one space stripped at the start."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlnot.é日", "▁▁"]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(

@@ -1,12 +1,11 @@
-"""Writes small GGUF files for tests, from plain Python values and raw tensor bytes.
-Knows nothing of Octavo's reader: the two meet only in the bytes."""
+"""Writes small GGUF files for tests, from plain Python values and raw tensor bytes, independently of Octavo's reader."""
 
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# ggml's numbers, written down again here so that a slip in the reader's table shows
+# ggml's type ids, repeated here so that an error in the reader's table is found
 TYPE_IDS = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ2_XXS": 16, "IQ2_XS": 17, "IQ4_NL": 20, "IQ4_XS": 23, "I32": 26, "F64": 28, "BF16": 30,

@@ -1,5 +1,5 @@
-"""Weights quantised and packed as each method defines it, number by number; with what they mean.
-Knows nothing of Octavo's readers: the two meet only in the tensors."""
+"""Weights quantised and packed as each method defines it, value by value, with the values they represent. Independent of Octavo's
+readers."""
 
 import json
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Parts = dict[str, Tensor]  # what follows the module's name → tensor
-Packer = Callable[[Tensor], tuple[Parts, Tensor]]  # weight [N, K] → parts, and the weight they stand for
+Parts = dict[str, Tensor]  # suffix after the module's name → tensor
+Packer = Callable[[Tensor], tuple[Parts, Tensor]]  # weight [N, K] → parts, and the weight they represent
 
 # The 16 levels of nf4, and any 256 for the scales of scales.
 NF4_TABLE = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0]
@@ -16,7 +16,7 @@ NF4_TABLE += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0]
 
 
 def words(numbers: list[list[int]], bits: int, order: list[int] | None = None) -> Tensor:
-    """Rows of whole numbers → rows of int32, 32 / bits to a word, the lowest bits first. `order`: which number comes where."""
+    """Pack rows of integers into rows of int32, 32 / bits to a word, the lowest bits first. `order`: which number goes where."""
     count = 32 // bits
     packed = []
     for row in numbers:
@@ -32,7 +32,7 @@ def words(numbers: list[list[int]], bits: int, order: list[int] | None = None) -
 
 
 def cut(weight: Tensor, group_of: Tensor, bits: int, is_centred: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """codes [N, K], zeros [N, G], scales [N, G] in float16; one zero in the middle for all, or each group's own, from 1."""
+    """Return codes [N, K], zeros [N, G], scales [N, G] in float16; the zero is the middle for all groups, or each group's own, from 1."""
     most = (1 << bits) - 1
     num_groups = int(group_of.max()) + 1
     scales, zeros = torch.zeros(len(weight), num_groups), torch.zeros(len(weight), num_groups)
@@ -131,7 +131,7 @@ def float8(scale_name: str, block: tuple[int, int] | None) -> Packer:
 
 
 def four_bits(block: int = 64, nested: int = 0) -> Packer:
-    """bitsandbytes' nf4; `nested`: blocks whose scales share a scale, 0: they are not packed themselves."""
+    """bitsandbytes' nf4; `nested`: number of blocks whose scales share a scale, 0: scales are not packed."""
 
     def pack(weight: Tensor) -> tuple[Parts, Tensor]:
         table, values = torch.tensor(NF4_TABLE), weight.reshape(-1)

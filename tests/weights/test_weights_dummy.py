@@ -1,4 +1,4 @@
-"""Random weights: the same for the same seed and name, others otherwise, and small."""
+"""Random weights: the same for the same seed and name, different otherwise, and small."""
 
 import torch
 

@@ -1,5 +1,4 @@
-"""Whole GGUF files, with a stand-in for a family file.
-Knows nothing of what the bytes of each type mean: tests/scalar_quants.py does."""
+"""Whole GGUF files, with a stand-in for a family file. tests/scalar_quants.py decodes the bytes of each type."""
 
 import struct
 from pathlib import Path
@@ -90,7 +89,7 @@ def test_a_type_without_a_decoder_is_refused_when_the_file_is_opened(tmp_path: P
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q_norm.weight", "blk.11.ffn_gate_shexp.weight", "blk.0.attn_sinks"])
 def test_a_tensor_of_a_layer_that_the_family_does_not_know_is_refused(name: str, tmp_path: Path) -> None:
-    """Left out, it would change every answer."""
+    """Ignoring it would change every answer."""
     file = GGUFFile(write_gguf(tmp_path / "m.gguf", {}, [floats("blk.0.attn_norm.weight", 1.0), floats(name, 1.0)]))
     with pytest.raises(ConfigError, match=f"'{name}' is no tensor of this architecture's layers"):
         GGUFTensors(file, load_family("llama"), {})

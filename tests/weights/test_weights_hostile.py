@@ -1,4 +1,4 @@
-"""Files that are damaged or made to do harm: read, or refused in one line; nothing large is ever allocated for them."""
+"""Damaged and malicious files: read, or refused in one line, without any large allocation."""
 
 import json
 import struct
@@ -57,7 +57,7 @@ def write_safetensors(folder: Path, head: bytes, body: bytes, header_len: int | 
 
 
 def read_or_refuse(folder: Path) -> str:
-    """The refusal; "": it was read."""
+    """Return the refusal; "": the folder was read."""
     try:
         for _, tensor in open_checkpoint(folder).tensors("cpu", torch.float32):
             assert tensor.shape.numel() < 1000
@@ -184,7 +184,7 @@ def test_what_gguf_files_must_not_say(tmp_path: Path) -> None:
 
 
 def test_absurd_sizes_take_no_memory(tmp_path: Path) -> None:
-    """In a process that may have little more than it has: each of these would otherwise end it."""
+    """In a process with a tight memory limit: a large allocation would end it."""
     safetensors, gguf = tmp_path / "m", tmp_path / "m.gguf"
     safetensors.mkdir()
     write_safetensors(safetensors, b"{}", b"", header_len=90_000_000)
@@ -216,7 +216,7 @@ def test_absurd_sizes_take_no_memory(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == len(paths), done.stdout
 
 
-# ── numbers that are none ───────────────────────────────────────────────────────────────────────────
+# ── infinities and NaN ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -244,7 +244,7 @@ def test_numbers_too_large_for_the_asked_type_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("type", PACKED_TYPES)
 def test_every_scale_of_a_packed_weight_is_looked_at(type: str) -> None:
-    """Set one bit after the other: whatever decodes to no number is found, and nothing else."""
+    """Set one byte after the other: a value that decodes to inf or NaN is found, and nothing else."""
     num_bytes = QUANTS[type][2]
     base = bytearray(random_quants(type, 3, 1))
     assert Quants(type, as_tensor(bytes(base)).view(1, -1)).is_finite()
@@ -254,7 +254,7 @@ def test_every_scale_of_a_packed_weight_is_looked_at(type: str) -> None:
             changed[num_bytes + byte] = value
             quants = Quants(type, as_tensor(bytes(changed)).view(1, -1))
             decoded = quants.dequantise()
-            # An MXFP4 scale of all ones is none, though decoders take it for a power of two.
+            # An MXFP4 scale of all ones is NaN, though decoders read it as a power of two.
             is_number = value != 0xFF if type == "MXFP4" and byte == 0 else bool(torch.isfinite(decoded).all())
             assert quants.is_finite() is is_number, (byte, value)
 

@@ -46,7 +46,7 @@ REPOSITORIES = {
 
 
 class Hub(ThreadingHTTPServer):
-    """Counts downloads; org/secret opens only to the right token, org/gated to nobody, org/broken answers 500."""
+    """Counts downloads; org/secret needs the right token, org/gated refuses everyone, org/broken answers 500."""
 
     daemon_threads = True
 
@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         return 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT}, data
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet: a failing test prints what was downloaded."""
+        """No log: a failing test prints the downloads."""
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Weights that stay packed on their way out of a GGUF file: which do, what families do to them, what is still refused.
-Knows nothing of products: packed and decoded weights are compared as numbers."""
+Packed and decoded weights are compared by value."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def packed(name: str, shape: tuple[int, ...], type: str) -> Packed:
 
 
 def llama_like(architecture: str, types: Iterator[str]) -> list[Packed]:
-    """One layer; matrices in whatever type is next, vectors plain."""
+    """One layer; each matrix takes the next type, vectors are not packed."""
     matrices = {
         "token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN),
         "blk.0.attn_q": (NUM_HEADS * HEAD_SIZE, HIDDEN), "blk.0.attn_k": (KV, HIDDEN), "blk.0.attn_v": (KV, HIDDEN),
@@ -75,7 +75,7 @@ def metadata(architecture: str) -> dict[str, Any]:
 
 
 def cycle(seed: int) -> Iterator[str]:
-    """Where one seed's file ends, the next one's goes on."""
+    """The packed types in turn: each seed continues where the one before it ends."""
     return itertools.islice(itertools.cycle(PACKED_TYPES), NUM_MATRICES * seed, None)
 
 
@@ -84,7 +84,7 @@ def opened(path: Path, architecture: str, tensors: list[Packed]) -> Checkpoint:
 
 
 def both(checkpoint: Checkpoint) -> Iterator[tuple[str, Weight, torch.Tensor]]:
-    """(name, as it comes with keep_packed, as it comes without)."""
+    """(name, weight with keep_packed, weight without)."""
     kept = list(checkpoint.tensors("cpu", torch.float32, keep_packed=True))
     plain = list(checkpoint.tensors("cpu", torch.float32))
     for (name, weight), (same_name, tensor) in zip(kept, plain, strict=True):
@@ -95,7 +95,7 @@ def both(checkpoint: Checkpoint) -> Iterator[tuple[str, Weight, torch.Tensor]]:
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("seed", range(-(-len(PACKED_TYPES) // NUM_MATRICES)))
 def test_packed_matrices_stay_packed_and_mean_the_same(tmp_path: Path, architecture: str, seed: int) -> None:
-    """The rows of a Llama's q and k among them, which its converter has reordered."""
+    """Includes the rows of a Llama's q and k, which its converter has reordered."""
     tensors = llama_like(architecture, cycle(seed))
     types = set()
     for name, weight, tensor in both(opened(tmp_path, architecture, tensors)):
@@ -116,7 +116,7 @@ def test_what_is_not_packed_in_the_file_comes_in_the_asked_type(tmp_path: Path) 
 
 
 def test_only_matrices_stay_packed(tmp_path: Path) -> None:
-    """A stack of matrices, as of many experts, is one of all their rows."""
+    """A stack of matrices, such as experts, is one matrix of all their rows."""
     tensors = [packed("blk.0.attn_norm.weight", (HIDDEN,), "Q8_0"), packed("output.weight", (2, 3, HIDDEN), "Q8_0")]
     (_, norm, plain_norm), (_, stack, plain_stack) = both(opened(tmp_path, "llama", tensors))
     assert isinstance(norm, torch.Tensor) and torch.equal(norm, plain_norm)
@@ -158,7 +158,7 @@ def test_safetensors_hold_nothing_packed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("type", PACKED_TYPES)
 def test_every_type_is_held_by_the_native_kernels(type: str) -> None:
-    """As it is, in another type with the same numbers, or decoded: rows read back are those of the file."""
+    """As it is, in another type with the same values, or decoded: the rows read back equal the file's."""
     weight = Quants(type, as_tensor(random_quants(type, 48 * 512 // QUANTS[type][1], 3)).view(48, -1))
     held = NativeWeight(NativeOps(native()), (48,), torch.float32)
     held.fill(0, weight)

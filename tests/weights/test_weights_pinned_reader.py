@@ -1,4 +1,4 @@
-"""Reading ahead: the same tensors as mapped ones, whatever the chunks, in little memory, and failures that are told."""
+"""Reading ahead: the same tensors as mapped ones, with any chunks, in little memory; failures are reported."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_any_regions(
 
 
 class CountingDevice(Device):
-    """Knows which threads waited for a copy that had been queued."""
+    """Records which threads waited for a queued copy."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

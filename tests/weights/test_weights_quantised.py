@@ -1,6 +1,6 @@
-"""Quantised checkpoints: each method's weights come out as what they stand for, and a model of them answers as one of those.
+"""Quantised checkpoints: each method's weights decode to the right values, and a model of them answers as one with those values.
 Golden: by_their_tools.safetensors holds weights of 32 × 64 that autoawq 0.2.9, auto_gptq 0.7.1, compressed-tensors 0.20.0 and
-bitsandbytes 0.50.2 packed, with the first eight rows of what these tools decode them to."""
+bitsandbytes 0.50.2 packed, with the first eight rows as these tools decode them."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ INT4 = compressed("pack-quantized", num_bits=4, type="int", symmetric=True, stra
 INT8 = compressed("int-quantized", num_bits=8, type="int", symmetric=True, strategy="channel")
 ROWS = compressed("float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel")
 
-# name → settings, packer, and the type of Quants it may stay in ("": it is decoded)
+# name → settings, packer, and the type of Quants in which it may stay ("": it is decoded)
 KINDS: dict[str, tuple[dict[str, Any], Packer, str]] = {
     "gptq": (GPTQ, packers.gptq(), "Q4_0"),
     "gptq-zeros": (GPTQ | {"sym": False}, packers.gptq(is_centred=False), "Q5_0"),
@@ -71,7 +71,7 @@ KINDS: dict[str, tuple[dict[str, Any], Packer, str]] = {
 
 
 def write(folder: Path, settings: dict[str, Any], packer: Packer) -> PreTrainedModel:
-    """A tiny Llama whose products are packed, over two files, each module's parts in both; returned: with what they mean."""
+    """Write a tiny Llama with packed products over two files, each module's parts in both. Return the model with the decoded values."""
     model = checkpoints.llama(hidden_size=64, intermediate_size=96)
     tensors = {}
     for name, tensor in model.state_dict().items():
@@ -141,7 +141,7 @@ def test_what_kernels_can_hold_exactly_stays_packed(kind: str, tmp_path: Path) -
     ],
 )
 def test_settings_in_a_file_of_their_own(kind: str, name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    """As older tools wrote them, config.json knowing nothing of it."""
+    """As older tools wrote them, without any mention in config.json."""
     want = write(tmp_path, KINDS[kind][0], KINDS[kind][1]).state_dict()
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
@@ -152,7 +152,7 @@ def test_settings_in_a_file_of_their_own(kind: str, name: str, settings: dict[st
     torch.testing.assert_close(got[f"{MODULE}.weight"], want[f"{MODULE}.weight"], rtol=1e-6, atol=1e-7)
 
 
-# ── what their own tools wrote ──────────────────────────────────────────────────────────────────────
+# ── weights written by the methods' own tools ───────────────────────────────────────────────────────
 
 TOOLS = {
     "awq": AWQ, "gptq4": GPTQ | {"desc_act": True}, "gptq8": GPTQ | {"bits": 8}, "ct4": INT4, "ct4z": INT4, "ct8": INT8,
@@ -198,7 +198,7 @@ def test_the_engine_gives_the_reference_tokens(
         assert len(notes) == 1 and settings["quant_method"] in notes[0] and "float32" in notes[0]
     with LLM(str(tmp_path), dtype="float32", kv_cache_memory_bytes=2**20) as llm:
         assert any("where they are used" in note for note in llm.report.notes) is (is_native and bool(type))
-        if is_native:  # torch's own bits depend on the batch
+        if is_native:  # the bits of torch's products depend on the batch
             assert scores(llm, references) == decoded
     if is_native and type:
         with LLM(str(tmp_path), kv_cache_memory_bytes=2**20) as llm:

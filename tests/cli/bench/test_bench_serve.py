@@ -1,5 +1,5 @@
-"""`bench serve` against a small scripted server: what is sent, what is timed, what is counted, what is reported.
-Knows nothing of Octavo's server. Times are compared with the server's own pauses, generously: the machine may be busy."""
+"""`bench serve` against a small scripted server: what it sends, times, counts and reports.
+Times are compared with the server's own pauses, generously: the machine may be busy."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ FIRST, GAP = 0.06, 0.02  # seconds the scripted server waits before the first an
 
 
 class Scripted:
-    """An OpenAI-compatible server on raw sockets. Behaviour is chosen by words in the prompt."""
+    """An OpenAI-compatible server on raw sockets. Words in the prompt choose its behaviour."""
 
     def __init__(self, framing: str = "chunked") -> None:
         self.framing = framing
@@ -98,7 +98,7 @@ class Scripted:
         self._send(writer, b"data: " + json.dumps(body).encode() + b"\n\n")
 
     def _send(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        # Cut in the middle, so that an event never arrives as one piece.
+        # Split, so that an event never arrives as one piece.
         for part in (data[:9], data[9:]):
             writer.write(b"%x\r\n%s\r\n" % (len(part), part) if self.framing == "chunked" else part)
 

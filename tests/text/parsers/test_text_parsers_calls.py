@@ -49,7 +49,7 @@ def whole(name: str, text: str) -> Answer:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """What does not depend on when it was said: neighbouring content is one."""
+    """Join neighbouring content events: their split depends on how the text was cut."""
     found: list[Event] = []
     for event in events:
         if isinstance(event, Content) and found and isinstance(found[-1], Content):
@@ -63,7 +63,7 @@ def calls_of(answer: Answer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 
-# ── how each format's models write calls ────────────────────────────────────────────────────────────
+# ── calls as each format's models write them ────────────────────────────────────────────────────────
 
 Calls = list[tuple[str, dict[str, Any]]]
 JSON_CALL = '{{"name": "{}", "{}": {}}}'
@@ -124,7 +124,7 @@ def test_every_format_is_written_here() -> None:
     assert sorted(WRITERS) == FORMATS
 
 
-# ── any text, cut anywhere ──────────────────────────────────────────────────────────────────────────
+# ── random texts, cut anywhere ──────────────────────────────────────────────────────────────────────
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<function=get_weather>", "</function>", "<parameter=city>", "</parameter>"),
@@ -165,7 +165,7 @@ def soup(name: str) -> st.SearchStrategy[str]:
 
 
 def check_events(events: list[Event]) -> None:
-    """Calls come whole, in order, and their arguments are objects that can be sent."""
+    """Check that calls are complete and in order, and that their arguments are JSON objects."""
     index = 0
     for at, event in enumerate(events):
         if isinstance(event, CallBegin):
@@ -193,12 +193,12 @@ def test_any_text_gives_the_same_in_any_pieces(name: str) -> None:
         if not answer.calls:
             assert answer.content == text
         rest = iter(text)
-        assert all(character in rest for character in answer.content)  # nothing is made up, nothing changes places
+        assert all(character in rest for character in answer.content)  # no text is invented or reordered
 
     check()
 
 
-# ── whatever arguments ──────────────────────────────────────────────────────────────────────────────
+# ── random arguments ────────────────────────────────────────────────────────────────────────────────
 
 MARKS_INSIDE = st.sampled_from(FRAGMENTS)
 STRINGS = st.one_of(st.text(max_size=8), MARKS_INSIDE, st.lists(MARKS_INSIDE, max_size=3).map("".join))
@@ -213,7 +213,7 @@ ARGUMENTS = {
     name: st.dictionaries(st.sampled_from(["city", "a", "b_1"]), VALUES, max_size=3) if name == "pythonic" else OBJECTS
     for name in FORMATS
 }
-# Bare values are told by the schema; a text that holds the very end of a call cannot be told from that end.
+# The schema gives bare values their types. A text that contains the end mark of a call cannot be told from that end.
 ARGUMENTS["qwen3_coder"] = st.fixed_dictionaries(
     {},
     optional={
@@ -260,7 +260,7 @@ def test_cut_off_anywhere_gives_whole_calls_only(name: str) -> None:
     assert seen == {0, 1, 2}
 
 
-# ── what is held back, and for how long ─────────────────────────────────────────────────────────────
+# ── how long text is held back ──────────────────────────────────────────────────────────────────────
 
 
 def said_after_each(name: str, pieces: list[str]) -> list[str]:
@@ -274,12 +274,16 @@ def test_only_what_may_be_a_mark_is_held_back_and_no_longer_than_that() -> None:
     assert said_after_each("hermes", ["<tool_call><", "x"]) == ["<tool_call>", "<x", ""]
     assert said_after_each("hermes", ['<tool_call>{"a" 1', "x"]) == ['<tool_call>{"a" 1', "x", ""]  # never JSON
     assert said_after_each("llama3_json", ["{", '"na', 'me"', "x"]) == ["", "", "", '{"name"x', ""]
-    assert said_after_each("llama3_json", ["Set {", "1}"]) == ["Set {", "1}", ""]  # only an answer's start opens
+    assert said_after_each("llama3_json", ["Set {", "1}"]) == [
+        "Set {",
+        "1}",
+        "",
+    ]  # a call may only begin at the start of an answer
     assert said_after_each("pythonic", ["[link", "]", "(url)"]) == ["", "[link]", "(url)", ""]
     assert said_after_each("mistral", ["see [", "1", "]"]) == ["see", " [1", "]", ""]
 
 
-# ── cases from the field ────────────────────────────────────────────────────────────────────────────
+# ── real-world cases ────────────────────────────────────────────────────────────────────────────────
 
 HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 

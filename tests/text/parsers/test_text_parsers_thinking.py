@@ -78,7 +78,7 @@ def test_any_text_gives_the_same_in_any_pieces(name: str, is_open: bool) -> None
         at = sorted(min(cut, len(text)) for cut in cuts)
         assert parse(name, [text[a:b] for a, b in pairwise([0, *at, len(text)])], prompt) == once
         assert parse(name, text, prompt) == once
-        if not once.calls:  # only marks, and line breaks and space beside them, are gone
+        if not once.calls:  # only the marks, and line breaks and spaces beside them, are removed
             marks = (reasoning_format(name).opening, reasoning_format(name).closing)
             left = len(once.reasoning.strip()) + len(once.content.strip())
             assert len("".join(text.split())) - sum(map(len, marks)) <= left
