@@ -58,7 +58,7 @@ class QueueLimit:
 
     def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
         """Raises Overloaded. While there are rows for all who wait, anything is taken: what can be served has a way in."""
-        waiting, tokens = scheduler.num_waiting - scheduler.num_free_rows, scheduler.num_waiting_tokens
+        waiting, tokens = scheduler.num_waiting - len(scheduler.rows.free), scheduler.rows.num_waiting_tokens
         if waiting < 0 or not scheduler.num_waiting:
             return
         excess = too_much(waiting, tokens, len(request.prompt_ids), self._max_requests, self._max_tokens)

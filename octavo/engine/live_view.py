@@ -146,7 +146,7 @@ def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, n
 def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[LiveLane]:
     """Who came back because pages ran out, and who is new; these by priority, where that is what orders them."""
     found: dict[tuple[int, str], tuple[int, float]] = {}  # (place, name) → how many, when the oldest came
-    by_priority = scheduler.orders_by_wish
+    by_priority = scheduler.has_priorities
     for request in islice(scheduler.waiting, MAX_COUNTED):
         rank = request.rank if by_priority else 0
         name = "preempted" if request.num_preemptions else f"priority {rank}" if by_priority else "new"

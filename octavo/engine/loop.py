@@ -253,7 +253,7 @@ class EngineLoop:
 
     def _place(self, request_id: str) -> str:
         scheduler = self.scheduler
-        leader = next((choice for choice in scheduler.choices(request_id) if scheduler.waits(choice)), None)
+        leader = next((choice for choice in scheduler.choices(request_id) if scheduler.rows.waits(choice)), None)
         if leader is None:
             return ""
         place = scheduler.waiting.place(leader)

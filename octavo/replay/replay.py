@@ -31,7 +31,7 @@ from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.outcome import Issued
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
-from octavo.schedule.rows import Returned
+from octavo.schedule.scheduler import Returned
 from octavo.schedule.snapshot import RequestState, ToldLoops, restore
 
 _NO_SCORES = Logprobs(0, [], [])

@@ -1,20 +1,21 @@
-"""Continuous batching, first come first served: plan() decides a step, commit() learns what it sampled.
-Knows nothing of tensors, text, clocks or processes; one plan may be in flight while the next is made.
+"""Continuous batching, first come first served: plan() decides a step, commit() takes in what it sampled. One plan may be in flight
+while the next is made.
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
-When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes.
-A request whose grammar is not ready stands aside, and enters the queue at its own place once it is.
+When pages run out the youngest running request is preempted. So the oldest always advances, and none is overtaken.
+A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 "Oldest" is what the policy says it is: by default the order of arrival.
-A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step.
+A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step."""
 
 from collections import deque
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from octavo.cache import KVCache
+from octavo.cache import Growth, KVCache
 from octavo.messages import (
     Entering,
     Finish,
@@ -28,51 +29,68 @@ from octavo.messages import (
 )
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
-from octavo.schedule.outcome import Arrivals, Issued, finish_after
-from octavo.schedule.policy import Policy, arrival
+from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
+from octavo.schedule.outcome import Arrivals, Issued, finish_after, sampling_of
+from octavo.schedule.policy import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
-from octavo.schedule.rows import Seats
+from octavo.schedule.rows import Rows
 
 WaitReason = Literal["rows", "pages", "budget"]
 
 
-class Scheduler(Seats):
+class Returned(NamedTuple):
+    """A request that left its row and is in the queue again."""
+
+    request: Request
+    num_computed: int  # tokens that it had computed
+    is_swapped: bool  # they are on host pages; else they will be computed again
+
+
+class Scheduler:
     def __init__(
         self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
-        super().__init__(cache, max_rows, swap_min_tokens)
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
-        self.max_step_tokens = max_step_tokens
-        self.head_waits_for: WaitReason | None = (
-            None  # why the queue's head was not admitted; all behind it wait for order
-        )
-        # What the last plan did, for those who keep the times; the rest is in Seats.
+        self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
+        self.swap_min_tokens = swap_min_tokens
+        self.rows = Rows(max_rows)
+        self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
+        self.num_preemptions = 0
+        # Why the queue's head was not admitted by the last plan. All behind it wait for it.
+        self.head_waits_for: WaitReason | None = None
+        self.has_priorities = policy is not arrival  # ranks are what clients ask for, not the order of arrival
+        # What happened since the last plan was begun, for those who keep the times.
+        self.returned: list[Returned] = []
+        self.ended: list[Request] = []
+        self.readied: list[Request] = []  # their grammar is ready: they are in the queue now
+        # What the last plan did.
         self.admitted: list[Request] = []  # in the order of the plan's last rows
         self.forked: list[Request] = []
         self._policy = policy
-        self.orders_by_wish = policy is not arrival  # a caller's wish, before the order of arrival
+        self._open: dict[str, list[Request]] = {}  # request id → its choices that are not finished
+        self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
         self._in_flight: deque[Issued] = deque()
         self._next_sequence = 0
         self._step = 0
 
-    # ── what the loop calls ──
+    # ── verbs ──
 
     def add(self, source: GenerateRequest) -> None:
         params = source.params
         num_rows = params.num_sequences if params.use_beam_search else params.n
-        assert num_rows <= self.max_rows, "refused at the door"
+        assert num_rows <= self.max_rows, "refused at admission"
         if params.use_beam_search and source.begun:  # its answers come all at once: if it goes on, it has none
             source = msgspec.structs.replace(source, begun=[])
-        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at the door"
-        # A beam is no choice before the end: those that keep the times take each for one of the n.
+        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at admission"
+        # A beam is no choice before the end: observers take each for one of the n.
         choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_rows)]
         for choice in choices:
             choice.rank = self._policy(source, choice.sequence)
         self._next_sequence += len(choices)
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
-        self._groups[source.id] = choices[:]
+        self._open[source.id] = choices[:]
         if params.grammar:
             self.grammar_cache.hold(source.id, params.grammar)
         if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
@@ -82,9 +100,8 @@ class Scheduler(Seats):
         leader = choices[0]
         if params.use_beam_search:
             group = BeamGroup(source, choices)
-            assert group.most_pages(self.cache, self.max_step_tokens) <= self.cache.pool.num_pages, (
-                "refused at the door"
-            )
+            most_pages = group.most_pages(self.cache, self.max_step_tokens)
+            assert most_pages <= self.cache.pool.num_pages, "refused at admission"
         else:
             leader.followers = choices[1:]
         if source.wants_progress:
@@ -92,9 +109,9 @@ class Scheduler(Seats):
         self._queue(leader)
 
     def abort(self, request_id: str, index: int = -1) -> bool:
-        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more), or
-        it is a beam search, which has no choices before its end."""
-        choices = [request for request in self._groups.get(request_id, ()) if index in (-1, request.index)]
+        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is no such choice (any more),
+        or it is a beam search, which has no choices before its end."""
+        choices = [request for request in self._open.get(request_id, ()) if index in (-1, request.index)]
         if index >= 0 and choices and isinstance(choices[0].special, BeamGroup):
             return False
         for request in choices:
@@ -103,20 +120,28 @@ class Scheduler(Seats):
             self._finish(request)
         return bool(choices)
 
+    def prepared(self, grammar: str) -> None:
+        """A grammar is ready, and so are the requests that need nothing else."""
+        self.grammar_cache.prepared(grammar)
+        same = (request for request in self.rows.awaiting_grammar.values() if request.params.grammar == grammar)
+        self._let_in(request for request in same if self.grammar_cache.is_ready(request.id))
+
     def plan(self) -> StepPlan:
-        draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [], [])
+        draft = StepPlan(self._step, [], [], [], [], [], [], [], [], [], [], [])
         issued = Issued([], [], [])
         self.admitted, self.forked, self.returned, self.ended = [], [], [], []
         budget = self._plan_running(draft, issued)
         if budget >= 0:
             self._plan_admissions(draft, issued, budget)
-        elif len(self.waiting):
+        elif len(self.rows.waiting):
             self.head_waits_for = "pages"
         for leader in issued.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork(leader, draft)
-        if not draft.is_empty:
+        if draft.is_empty:
+            draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
+        else:
+            draft.leaves.extend(self.rows.take_left())
             self._in_flight.append(issued)
-            self._leaves = []
             self._step += 1
         return draft
 
@@ -155,9 +180,60 @@ class Scheduler(Seats):
                     deltas[-1] = scored(deltas[-1], request, scores)
         return deltas
 
+    # ── what it looks like between two steps ──
+
     @property
     def num_steps(self) -> int:
         return self._step
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    @property
+    def has_work(self) -> bool:
+        return self.rows.has_work
+
+    @property
+    def running(self) -> list[Request]:
+        return self.rows.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.rows.waiting
+
+    @property
+    def awaiting_grammar(self) -> dict[int, Request]:
+        return self.rows.awaiting_grammar
+
+    @property
+    def num_waiting(self) -> int:
+        return self.rows.num_waiting
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def choices(self, request_id: str) -> list[Request]:
+        """Those of a request that are not finished."""
+        return list(self._open.get(request_id, ()))
+
+    def requests(self) -> Iterator[Request]:
+        """Every choice that is not finished."""
+        return (choice for choices in self._open.values() for choice in choices)
+
+    def slot_use(self) -> tuple[int, int]:
+        """(slots that hold a token, slots allocated), over the pages owned now. Walks every page: not for every step."""
+        page_size = self.cache.page_size
+        filled: dict[int, int] = {}
+        for request in self.rows.running:
+            for table in self.cache.tables.get(request.sequence, ()):
+                for i, page in enumerate(table.pages, table.first):
+                    held = min(max(request.computed - i * page_size, 0), page_size)
+                    filled[page] = max(filled.get(page, 0), held)
+        return sum(filled.values()), len(filled) * page_size
 
     # ── planning ──
 
@@ -165,7 +241,7 @@ class Scheduler(Seats):
         """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
         budget = self.max_step_tokens
         preemptions = self.num_preemptions
-        for request in self.running[:]:
+        for request in self.rows.running[:]:
             if budget == 0:
                 break
             length = len(request.tokens) + request.pending
@@ -189,7 +265,7 @@ class Scheduler(Seats):
 
     def _plan_admissions(self, draft: StepPlan, issued: Issued, budget: int) -> None:
         self.head_waits_for = None
-        while (request := self.waiting.head()) is not None:
+        while (request := self.rows.waiting.head()) is not None:
             self.head_waits_for = self._admit(request, budget, draft)
             if self.head_waits_for is not None:
                 return
@@ -207,12 +283,12 @@ class Scheduler(Seats):
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
         others = request.followers if beams is None else beams.others
-        if len(self._free_rows) < 1 + len(others):
+        if len(self.rows.free) < 1 + len(others):
             return "rows"
         assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
         # Room for half of the running requests to grow by a page (in each group): entering only to be thrown out again
         # costs twice.
-        spare = len(self.running) // 2 * len(self.cache.windows)
+        spare = len(self.rows.running) // 2 * len(self.cache.windows)
         if request.is_swapped:
             transfer = self.cache.swap_in(request.sequence, len(request.tokens), spare)
             if transfer is None:
@@ -233,19 +309,17 @@ class Scheduler(Seats):
             pages = admission.pages
             request.computed = request.num_published = admission.num_cached
             if request.num_preemptions == 0:
-                request.num_cached = min(
-                    admission.num_cached, request.prompt_len
-                )  # output is nothing that was asked for
-        self.waiting.remove(request)
+                # Output of an earlier engine may be found too, but only the prompt counts.
+                request.num_cached = min(admission.num_cached, request.prompt_len)
         self.admitted.append(request)
-        self._seat(request)
+        self.rows.seat(request)
         if beams is None:
             request.capacity = self.cache.capacity(request.sequence)
         else:
             beams.told(request, pages)
         draft.enters.append(self._entering(request, pages))
         for other in others:
-            self._seat(other)
+            self.rows.seat(other)
             other.computed = other.length  # nothing to do until it forks
         return None
 
@@ -391,3 +465,126 @@ class Scheduler(Seats):
         for request in group.requests:
             self._finish(request)
         return group.deltas(group.leader.params.n)
+
+    def _failed(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
+        """End the requests whose token of this step does not count: they alone cannot go on."""
+        sampling = sampling_of(plan, requests)
+        deltas = []
+        for at, message in result.failures.items():
+            if not (request := sampling[at]).is_finished:
+                self._finish(request)
+                finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
+                deltas.append(TokenDelta(request.id, request.index, [], finish))
+        return deltas
+
+    def _limited(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
+        """Requests that their grammar brought to an end because of their limit. They end by their length, as if what they have
+        now were all that was asked for."""
+        sampling = sampling_of(plan, requests)
+        deltas = []
+        for at in result.last:
+            if (request := sampling[at]).is_finished:
+                continue
+            request.max_len = min(request.max_len, len(request.tokens) + 1)
+            if result.tokens[at] in request.stop_ids:  # which nobody chose
+                self._finish(request)
+                finish = Finish("length", None, request.num_cached, request.num_preemptions)
+                deltas.append(TokenDelta(request.id, request.index, [], finish))
+        return deltas
+
+    # ── preemption ──
+
+    def _extend(self, request: Request, count: int, draft: StepPlan) -> list[Growth] | None:
+        """Pages for `count` more tokens, preempting the youngest as needed. None: the request itself had to leave."""
+        start, end = request.computed, request.computed + count
+        while (growths := self.cache.extend(request.sequence, start, end)) is None:
+            victim = self.rows.running[-1]
+            self._preempt(victim, draft)
+            if request.row < 0:  # it was itself the youngest, or a beam among the youngest's
+                break
+        return growths
+
+    def _preempt(self, request: Request, draft: StepPlan) -> None:
+        """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
+        self.num_preemptions += 1
+        if isinstance(request.special, BeamGroup):
+            self._preempt_beams(request.special)
+            return
+        request.num_preemptions += 1
+        num_computed = request.computed if request.sequence in self.cache.tables else 0
+        self.rows.requeue(request)
+        if request.sequence in self.cache.tables:
+            transfer = None
+            if request.computed >= max(1, self.swap_min_tokens):
+                transfer = self.cache.swap_out(request.sequence, request.computed)
+            if transfer is None:
+                self.cache.release(request.sequence)
+                request.computed = 0
+            else:
+                request.is_swapped = True
+                for device, host in zip(transfer.device, transfer.host, strict=True):
+                    draft.moves.append(PageMove("out", device, host))
+        else:  # it had not forked yet: from now on it is a request of its own
+            request.computed = 0
+            self._leader_of(request).followers.remove(request)
+        request.num_published = 0
+        self.returned.append(Returned(request, num_computed, request.is_swapped))
+
+    def _preempt_beams(self, group: BeamGroup) -> None:
+        """Computed again: copies on the host would not share what the beams share. The leader stands for all of them."""
+        self.returned.append(Returned(group.leader, group.leader.computed, False))
+        for request in group.requests:
+            self.rows.leave(request)
+            if request.sequence in self.cache.tables:
+                self.cache.release(request.sequence)
+            request.computed = request.num_published = 0
+        group.gather()
+        group.leader.num_preemptions += 1
+        self.rows.queue(group.leader)
+
+    def _leader_of(self, follower: Request) -> Request:
+        return next(request for request in self._open[follower.id] if follower in request.followers)
+
+    def _hand_over(self, leader: Request) -> None:
+        """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
+        for follower in leader.followers:
+            if follower.row >= 0:
+                self.rows.leave(follower)
+                self.returned.append(Returned(follower, 0, False))
+            follower.computed = 0
+            self._queue(follower)
+        leader.followers = []
+
+    # ── the queue, and its end ──
+
+    def _queue(self, request: Request) -> None:
+        if request.params.grammar and not self.grammar_cache.is_ready(request.id):
+            self.rows.hold_back(request)
+        else:
+            self.rows.queue(request)
+
+    def _let_in(self, requests: Iterable[Request]) -> None:
+        """Their grammars are ready."""
+        for request in list(requests):
+            self.rows.let_in(request)
+            self.readied.append(request)
+
+    def _finish(self, request: Request) -> None:
+        """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
+        request.is_finished = True
+        self._watched.discard(request.sequence)
+        self.ended.append(request)
+        for other in self._open[request.id]:
+            if request in other.followers:
+                other.followers.remove(request)
+        self.rows.remove(request)
+        if request.is_swapped or request.sequence in self.cache.tables:
+            self.cache.release(request.sequence)
+        choices = self._open[request.id]
+        choices.remove(request)
+        if not choices:
+            del self._open[request.id]
+            if request.params.grammar:
+                awaiting = self.rows.awaiting_grammar
+                for ready_id in self.grammar_cache.drop(request.id):
+                    self._let_in(choice for choice in self._open[ready_id] if choice.sequence in awaiting)

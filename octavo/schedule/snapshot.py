@@ -115,12 +115,12 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         scheduler._next_sequence,
         scheduler.num_preemptions,
         scheduler.head_waits_for,
-        scheduler._free_rows,
-        scheduler._leaves,
+        scheduler.rows.free,
+        scheduler.rows.left,
         sorted(scheduler._watched),
         [_told(request, manner) for request in scheduler.requests()],
-        list(scheduler.waiting._waiting),
-        list(scheduler.awaiting_grammar),
+        list(scheduler.rows.waiting._waiting),
+        list(scheduler.rows.awaiting_grammar),
         _told_grammar_cache(scheduler.grammar_cache, manner.grammar),
         [_told_beams(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
@@ -137,21 +137,22 @@ def restore(
     restore_cache(scheduler.cache, state.cache)
     scheduler._step, scheduler._next_sequence = state.step, state.next_sequence
     scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
-    scheduler._free_rows, scheduler._leaves = list(state.free_rows), list(state.leaves)
+    rows = scheduler.rows
+    rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)
     requests: dict[int, Request] = {}
     for told in state.requests:
         request = _request(told, params_of(told.params), tokens_of(told))
         requests[request.sequence] = request
-        scheduler._groups.setdefault(request.id, []).append(request)
+        scheduler._open.setdefault(request.id, []).append(request)
     for told in state.requests:
         requests[told.kept[0]].followers = [requests[sequence] for sequence in told.followers]
     for sequence in state.waiting:
-        scheduler.waiting.add(requests[sequence])
-    scheduler.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
+        rows.waiting.add(requests[sequence])
+    rows.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
     scheduler.grammar_cache = _shelf(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
-    scheduler.running = sorted(running, key=lambda request: (request.rank, request.sequence))
+    rows.running = sorted(running, key=lambda request: (request.rank, request.sequence))
     for beams in state.beams:
         _restore_beams(beams, requests)
 

@@ -74,7 +74,7 @@ def test_an_abort_in_the_middle_of_a_search_frees_everything():
     assert not scheduler.abort("s", 2), "a beam is no choice before the end"
     plan = scheduler.plan()
     assert scheduler.abort("s") and scheduler.commit(plan, result_of(plan, 4)) == []
-    assert cache.pool.num_used == 0 and scheduler.is_idle and len(scheduler._free_rows) == 8
+    assert cache.pool.num_used == 0 and scheduler.is_idle and len(scheduler.rows.free) == 8
 
 
 def test_a_search_needs_rows_for_all_of_its_beams_and_leaves_as_a_whole():
@@ -87,7 +87,7 @@ def test_a_search_needs_rows_for_all_of_its_beams_and_leaves_as_a_whole():
         if scheduler.is_idle:
             break
         plan = scheduler.plan()
-        num_beams = sum(plan.samples) - ("a" in scheduler._groups)
+        num_beams = sum(plan.samples) - scheduler.has("a")
         deltas += scheduler.commit(plan, result_of(plan, num_beams))
         assert len(scheduler.running) in (0, 1, 3, 4)
     ends = {(delta.request_id, delta.index): delta.finish for delta in deltas if delta.finish is not None}

@@ -318,7 +318,7 @@ class Workload:
         for rank, sequence in waiting if not self.has_grammars else ():
             assert all(other < sequence for its_rank, other in running if its_rank == rank), "overtaking within a rank"
         self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
-        rows = [request.row for request in scheduler.running] + scheduler._free_rows
+        rows = [request.row for request in scheduler.running] + scheduler.rows.free
         assert sorted(rows) == list(range(self.rows)), "row drift"
         filled, allocated = scheduler.slot_use()
         assert allocated == sum(map(bool, pool.refs)) * self.page_size and 0 <= filled <= allocated
@@ -331,7 +331,7 @@ class Workload:
     def _check_all_returned(self) -> None:
         assert not audit(self.cache, is_idle=True)
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
-        assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
+        assert len(self.scheduler.rows.free) == self.rows, "rows leaked"
         assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.awaiting_grammar
         grammar_cache = self.scheduler.grammar_cache
         assert not (grammar_cache._held or grammar_cache._later or grammar_cache._users), "grammars leaked"
