@@ -41,6 +41,8 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.gauges import EngineState
 from octavo.recording.recorder import Done, Recorder
 from octavo.schedule import Scheduler
+from octavo.schedule.grammar_cache import GrammarJob
+from octavo.schedule.results import Committed, Planned
 
 log = logging.getLogger("octavo.engine")
 
@@ -87,11 +89,12 @@ class EngineLoop:
         self.heartbeat.begin()
         clock, pace = self._clock, self.metrics.pace
         started = clock()
-        plan = self.scheduler.plan()
+        decided = self.scheduler.plan()
+        plan = decided.plan
         planned = clock()
-        self._note_plan(plan, planned)
+        self._note_plan(decided, planned)
         if not plan.is_empty:
-            self._sizes.append(sum(plan.counts))
+            self._sizes.append(decided.num_tokens)
             self.heartbeat.size(sum(self._sizes))  # what overlaps is waited for together
             pace.submitted(planned)
             self.executor.submit(plan)
@@ -109,15 +112,14 @@ class EngineLoop:
             result = self.executor.collect()
             collected = clock()
             pace.collected(collected)
-            done = self._in_flight.popleft()
-            committed = self.scheduler.commit(done, result)
-            num_tokens = self._sizes.popleft()
+            committed = self.scheduler.commit(self._in_flight.popleft(), result)
+            self._sizes.popleft()
             if recorder is not None:
-                told.append((result, committed, self.scheduler.ended, num_tokens, pace.last_seconds))
+                told.append((committed, pace.last_seconds))
             now = clock()
-            self._note_commit(done, num_tokens, committed, result.grammar_seconds, now)
+            self._note_commit(committed, now)
             host_seconds += now - collected
-            deltas += committed
+            deltas += committed.deltas
         if recorder is not None:
             recorder.turned(self.scheduler, plan, told, self._in_flight, now)
         pace.turned(host_seconds)
@@ -130,14 +132,13 @@ class EngineLoop:
         recorder.take(self.scheduler)
 
     def add(self, request: GenerateRequest) -> None:
-        self.scheduler.add(request)
+        added = self.scheduler.add(request)
         now = self._clock()
         if self._recorder is not None:
             self._recorder.arrived(request, now)
         self.metrics.arrived(request, now)
-        awaits_grammar = bool(request.params.grammar) and not self.scheduler.grammar_cache.is_ready(request.id)
-        self.journal.queued(request, now, awaits_grammar)
-        self._tend_grammar_cache(now)
+        self.journal.queued(request, now, added.awaits_grammar)
+        self._start(added.jobs)
 
     def check(self, request: GenerateRequest) -> None:
         """Raises Overloaded where the queue takes no more, or the request wanted to wait no longer than until now."""
@@ -154,17 +155,17 @@ class EngineLoop:
         return Overloaded(message, self.queue_limit.retry_after(waiting, self._clock()))
 
     def abort(self, abort: Abort) -> None:
-        if self.scheduler.abort(abort.request_id, abort.index):
+        removed = self.scheduler.abort(abort.request_id, abort.index)
+        if removed is not None:
             now = self._clock()
             if self._recorder is not None:
                 self._recorder.aborted(abort, now)
             self.metrics.aborted(abort.request_id, abort.index, abort.reason, now)
-            scheduler = self.scheduler
-            self.journal.returned(scheduler.returned, now)
-            reasons = {(request.id, request.index): abort.reason for request in scheduler.ended}
-            self.journal.ended(scheduler.ended, reasons, now)
-            scheduler.returned, scheduler.ended = [], []
-            self._tend_grammar_cache(now)
+            self.journal.returned(removed.returned, now)
+            reasons = {(request.id, request.index): abort.reason for request in removed.ended}
+            self.journal.ended(removed.ended, reasons, now)
+            self.journal.readied(removed.let_in, now)
+            self._start(removed.jobs)
 
     def rest(self) -> None:
         """Nothing has come for a while: time to look at the pages' books and to give memory back, if anything was computed since
@@ -267,63 +268,56 @@ class EngineLoop:
     def _take_prepared(self) -> None:
         """All that is ready. Waits for one only where somebody needs it and there is nothing else to do: whoever wanted what is
         ready may have left, and then nothing more will come."""
-        num_taken, scheduler = 0, self.scheduler
-        has_work = bool(self._in_flight) or scheduler.has_work
-        while not self._prepared.empty() or (scheduler.awaiting_grammar and not num_taken and not has_work):
-            grammar = self._prepared.get()
-            self.scheduler.prepared(grammar)
-            if self._recorder is not None:
+        is_needed = self.scheduler.awaiting_grammar and not (self._in_flight or self.scheduler.has_work)
+        if self._prepared.empty() and not is_needed:
+            return
+        grammars = [self._prepared.get()]
+        while not self._prepared.empty():
+            grammars.append(self._prepared.get())
+        ready = self.scheduler.prepared(grammars)
+        if self._recorder is not None:
+            for grammar in grammars:
                 self._recorder.prepared(grammar)
-            num_taken += 1
-        if num_taken:
-            self._tend_grammar_cache(self._clock())
+        self.journal.readied(ready.let_in, self._clock())
+        self._start(ready.jobs)
 
-    def _tend_grammar_cache(self, now: float) -> None:
-        """Tell of those whose grammar is ready now, and have those made ready that somebody waits for."""
-        scheduler = self.scheduler
-        if scheduler.readied:
-            self.journal.readied(scheduler.readied, now)
-            scheduler.readied = []
-        orders, scheduler.grammar_cache.orders = scheduler.grammar_cache.orders, []
-        for order in orders:
-            self.executor.prepare(order.grammar, order.forgets, functools.partial(self._is_ready, order.grammar))
+    def _start(self, jobs: list[GrammarJob]) -> None:
+        for job in jobs:
+            self.executor.prepare(job.grammar, job.forgets, functools.partial(self._is_ready, job.grammar))
 
     def _is_ready(self, grammar: str) -> None:
         """In whichever thread made it so."""
         self._prepared.put(grammar)
         self.on_prepared()
 
-    def _note_plan(self, plan: StepPlan, now: float) -> None:
-        scheduler, journal = self.scheduler, self.journal
-        if plan.leaves or scheduler.admitted:
-            self.heartbeat.seat(plan.leaves, ((request.row, request.id) for request in scheduler.admitted))
-        if scheduler.returned:
-            journal.returned(scheduler.returned, now)
-            for leaver in scheduler.returned:
+    def _note_plan(self, planned: Planned, now: float) -> None:
+        plan, journal = planned.plan, self.journal
+        if plan.leaves or planned.admitted:
+            self.heartbeat.seat(plan.leaves, ((request.row, request.id) for request in planned.admitted))
+        if planned.returned:
+            journal.returned(planned.returned, now)
+            for leaver in planned.returned:
                 self.metrics.preempted(leaver.request.id)
-            scheduler.returned = []
-        if scheduler.admitted:
-            journal.admitted(scheduler.admitted, plan, now)
-            self.queue_limit.moved(now, len(scheduler.admitted))
+        if planned.admitted:
+            journal.admitted(planned.admitted, plan, now)
+            self.queue_limit.moved(now, len(planned.admitted))
             self.heartbeat.move(self.queue_limit.seconds_for(1, now))
-            for request in scheduler.admitted:
+            for request in planned.admitted:
                 self.metrics.admitted(request.id, now, request.num_cached)
-        reason = scheduler.head_waits_for
-        journal.planned(plan, scheduler.waiting.head() if reason else None, reason, now)
-        if scheduler.forked:
-            journal.forked(scheduler.forked)
+        journal.planned(plan, planned.head, planned.head_waits_for, now)
+        if planned.forked:
+            journal.forked(planned.forked)
 
-    def _note_commit(
-        self, plan: StepPlan, num_tokens: int, deltas: list[TokenDelta], grammar_seconds: float, now: float
-    ) -> None:
+    def _note_commit(self, committed: Committed, now: float) -> None:
+        plan, num_tokens, deltas = committed.plan, committed.num_tokens, committed.deltas
         self.metrics.step(now, num_tokens, deltas)
-        self.journal.grammar_seconds += grammar_seconds
+        self.journal.grammar_seconds += committed.result.grammar_seconds
         self.journal.committed(plan.step, len(plan.rows), num_tokens, now)
         if now >= self._history.due:
             scheduler = self.scheduler
             self._history.note(now, self.metrics.totals(), scheduler.cache.pool.num_used, scheduler.num_waiting)
-        if self.scheduler.ended:
+        if committed.ended:
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
-            self.journal.ended(self.scheduler.ended, reasons, now)
-            self.scheduler.ended = []
-            self._tend_grammar_cache(now)
+            self.journal.ended(committed.ended, reasons, now)
+            self.journal.readied(committed.let_in, now)
+            self._start(committed.jobs)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.cache import KVCache
-from octavo.messages import Abort, FinishReason, GenerateRequest, StepPlan, StepResult, TokenDelta
+from octavo.messages import Abort, FinishReason, GenerateRequest, StepPlan, TokenDelta
 from octavo.recording.format import (
     SEGMENT,
     Aborted,
@@ -42,7 +42,7 @@ from octavo.recording.format import (
 )
 from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
-from octavo.schedule.request import Request
+from octavo.schedule.results import Committed
 from octavo.schedule.snapshot import Manner, take
 
 log = logging.getLogger("octavo.engine")
@@ -55,8 +55,8 @@ SEGMENTS = 4  # files that share the limit
 _RESERVE = 64  # bytes of the box kept for the record that says that there is no room
 
 
-Done = tuple[StepResult, list[TokenDelta], list[Request], int, float]
-"""A step that was committed in a turn: what it gave, to whom, whom it ended, tokens and seconds computed."""
+Done = tuple[Committed, float]
+"""A step that was committed, and the seconds for which it was computed."""
 
 
 class Recorder:
@@ -129,15 +129,16 @@ class Recorder:
         checksum = digest(plan, self._num_rows)
         self._num_rows = len(plan.rows)
         if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
-            result, _, ended, num_tokens, seconds = done[0]
-            if not (ended or result.last or result.failures or result.candidates):
-                self._plain.append((now, checksum, seconds, num_tokens))
+            committed, seconds = done[0]
+            result = committed.result
+            if not (committed.ended or result.last or result.failures or result.candidates):
+                self._plain.append((now, checksum, seconds, committed.num_tokens))
                 if len(self._plain) == PLAIN_TURNS:
                     self._write_plain()
                 if self.is_due and not in_flight:
                     self.take(scheduler)
                 return
-        outcomes = [self._outcome(scheduler, each) for each in done]
+        outcomes = [self._outcome(scheduler, committed, seconds) for committed, seconds in done]
         self._write_plain()
         self._put(Turned(int(now * 1e6), checksum, outcomes, self._keys()))
         # Where there is nothing to do, nobody waits for the state to be taken.
@@ -163,8 +164,8 @@ class Recorder:
         self._cache.keys_made = []
         return b"".join(keys)
 
-    def _outcome(self, scheduler: Scheduler, done: Done) -> Outcome:
-        result, deltas, ended, num_tokens, seconds = done
+    def _outcome(self, scheduler: Scheduler, committed: Committed, seconds: float) -> Outcome:
+        result, deltas, ended = committed.result, committed.deltas, committed.ended
         ends: list[tuple[str, int, FinishReason]] = []
         if ended:
             ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
@@ -175,7 +176,7 @@ class Recorder:
         tokens = result.tokens if self._with_tokens else []
         return Outcome(
             int(seconds * 1e6),
-            num_tokens,
+            committed.num_tokens,
             tokens,
             ends,
             result.last,

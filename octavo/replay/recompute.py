@@ -18,6 +18,7 @@ from octavo.errors import ConfigError
 from octavo.messages import EngineReport, Entering, StepPlan, StepResult
 from octavo.recording.format import Header, Recording
 from octavo.replay.replay import Committed, Planned, Replay
+from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
 from octavo.weights.sources.source import ModelSource, resolve
 
@@ -84,11 +85,11 @@ class Recomputation:
             )
         if state.cache.host_tables:
             raise ConfigError("the recording begins with requests on swapped pages, which cannot be computed again")
-        self.replay = Replay(recording)
+        self.replay = Replay(recording, self._start)
         self.findings = Findings()
         self._header = header
         self._results: deque[StepResult] = deque()
-        self._recording_ready = [*state.grammar_cache.ready, *state.grammar_cache.ordered]
+        self._recording_ready = [*state.grammar_cache.ready, *state.grammar_cache.compiling]
         self._known: set[int] = set()  # pages whose content was computed here
         self._executor = load_executor(config_of(header), source_of(header, model))
 
@@ -99,7 +100,6 @@ class Recomputation:
                 self._prepare(grammar, [])
             self._warm_up()
             for happening in self.replay.follow():
-                self._tend_grammar_cache()
                 match happening:
                     case Planned() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
@@ -109,12 +109,9 @@ class Recomputation:
             self._executor.close()
         return self.findings
 
-    def _tend_grammar_cache(self) -> None:
-        """What was to be made ready is, before anybody can ask for it."""
-        grammar_cache = self.replay.scheduler.grammar_cache
-        orders, grammar_cache.orders = grammar_cache.orders, []
-        for order in orders:
-            self._prepare(order.grammar, order.forgets)
+    def _start(self, job: GrammarJob) -> None:
+        """Compile it at once, before a plan can need it."""
+        self._prepare(job.grammar, job.forgets)
 
     def _prepare(self, grammar: str, forgets: list[str]) -> None:
         is_done = threading.Event()

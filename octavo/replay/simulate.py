@@ -10,8 +10,10 @@ from octavo.replay.stats import RunStats
 from octavo.replay.what_if import Learned, Pace, Settings
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
+from octavo.schedule.results import Planned
 from octavo.schedule.snapshot import ToldLoops
 
 _NO_SCORES = Logprobs(0, [], [])
@@ -50,22 +52,24 @@ class SimulatedRun:
         self._arrivals = deque(sorted(learned.requests, key=lambda told: told.seconds))
         leaving = [(told.left, told.source.id) for told in learned.requests if told.left is not None]
         self._leaving = deque(sorted(leaving))
+        self._jobs: list[GrammarJob] = []  # grammars to be compiled
         self.tally = RunStats()
 
     def run(self) -> RunStats:
         scheduler, tally = self._scheduler, self.tally
-        flight: deque[StepPlan] = deque()
+        flight: deque[Planned] = deque()
         while self._arrivals or not scheduler.is_idle:
             if scheduler.is_idle:
                 self._now = max(self._now, self._arrivals[0].seconds)
             self._let_in()
-            plan = scheduler.plan()
-            tally.planned(scheduler, plan)
-            if not plan.is_empty:
-                flight.append(plan)
-            elif not flight and not scheduler.returned and not self._wait():
+            planned = scheduler.plan()
+            is_empty = planned.plan.is_empty
+            tally.planned(scheduler, planned.plan)
+            if not is_empty:
+                flight.append(planned)
+            elif not flight and not planned.returned and not self._wait():
                 break  # nothing will ever change
-            while len(flight) > self._learned.depth or (flight and plan.is_empty):
+            while len(flight) > self._learned.depth or (flight and is_empty):
                 self._commit(flight.popleft())
         tally.end(scheduler)
         tally.queried_tokens, tally.hit_tokens = self._cache.queried_tokens, self._cache.hit_tokens
@@ -80,7 +84,7 @@ class SimulatedRun:
             self.tally.arrived(told.source.id, told.seconds)
             if any(told.source.begun):
                 self.tally.left(told.source.id)
-            self._scheduler.add(told.source)
+            self._jobs += self._scheduler.add(told.source).jobs
             for request in self._scheduler.choices(told.source.id):
                 if isinstance(request.special, Loops) and self._cache.is_told:
                     assert request.params.repetition_detection is not None
@@ -90,16 +94,17 @@ class SimulatedRun:
             name = self._leaving.popleft()[1]
             choices = self._scheduler.choices(name)
             if not self._told[name].was_waiting or all(choice.is_untouched for choice in choices):
-                self._scheduler.abort(name)
+                self._abort(name)
                 self.tally.left(name)
 
     def _prepare(self) -> None:
         """Grammars are ready at once: what making them so takes is no matter of the settings."""
-        grammar_cache = self._scheduler.grammar_cache
-        while grammar_cache.orders:
-            orders, grammar_cache.orders = grammar_cache.orders, []
-            for order in orders:
-                self._scheduler.prepared(order.grammar)
+        while self._jobs:
+            self._jobs = self._scheduler.prepared([job.grammar for job in self._jobs]).jobs
+
+    def _abort(self, name: str, index: int = -1) -> None:
+        removed = self._scheduler.abort(name, index)
+        self._jobs += [] if removed is None else removed.jobs
 
     def _fits(self, source: GenerateRequest) -> bool:
         """What the door would have let through with these settings."""
@@ -127,16 +132,17 @@ class SimulatedRun:
             self._now = min(later)
         return bool(later)
 
-    def _commit(self, plan: StepPlan) -> None:
-        issued = self._scheduler._in_flight[0]
-        result, leaving = self._result(plan, issued.requests)
-        seconds = self._pace.seconds(len(plan.rows), sum(plan.counts))
+    def _commit(self, planned: Planned) -> None:
+        plan = planned.plan
+        result, leaving = self._result(plan, planned.requests)
+        seconds = self._pace.seconds(len(plan.rows), planned.num_tokens)
         self._now += seconds
         self.tally.seconds += seconds
-        deltas = self._scheduler.commit(plan, result)
-        self.tally.gave(deltas, self._now)
+        committed = self._scheduler.commit(plan, result)
+        self._jobs += committed.jobs
+        self.tally.gave(committed.deltas, self._now)
         for name, index in leaving:
-            self._scheduler.abort(name, index)
+            self._abort(name, index)
         self._prepare()
 
     def _result(self, plan: StepPlan, requests: list[Request]) -> tuple[StepResult, list[tuple[str, int]]]:
@@ -182,6 +188,6 @@ class SimulatedRun:
         if found is None and request.is_finished:
             found = Candidates([], [])
         if found is None:  # not recorded to its end
-            self._scheduler.abort(request.id)
+            self._abort(request.id)
             found = Candidates([], [])
         result.candidates.append(found)

@@ -8,14 +8,6 @@ from octavo.messages import Candidates, Finish, FinishReason, StepPlan, StepResu
 from octavo.schedule.request import Request
 
 
-class Issued(NamedTuple):
-    """What commit() must remember of a plan: its rows' requests, as they were."""
-
-    requests: list[Request]
-    epochs: list[int]
-    forking: list[Request]  # leaders whose prompt this plan completes
-
-
 class Arrivals(NamedTuple):
     """A result's columns: each has what some of the rows that sampled gave, in the plan's order."""
 

@@ -11,7 +11,6 @@ A beam search's rows advance, are chosen and leave together; while its scores ar
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -30,20 +29,11 @@ from octavo.messages import (
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
 from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
-from octavo.schedule.outcome import Arrivals, Issued, finish_after, sampling_of
+from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
 from octavo.schedule.policy import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
+from octavo.schedule.results import Added, Committed, GrammarsReady, Planned, Removed, Returned, WaitReason
 from octavo.schedule.rows import Rows
-
-WaitReason = Literal["rows", "pages", "budget"]
-
-
-class Returned(NamedTuple):
-    """A request that left its row and is in the queue again."""
-
-    request: Request
-    num_computed: int  # tokens that it had computed
-    is_swapped: bool  # they are on host pages; else they will be computed again
 
 
 class Scheduler:
@@ -60,23 +50,16 @@ class Scheduler:
         # Why the queue's head was not admitted by the last plan. All behind it wait for it.
         self.head_waits_for: WaitReason | None = None
         self.has_priorities = policy is not arrival  # ranks are what clients ask for, not the order of arrival
-        # What happened since the last plan was begun, for those who keep the times.
-        self.returned: list[Returned] = []
-        self.ended: list[Request] = []
-        self.readied: list[Request] = []  # their grammar is ready: they are in the queue now
-        # What the last plan did.
-        self.admitted: list[Request] = []  # in the order of the plan's last rows
-        self.forked: list[Request] = []
         self._policy = policy
         self._open: dict[str, list[Request]] = {}  # request id → its choices that are not finished
         self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
-        self._in_flight: deque[Issued] = deque()
+        self._in_flight: deque[Planned] = deque()
         self._next_sequence = 0
         self._step = 0
 
     # ── verbs ──
 
-    def add(self, source: GenerateRequest) -> None:
+    def add(self, source: GenerateRequest) -> Added:
         params = source.params
         num_rows = params.num_sequences if params.use_beam_search else params.n
         assert num_rows <= self.max_rows, "refused at admission"
@@ -91,12 +74,12 @@ class Scheduler:
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
         self._open[source.id] = choices[:]
-        if params.grammar:
-            self.grammar_cache.hold(source.id, params.grammar)
+        job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
+        added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
         if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
                 self._queue(choice)
-            return
+            return added
         leader = choices[0]
         if params.use_beam_search:
             group = BeamGroup(source, choices)
@@ -107,61 +90,72 @@ class Scheduler:
         if source.wants_progress:
             self._watched.add(leader.sequence)
         self._queue(leader)
+        return added
 
-    def abort(self, request_id: str, index: int = -1) -> bool:
-        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is no such choice (any more),
+    def abort(self, request_id: str, index: int = -1) -> Removed | None:
+        """Free everything that one choice (−1: every choice) of the request holds, now. None: there is no such choice (any more),
         or it is a beam search, which has no choices before its end."""
         choices = [request for request in self._open.get(request_id, ()) if index in (-1, request.index)]
-        if index >= 0 and choices and isinstance(choices[0].special, BeamGroup):
-            return False
+        if not choices or (index >= 0 and isinstance(choices[0].special, BeamGroup)):
+            return None
+        removed = Removed([], [], [], [])
         for request in choices:
             if index >= 0 and request.followers:
-                self._hand_over(request)
-            self._finish(request)
-        return bool(choices)
+                self._hand_over(request, removed)
+            self._finish(request, removed)
+        return removed
 
-    def prepared(self, grammar: str) -> None:
-        """A grammar is ready, and so are the requests that need nothing else."""
-        self.grammar_cache.prepared(grammar)
-        same = (request for request in self.rows.awaiting_grammar.values() if request.params.grammar == grammar)
-        self._let_in(request for request in same if self.grammar_cache.is_ready(request.id))
+    def prepared(self, grammars: list[str]) -> GrammarsReady:
+        """Grammars are ready, and with them the requests that wait for nothing else."""
+        ready = GrammarsReady(grammars, [], [])
+        for grammar in grammars:
+            job = self.grammar_cache.prepared(grammar)
+            ready.jobs += [] if job is None else [job]
+            same = [request for request in self.rows.awaiting_grammar.values() if request.params.grammar == grammar]
+            ready.let_in += self._let_in(same)
+        return ready
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> Planned:
         draft = StepPlan(self._step, [], [], [], [], [], [], [], [], [], [], [])
-        issued = Issued([], [], [])
-        self.admitted, self.forked, self.returned, self.ended = [], [], [], []
-        budget = self._plan_running(draft, issued)
+        planned = Planned(draft, [], [], [], [], [], [])
+        budget = self._plan_running(draft, planned)
         if budget >= 0:
-            self._plan_admissions(draft, issued, budget)
-        elif len(self.rows.waiting):
-            self.head_waits_for = "pages"
-        for leader in issued.forking:  # last: a choice reads what its leader writes, so it may start in the next step
-            self._fork(leader, draft)
+            self._plan_admissions(draft, planned, budget)
+        else:
+            self.head_waits_for, planned.head = "pages", self.rows.waiting.head()
+        planned.head_waits_for = self.head_waits_for
+        for leader in planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
+            self._fork(leader, draft, planned)
         if draft.is_empty:
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
         else:
             draft.leaves.extend(self.rows.take_left())
-            self._in_flight.append(issued)
+            planned.num_tokens = sum(draft.counts)
+            self._in_flight.append(planned)
             self._step += 1
-        return draft
+        return planned
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
-        issued = self._in_flight.popleft()
+        planned = self._in_flight.popleft()
+        requests, epochs = planned.requests, planned.epochs
+        deltas: list[TokenDelta] = []
+        committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
         arrived = Arrivals.of(result)
         tokens = arrived.tokens
-        deltas = self._failed(plan, issued.requests, result) if result.failures else []
+        if result.failures:
+            self._fail(requests, committed)
         if result.last:
-            deltas += self._limited(plan, issued.requests, result)
+            self._limit(requests, committed)
         if self._watched:
-            deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
+            deltas += progress_of(plan, requests, epochs, self._watched)
         page_size = self.cache.page_size
-        scores = take_scores(plan, issued.requests, result) if result.logprobs or result.prompt_logprobs else None
+        scores = take_scores(plan, requests, result) if result.logprobs or result.prompt_logprobs else None
         for request, epoch, start, count, samples in zip(
-            issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
+            requests, epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
             if request.special is not None:
-                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores)
+                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, committed)
                 continue
             token = next(tokens) if samples else -1
             if request.is_finished:
@@ -173,12 +167,12 @@ class Scheduler:
                 self._publish(request, start + count)
             if samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
-                    deltas.append(self._last(request, token, finish_after(request, token)))
+                    deltas.append(self._last(request, token, finish_after(request, token), committed))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
                     deltas[-1] = scored(deltas[-1], request, scores)
-        return deltas
+        return committed
 
     # ── what it looks like between two steps ──
 
@@ -237,7 +231,7 @@ class Scheduler:
 
     # ── planning ──
 
-    def _plan_running(self, draft: StepPlan, issued: Issued) -> int:
+    def _plan_running(self, draft: StepPlan, planned: Planned) -> int:
         """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
         budget = self.max_step_tokens
         preemptions = self.num_preemptions
@@ -255,28 +249,29 @@ class Scheduler:
             if request.computed + count > request.capacity:
                 # A search claims no capacity, so that it is found here: others need not be asked at every step.
                 if request.special is not None and isinstance(request.special, BeamGroup):
-                    budget = self._plan_beams(request.special, budget, draft, issued)
+                    budget = self._plan_beams(request.special, budget, draft, planned)
                     continue
-                if not self._grow(request, count, draft):
+                if not self._grow(request, count, draft, planned):
                     continue
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             budget -= count
         return budget if preemptions == self.num_preemptions else -1
 
-    def _plan_admissions(self, draft: StepPlan, issued: Issued, budget: int) -> None:
+    def _plan_admissions(self, draft: StepPlan, planned: Planned, budget: int) -> None:
         self.head_waits_for = None
         while (request := self.rows.waiting.head()) is not None:
-            self.head_waits_for = self._admit(request, budget, draft)
+            self.head_waits_for = self._admit(request, budget, draft, planned)
             if self.head_waits_for is not None:
+                planned.head = request
                 return
             if isinstance(request.special, BeamGroup):
-                budget = self._plan_beams(request.special, budget, draft, issued)
+                budget = self._plan_beams(request.special, budget, draft, planned)
                 continue
             count = min(request.length - request.computed, budget)
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             budget -= count
 
-    def _admit(self, request: Request, budget: int, draft: StepPlan) -> WaitReason | None:
+    def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> WaitReason | None:
         """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
         # What must be computed whole waits for a step that has room for all of it; nobody overtakes it meanwhile.
         if budget < (request.length if request.is_whole else 1):
@@ -311,7 +306,7 @@ class Scheduler:
             if request.num_preemptions == 0:
                 # Output of an earlier engine may be found too, but only the prompt counts.
                 request.num_cached = min(admission.num_cached, request.prompt_len)
-        self.admitted.append(request)
+        planned.admitted.append(request)
         self.rows.seat(request)
         if beams is None:
             request.capacity = self.cache.capacity(request.sequence)
@@ -323,7 +318,7 @@ class Scheduler:
             other.computed = other.length  # nothing to do until it forks
         return None
 
-    def _issue(self, request: Request, count: int, draft: StepPlan, issued: Issued) -> None:
+    def _issue(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> None:
         start = request.computed
         end = start + count
         samples = end == len(request.tokens) + request.pending
@@ -331,8 +326,8 @@ class Scheduler:
         draft.starts.append(start)
         draft.counts.append(count)
         draft.samples.append(samples)
-        issued.requests.append(request)
-        issued.epochs.append(request.epoch)
+        planned.requests.append(request)
+        planned.epochs.append(request.epoch)
         request.computed = end
         if samples:
             request.pending += 1
@@ -341,11 +336,11 @@ class Scheduler:
             # writes all of its keys and values before any row reads them.
             self._publish(request, min(end, len(request.tokens)))
         if request.followers and end >= request.prompt_len:
-            issued.forking.append(request)
+            planned.forking.append(request)
 
-    def _grow(self, request: Request, count: int, draft: StepPlan) -> bool:
+    def _grow(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> bool:
         """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
-        growths = self._extend(request, count, draft)
+        growths = self._extend(request, count, draft, planned)
         if growths is None:
             return False
         for growth in growths:
@@ -360,7 +355,7 @@ class Scheduler:
         request.capacity = self.cache.capacity(request.sequence)
         return True
 
-    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, issued: Issued) -> int:
+    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned) -> int:
         """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group leaves as a whole, and
         must not when some of it is in the plan already."""
         leader, left = group.leader, budget
@@ -373,7 +368,7 @@ class Scheduler:
                 counts.append((request, count))
                 left -= count
         for request, count in counts:
-            growths = self._extend(request, count, draft)
+            growths = self._extend(request, count, draft, planned)
             if growths is None:
                 return budget
             for growth in growths:
@@ -382,13 +377,13 @@ class Scheduler:
         for request, pages in group.tell(self.cache, draft):
             draft.enters.append(self._entering(request, pages))
             if not leader.num_preemptions and request.sequence - leader.sequence < leader.params.n:
-                self.forked.append(request)
+                planned.forked.append(request)
         for request, count in counts:
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             request.pending = 0  # the search chooses its token, not the sampler
         return left
 
-    def _fork(self, leader: Request, draft: StepPlan) -> None:
+    def _fork(self, leader: Request, draft: StepPlan, planned: Planned) -> None:
         """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
         in the next step, to sample after it. They copy the page that they share with it when they write to it."""
         for follower in leader.followers:
@@ -398,7 +393,7 @@ class Scheduler:
             follower.num_cached = leader.num_cached
             follower.num_scored = follower.prompt_len - 1  # the leader brings the prompt's
             draft.enters.append(self._entering(follower, pages))
-        self.forked += leader.followers
+        planned.forked += leader.followers
         leader.followers = []
 
     def _publish(self, request: Request, computed: int) -> None:
@@ -427,6 +422,7 @@ class Scheduler:
         samples: bool,
         arrived: Arrivals,
         scores: dict[int, Logprobs] | None,
+        committed: Committed,
     ) -> list[TokenDelta]:
         """`end`: how far the step computed it."""
         special = request.special
@@ -440,7 +436,7 @@ class Scheduler:
             # What a group computed before it was thrown out is computed again, all of it.
             if candidates is None or not is_current or not special.take(request, candidates):
                 return []
-            return [] if special.advance(self.cache) else self._end_beams(special)
+            return [] if special.advance(self.cache) else self._end_beams(special, committed)
         if is_current and end - request.num_published >= self.cache.page_size:
             self._publish(request, end)
         if not samples:
@@ -449,66 +445,62 @@ class Scheduler:
         request.tokens.append(token)
         if isinstance(special, PoolingParams):
             finish = Finish("stop", None, request.num_cached, request.num_preemptions)
-            self._finish(request)
+            self._finish(request, committed)
             return [TokenDelta(request.id, request.index, [], finish, vector)]
         assert special is not None
-        delta = self._last(request, token, finish_after(request, token, special.add(token)))
+        delta = self._last(request, token, finish_after(request, token, special.add(token)), committed)
         return [delta if scores is None else scored(delta, request, scores)]
 
-    def _last(self, request: Request, token: int, finish: Finish | None) -> TokenDelta:
+    def _last(self, request: Request, token: int, finish: Finish | None, committed: Committed) -> TokenDelta:
         """The delta of a token that may be the last."""
         if finish is not None:
-            self._finish(request)
+            self._finish(request, committed)
         return TokenDelta(request.id, request.index, [token], finish)
 
-    def _end_beams(self, group: BeamGroup) -> list[TokenDelta]:
+    def _end_beams(self, group: BeamGroup, committed: Committed) -> list[TokenDelta]:
         for request in group.requests:
-            self._finish(request)
+            self._finish(request, committed)
         return group.deltas(group.leader.params.n)
 
-    def _failed(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
+    def _fail(self, requests: list[Request], committed: Committed) -> None:
         """End the requests whose token of this step does not count: they alone cannot go on."""
-        sampling = sampling_of(plan, requests)
-        deltas = []
-        for at, message in result.failures.items():
+        sampling = sampling_of(committed.plan, requests)
+        for at, message in committed.result.failures.items():
             if not (request := sampling[at]).is_finished:
-                self._finish(request)
+                self._finish(request, committed)
                 finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
-                deltas.append(TokenDelta(request.id, request.index, [], finish))
-        return deltas
+                committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
-    def _limited(self, plan: StepPlan, requests: list[Request], result: StepResult) -> list[TokenDelta]:
+    def _limit(self, requests: list[Request], committed: Committed) -> None:
         """Requests that their grammar brought to an end because of their limit. They end by their length, as if what they have
         now were all that was asked for."""
-        sampling = sampling_of(plan, requests)
-        deltas = []
+        result, sampling = committed.result, sampling_of(committed.plan, requests)
         for at in result.last:
             if (request := sampling[at]).is_finished:
                 continue
             request.max_len = min(request.max_len, len(request.tokens) + 1)
-            if result.tokens[at] in request.stop_ids:  # which nobody chose
-                self._finish(request)
+            if result.tokens[at] in request.stop_ids:  # the grammar allowed nothing else
+                self._finish(request, committed)
                 finish = Finish("length", None, request.num_cached, request.num_preemptions)
-                deltas.append(TokenDelta(request.id, request.index, [], finish))
-        return deltas
+                committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
     # ── preemption ──
 
-    def _extend(self, request: Request, count: int, draft: StepPlan) -> list[Growth] | None:
+    def _extend(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> list[Growth] | None:
         """Pages for `count` more tokens, preempting the youngest as needed. None: the request itself had to leave."""
         start, end = request.computed, request.computed + count
         while (growths := self.cache.extend(request.sequence, start, end)) is None:
             victim = self.rows.running[-1]
-            self._preempt(victim, draft)
+            self._preempt(victim, draft, planned)
             if request.row < 0:  # it was itself the youngest, or a beam among the youngest's
                 break
         return growths
 
-    def _preempt(self, request: Request, draft: StepPlan) -> None:
+    def _preempt(self, request: Request, draft: StepPlan, planned: Planned) -> None:
         """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
         self.num_preemptions += 1
         if isinstance(request.special, BeamGroup):
-            self._preempt_beams(request.special)
+            self._preempt_beams(request.special, planned)
             return
         request.num_preemptions += 1
         num_computed = request.computed if request.sequence in self.cache.tables else 0
@@ -528,11 +520,11 @@ class Scheduler:
             request.computed = 0
             self._leader_of(request).followers.remove(request)
         request.num_published = 0
-        self.returned.append(Returned(request, num_computed, request.is_swapped))
+        planned.returned.append(Returned(request, num_computed, request.is_swapped))
 
-    def _preempt_beams(self, group: BeamGroup) -> None:
+    def _preempt_beams(self, group: BeamGroup, planned: Planned) -> None:
         """Computed again: copies on the host would not share what the beams share. The leader stands for all of them."""
-        self.returned.append(Returned(group.leader, group.leader.computed, False))
+        planned.returned.append(Returned(group.leader, group.leader.computed, False))
         for request in group.requests:
             self.rows.leave(request)
             if request.sequence in self.cache.tables:
@@ -545,46 +537,55 @@ class Scheduler:
     def _leader_of(self, follower: Request) -> Request:
         return next(request for request in self._open[follower.id] if follower in request.followers)
 
-    def _hand_over(self, leader: Request) -> None:
+    def _hand_over(self, leader: Request, removed: Removed) -> None:
         """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
         for follower in leader.followers:
             if follower.row >= 0:
                 self.rows.leave(follower)
-                self.returned.append(Returned(follower, 0, False))
+                removed.returned.append(Returned(follower, 0, False))
             follower.computed = 0
             self._queue(follower)
         leader.followers = []
 
-    # ── the queue, and its end ──
+    # ── entering the queue, and ending ──
+
+    def _awaits_grammar(self, request: Request) -> bool:
+        return bool(request.params.grammar) and not self.grammar_cache.is_ready(request.id)
 
     def _queue(self, request: Request) -> None:
-        if request.params.grammar and not self.grammar_cache.is_ready(request.id):
+        if self._awaits_grammar(request):
             self.rows.hold_back(request)
         else:
             self.rows.queue(request)
 
-    def _let_in(self, requests: Iterable[Request]) -> None:
-        """Their grammars are ready."""
-        for request in list(requests):
+    def _let_in(self, requests: Iterable[Request]) -> list[Request]:
+        """Let those into the queue that waited for their grammar and need not any more."""
+        awaiting = self.rows.awaiting_grammar
+        let_in = [
+            request for request in requests if request.sequence in awaiting and self.grammar_cache.is_ready(request.id)
+        ]
+        for request in let_in:
             self.rows.let_in(request)
-            self.readied.append(request)
+        return let_in
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: Request, happened: Removed | Committed) -> None:
         """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
         request.is_finished = True
         self._watched.discard(request.sequence)
-        self.ended.append(request)
-        for other in self._open[request.id]:
+        happened.ended.append(request)
+        choices = self._open[request.id]
+        for other in choices:
             if request in other.followers:
                 other.followers.remove(request)
         self.rows.remove(request)
         if request.is_swapped or request.sequence in self.cache.tables:
             self.cache.release(request.sequence)
-        choices = self._open[request.id]
         choices.remove(request)
-        if not choices:
-            del self._open[request.id]
-            if request.params.grammar:
-                awaiting = self.rows.awaiting_grammar
-                for ready_id in self.grammar_cache.drop(request.id):
-                    self._let_in(choice for choice in self._open[ready_id] if choice.sequence in awaiting)
+        if choices:
+            return
+        del self._open[request.id]
+        if request.params.grammar:
+            dropped = self.grammar_cache.drop(request.id)
+            happened.jobs += dropped.jobs
+            for ready_id in dropped.ready:
+                happened.let_in += self._let_in(self._open[ready_id])

@@ -17,7 +17,8 @@ from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
-from octavo.schedule.scheduler import Scheduler, WaitReason
+from octavo.schedule.results import WaitReason
+from octavo.schedule.scheduler import Scheduler
 
 Wishes = dict[str, Any]
 """SamplingParams without what is as it always is."""
@@ -79,7 +80,7 @@ class GrammarCacheState(msgspec.Struct, array_like=True, gc=False):
     held: dict[str, str]
     later: dict[str, str]
     users: dict[str, int]
-    ordered: list[str]
+    compiling: list[str]
     ready: list[str]
     unused: list[str]  # in the order in which they go
 
@@ -150,7 +151,7 @@ def restore(
     for sequence in state.waiting:
         rows.waiting.add(requests[sequence])
     rows.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
-    scheduler.grammar_cache = _shelf(state.grammar_cache)
+    scheduler.grammar_cache = _grammar_cache(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
     rows.running = sorted(running, key=lambda request: (request.rank, request.sequence))
     for beams in state.beams:
@@ -188,20 +189,20 @@ def _told_grammar_cache(grammar_cache: GrammarCache, name: Callable[[str], str])
         {request_id: name(grammar) for request_id, grammar in grammar_cache._held.items()},
         {request_id: name(grammar) for request_id, grammar in grammar_cache._later.items()},
         {name(grammar): count for grammar, count in grammar_cache._users.items()},
-        [name(grammar) for grammar in grammar_cache._ordered],
+        [name(grammar) for grammar in grammar_cache._compiling],
         [name(grammar) for grammar in grammar_cache._ready],
         [name(grammar) for grammar in grammar_cache._unused],
     )
 
 
-def _shelf(state: GrammarCacheState) -> GrammarCache:
+def _grammar_cache(state: GrammarCacheState) -> GrammarCache:
     grammar_cache = GrammarCache(state.max_used, state.max_unused)
     grammar_cache._held, grammar_cache._later, grammar_cache._users = (
         dict(state.held),
         dict(state.later),
         dict(state.users),
     )
-    grammar_cache._ordered, grammar_cache._ready = set(state.ordered), set(state.ready)
+    grammar_cache._compiling, grammar_cache._ready = set(state.compiling), set(state.ready)
     grammar_cache._unused = OrderedDict.fromkeys(state.unused)
     return grammar_cache
 

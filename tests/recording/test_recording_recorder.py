@@ -410,7 +410,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from its beginning, and from that file on
         replay = replayed(read(path))
         assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
-        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._ordered
+        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._compiling
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):

@@ -31,8 +31,8 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "a choice starts in the step that writes its prompt": (
         SCHEDULER,
-        "issued.forking.append(request)",
-        "self._fork(request, draft)",
+        "planned.forking.append(request)",
+        "self._fork(request, draft, planned)",
     ),
     "no copy on write": (
         CACHE,

@@ -87,11 +87,12 @@ class Queue:
     def step(self) -> None:
         scheduler = self.scheduler
         self._note_head()
-        plan = scheduler.plan()
-        for request in scheduler.admitted:
+        planned = scheduler.plan()
+        plan = planned.plan
+        for request in planned.admitted:
             self._let_in(request)
         if not plan.is_empty:
-            issued = zip(scheduler._in_flight[-1].requests, plan.samples, plan.starts, plan.counts, strict=True)
+            issued = zip(planned.requests, plan.samples, plan.starts, plan.counts, strict=True)
             sampling = [(request, start, count) for request, samples, start, count in issued if samples]
             whole = [(start, count, request.prompt_len) for request, start, count in sampling if request.is_whole]
             assert all(start == 0 and count == prompt_len for start, count, prompt_len in whole), "computed in pieces"
