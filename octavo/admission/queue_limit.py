@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import Overloaded
 from octavo.messages import GenerateRequest
+from octavo.observe.step_observer import StepObserver
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # API processes import too_much(), and have no use for a scheduler
     from octavo.schedule import Scheduler
+    from octavo.schedule.results import Planned
 
 WINDOW_SECONDS = 60.0
 MAX_RETRY_SECONDS = 600
@@ -42,13 +44,17 @@ def retry_seconds(seconds: float) -> int:
     return max(1, min(math.ceil(seconds / 2), MAX_RETRY_SECONDS))
 
 
-class QueueLimit:
+class QueueLimit(StepObserver):
     def __init__(self, max_requests: int = 0, max_tokens: int = 0) -> None:
         """Requests, and prompt tokens of theirs, that may wait at one time; 0: any number."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._admissions: deque[tuple[float, int]] = deque()  # (when, how many), the last minute's
         self._num_admitted = 0  # their sum
         self.rejections = {"num_queued_reqs": 0, "num_queued_tokens": 0, "queue_time": 0}  # since the start, by reason
+
+    def planned(self, planned: "Planned", now: float) -> None:
+        if planned.admitted:
+            self.moved(now, len(planned.admitted))
 
     def moved(self, now: float, num_admitted: int) -> None:
         """So many got a row."""

@@ -62,14 +62,14 @@ class Outbox(Protocol):
 class Driver:
     def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox, num_origins: int = 0) -> None:
         """`num_origins`: API processes that must have said hello before anything is computed."""
-        self._loop, self._report = engine
+        self._loop, self._report, self._control = engine
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
-        self._loop.on_prepared = lambda: inbox.put(Wake())
-        self._loop.journal.on_end = self._travelled
+        self._loop.on_grammar_ready = lambda: inbox.put(Wake())
+        self._control.journal.on_end = self._travelled
 
     def run(self) -> None:
         """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
@@ -87,12 +87,12 @@ class Driver:
         """Every message there is; waits for one if there is nothing else to do. False: stop."""
         is_idle = not self._loop.has_work
         if is_idle:
-            self._loop.heartbeat.rest()
+            self._control.heartbeat.rest()
         try:
             message = self._inbox.get(is_idle, _REST_SECONDS)
         except queue.Empty:
             if is_idle:
-                self._loop.rest()
+                self._control.rest()
             return True
         while message is not None:
             self._handle(message)
@@ -129,7 +129,7 @@ class Driver:
                 if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
                     self._lose(message.origin)
             case Answered():
-                self._loop.answered(message)
+                self._control.answered(message)
             case (
                 ReadMetrics()
                 | ReadProgress()
@@ -140,7 +140,7 @@ class Driver:
                 | ReadLive()
                 | ReadPage()
             ):
-                self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+                self._outbox.send(message.origin, Reply(message.call, self._control.answer(message)))
 
     def _lose(self, origin: int) -> None:
         """An API process has ended: what it asked for is computed no further, and gives back what it holds."""
@@ -163,9 +163,9 @@ class Driver:
     def _add(self, request: GenerateRequest) -> None:
         """Whatever is wrong with a request that the door let through is this request's failure alone."""
         self._origins[request.id] = request.origin
-        self._loop.heartbeat.take(request.origin, request.submitted)
+        self._control.heartbeat.take(request.origin, request.submitted)
         try:
-            self._loop.check(request)
+            self._control.check(request)
             self._check_room(request)
             self._loop.add(request)
         except Overloaded as error:
@@ -184,7 +184,7 @@ class Driver:
         choices = self._loop.scheduler.choices(request_id)
         if choices and all(choice.is_untouched for choice in choices):
             self._loop.abort(Abort(request_id, reason="error"))
-            self._refuse(request_id, [choice.index for choice in choices], _overload(self._loop.overdue()))
+            self._refuse(request_id, [choice.index for choice in choices], _overload(self._control.overdue()))
 
     def _check_room(self, request: GenerateRequest) -> None:
         """Memory was measured anew: there may be less of it than where the request came to the door."""

@@ -10,13 +10,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from octavo.cache import KVCache
-from octavo.messages import Abort, FinishReason, GenerateRequest, StepPlan, TokenDelta
+from octavo.messages import Abort, FinishReason, GenerateRequest, TokenDelta
+from octavo.observe.step_observer import StepEnd, StepObserver, StepTimes
 from octavo.recording.format import (
     SEGMENT,
     Aborted,
@@ -42,7 +42,7 @@ from octavo.recording.format import (
 )
 from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
-from octavo.schedule.results import Committed
+from octavo.schedule.results import Committed, GrammarsReady, Removed
 from octavo.schedule.snapshot import Manner, take
 
 log = logging.getLogger("octavo.engine")
@@ -55,11 +55,7 @@ SEGMENTS = 4  # files that share the limit
 _RESERVE = 64  # bytes of the box kept for the record that says that there is no room
 
 
-Done = tuple[Committed, float]
-"""A step that was committed, and the seconds for which it was computed."""
-
-
-class Recorder:
+class Recorder(StepObserver):
     def __init__(
         self,
         segments: "Segments",
@@ -85,14 +81,15 @@ class Recorder:
         self._states: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._is_closing = False
-        self._cache = KVCache(0, 1)  # until the first state
+        self._done: list[tuple[Committed, StepTimes]] = []  # steps that were committed since the last record of one
+        self._scheduler: Scheduler  # since the first state
         ring.reset()
         self._thread = threading.Thread(target=self._write, name="octavo-recorder", daemon=True)
         self._thread.start()
 
     # ── the stepping thread ──
 
-    def arrived(self, request: GenerateRequest, now: float) -> None:
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         if self._is_lost:
             return
         with_tokens, begun = self._with_tokens, request.begun
@@ -114,37 +111,46 @@ class Recorder:
             )
         )
 
-    def aborted(self, abort: Abort, now: float) -> None:
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
         self._put(Aborted(int(now * 1e6), abort.request_id, abort.index, abort.reason))
 
-    def prepared(self, grammar: str) -> None:
-        self._put(Prepared(int(self._clock() * 1e6), self._name(grammar)))
+    def grammars_ready(self, ready: GrammarsReady, now: float) -> None:
+        for grammar in ready.grammars:
+            self._put(Prepared(int(now * 1e6), self._name(grammar)))
 
-    def forgotten(self) -> None:
-        self._put(Forgotten(int(self._clock() * 1e6)))
+    def prefixes_reset(self, now: float) -> None:
+        self._put(Forgotten(int(now * 1e6)))
 
-    def turned(self, scheduler: Scheduler, plan: StepPlan, done: list[Done], in_flight: Sized, now: float) -> None:
-        """At the end of every turn, whether or not the plan was empty. Turns of which there is nothing to tell, as most are, are
-        written down some at a time, and nothing of them is held: memory that is used again at once is cheap, other is not."""
+    def needs_drain(self) -> bool:
+        return self.is_due
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self._done.append((committed, times))
+
+    def stepped(self, end: StepEnd) -> None:
+        """Records every step, whether or not its plan was empty. Plain ones, as most are, are written some at a time, and nothing
+        of them is held: memory that is used again at once is cheap, other is not."""
+        plan, now, is_drained = end.planned.plan, end.now, not end.num_in_flight
+        done, self._done = self._done, []
         checksum = digest(plan, self._num_rows)
         self._num_rows = len(plan.rows)
         if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
-            committed, seconds = done[0]
+            committed, times = done[0]
             result = committed.result
             if not (committed.ended or result.last or result.failures or result.candidates):
-                self._plain.append((now, checksum, seconds, committed.num_tokens))
+                self._plain.append((now, checksum, times.compute_seconds, committed.num_tokens))
                 if len(self._plain) == PLAIN_TURNS:
                     self._write_plain()
-                if self.is_due and not in_flight:
-                    self.take(scheduler)
+                if self.is_due and is_drained:
+                    self.take(self._scheduler)
                 return
-        outcomes = [self._outcome(scheduler, committed, seconds) for committed, seconds in done]
+        outcomes = [self._outcome(committed, times.compute_seconds) for committed, times in done]
         self._write_plain()
         self._put(Turned(int(now * 1e6), checksum, outcomes, self._keys()))
-        # Where there is nothing to do, nobody waits for the state to be taken.
-        is_time = scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
-        if not in_flight and (self.is_due or is_time):
-            self.take(scheduler)
+        # While the engine is idle, taking the state delays no request.
+        is_time = self._scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
+        if is_drained and (self.is_due or is_time):
+            self.take(self._scheduler)
 
     def _write_plain(self) -> None:
         if not self._plain:
@@ -158,20 +164,23 @@ class Recorder:
             )
 
     def _keys(self) -> bytes:
-        keys = self._cache.keys_made
+        cache = self._scheduler.cache
+        keys = cache.keys_made
         if not keys:
             return b""
-        self._cache.keys_made = []
+        cache.keys_made = []
         return b"".join(keys)
 
-    def _outcome(self, scheduler: Scheduler, committed: Committed, seconds: float) -> Outcome:
+    def _outcome(self, committed: Committed, seconds: float) -> Outcome:
         result, deltas, ended = committed.result, committed.deltas, committed.ended
         ends: list[tuple[str, int, FinishReason]] = []
         if ended:
             ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
         candidates = result.candidates
         if candidates and not self._with_tokens:
-            stop_ids = {stop for each in (*scheduler.requests(), *ended) if each.special for stop in each.stop_ids}
+            stop_ids = {
+                stop for each in (*self._scheduler.requests(), *ended) if each.special for stop in each.stop_ids
+            }
             candidates = [untold(each, stop_ids) for each in candidates]
         tokens = result.tokens if self._with_tokens else []
         return Outcome(
@@ -188,9 +197,9 @@ class Recorder:
         """The scheduler's state: nothing is in flight."""
         self.is_due, self._is_rolling = False, True
         self._write_plain()
-        self._cache = scheduler.cache
+        self._scheduler = scheduler
         if not self._with_tokens:
-            self._cache.keys_made = []
+            scheduler.cache.keys_made = []
         now = self._clock()
         header = msgspec.structs.replace(self._header, wall=time.time(), clock=now)
         state = self._encode(State(header, take(scheduler, self._manner)))
@@ -245,8 +254,11 @@ class Recorder:
             self._segments.append(stream_chunk(self._ring.between(start, end), start))
             self._ring.tail = end
 
+    def closed(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Everything that was told is written. Called by the stepping thread, or when there is none."""
+        """Write everything that was recorded. Called by the stepping thread, or when there is none."""
         self._write_plain()
         self._is_closing = True
         self._wake.set()

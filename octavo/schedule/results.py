@@ -56,6 +56,7 @@ class Planned(msgspec.Struct):
     returned: list[Returned]  # preempted
     forking: list[Request]  # leaders whose prompt this plan completes
     forked: list[Request]  # their other choices, which have pages of their own now
+    is_empty: bool = False  # there is nothing to carry out
     num_tokens: int = 0
     head: Request | None = None  # the queue's head, where it was not admitted
     head_waits_for: WaitReason | None = None

@@ -127,6 +127,7 @@ class Scheduler:
         for leader in planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
             self._fork(leader, draft, planned)
         if draft.is_empty:
+            planned.is_empty = True
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
         else:
             draft.leaves.extend(self.rows.take_left())

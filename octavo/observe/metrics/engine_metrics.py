@@ -1,17 +1,17 @@
 """EngineMetrics: what the engine did, under the metric names vLLM's dashboards read, plus Octavo's own.
-Knows nothing of the scheduler, the cache or a clock: the step loop brings plain values and the time.
 
-The loop calls at most three methods per step: `admitted` for what entered, `preempted` where pages ran out, `step` with
-the deltas it sends anyway. Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
+Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
 
 from typing import get_args
 
-from octavo.messages import Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
+from octavo.messages import Abort, Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
 from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState, rejections, write_gauges
 from octavo.observe.metrics.http_metrics import HttpMetrics
 from octavo.observe.metrics.pace import Pace
+from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.schedule.results import Committed, Planned, Removed
 
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -75,7 +75,7 @@ class _Open:
                 self.choices[index].num_tokens = len(tokens)
 
 
-class EngineMetrics:
+class EngineMetrics(StepObserver):
     def __init__(self, model_name: str, report: EngineReport) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self.report = report
@@ -107,9 +107,21 @@ class EngineMetrics:
         self._prompt_computed = Histogram(lengths)
         self._preempted = Histogram(PREEMPTION_BOUNDS)
 
-    # ── called by the loop ──────────────────────────────────────────────────────────────────────────
+    # ── events of the loop ──────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, request: GenerateRequest, now: float) -> None:
+    def planned(self, planned: Planned, now: float) -> None:
+        for leaver in planned.returned:
+            self.preempted(leaver.request.id)
+        for request in planned.admitted:
+            self.admitted(request.id, now, request.num_cached)
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self.step(times.now, committed.num_tokens, committed.deltas)
+
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
+        self.aborted(abort.request_id, abort.index, abort.reason, now)
+
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool = False) -> None:
         """A request joined the queue. `now` stands in where the request does not say when it arrived."""
         self._open[request.id] = _Open(request, now)
 
@@ -177,7 +189,7 @@ class EngineMetrics:
             if request.choices[at] is not _FINISHED:
                 self._finish(request_id, at, reason, now)
 
-    # ── called by those who watch ───────────────────────────────────────────────────────────────────
+    # ── for a look between two steps ───────────────────────────────────────────────────────────────────
 
     def name_of(self, request_id: str) -> str:
         """The HTTP request's id."""
@@ -203,7 +215,7 @@ class EngineMetrics:
             token_gap_seconds=self._inter_token.total,
         )
 
-    # ── called for a scrape ─────────────────────────────────────────────────────────────────────────
+    # ── for a scrape ─────────────────────────────────────────────────────────────────────────
 
     def text(self, state: EngineState) -> str:
         scrape = Scrape(self._labels)
