@@ -1,8 +1,7 @@
-"""A recording's steps computed again by the model, plan by plan: are the tokens the same?
-Knows nothing of files or of how its findings are shown.
+"""Recomputation: computes a recording's steps again with the model, plan by plan, and compares the tokens.
 
-What pages held when the recording began is nowhere. It is computed first: all that runs then, and, when a request finds a
-prefix in the cache that was there before, that prefix, from the request's own tokens."""
+A recording does not hold the contents of pages. Those of requests that run when it begins are computed first; a prefix that was in
+the cache by then is computed when a request finds it, from the request's own tokens."""
 
 import dataclasses
 import threading
@@ -40,7 +39,7 @@ class Findings:
 
 
 def config_of(header: Header) -> Config:
-    """The settings of the recorded engine, with what had been measured in place of every auto."""
+    """The settings of the recorded engine, with the measured value in place of every auto."""
     report = header.report
     config = Config(
         ModelConfig(**header.options["model"]),
@@ -59,7 +58,7 @@ def config_of(header: Header) -> Config:
 
 
 def source_of(header: Header, model: str) -> ModelSource:
-    """`model`: another place to take it from; empty: where it was."""
+    """`model`: where to find it; empty: at its recorded path."""
     if model:
         return resolve(model)
     if Path(header.model_path).exists():
@@ -69,7 +68,7 @@ def source_of(header: Header, model: str) -> ModelSource:
 
 
 class Recomputation:
-    """Computes every step at once: what is on its way on a device at a plan's time is the device's own business."""
+    """Computes every step when it is planned, so that none overlaps."""
 
     def __init__(self, recording: Recording, model: str = "") -> None:
         header = recording.header
@@ -127,12 +126,12 @@ class Recomputation:
                 )
 
     def _compute(self, happening: Planned) -> None:
-        """The plan, after what it takes for granted."""
+        """Compute the plan, after the cached pages that it relies on."""
         plan, page_size = happening.plan, self.replay.cache.page_size
         self._known.update(move.target for move in plan.moves if move.kind != "out")
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for enter in plan.enters:
-            # A choice that forks is not in the plan's rows: its pages are those of the choice that it forks from.
+            # A choice that forks is not in the plan's rows: it shares the pages of the choice that it forks from.
             num_cached = starts.get(enter.row, 0) // page_size
             if any(page not in self._known for page in enter.pages[0][:num_cached]):
                 self._fill(plan.leaves, enter, num_cached * page_size)
@@ -151,7 +150,7 @@ class Recomputation:
             self._note_pages(request)
 
     def _fill(self, leaves: list[int], enter: Entering, num_tokens: int) -> None:
-        """The first tokens of what enters, in steps of a length that a step may have."""
+        """Compute the first tokens of an entering row, in steps within the token budget."""
         most = self._header.report.max_num_batched_tokens
         enters = [enter]
         for start in range(0, num_tokens, most):
@@ -178,7 +177,7 @@ class Recomputation:
         ]
         for request, recorded, computed in zip(sampling, outcome.tokens, result.tokens, strict=True):
             if request.params.use_beam_search:
-                continue  # nobody reads it
+                continue  # the search chooses the token
             findings.num_tokens += 1
             findings.num_same += recorded == computed
             if recorded != computed and findings.first is None:

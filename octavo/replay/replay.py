@@ -1,8 +1,8 @@
-"""Replay: makes a recording's plans again, with the scheduler and the cache that serve, and says where they are no longer the same.
-Knows nothing of models or of how its findings are shown.
+"""Replay: makes a recording's plans again, with the scheduler and the cache that serve, and finds the first plan that differs.
 
-Where the recording tells no tokens, made-up ones stand in: a request's prompt is one number over and over, a choice's output
-another. What they cannot tell is told: the keys of pages in the order in which they were asked for, and which tokens ended what."""
+A recording without token ids is replayed with made-up ones: a request's prompt is one number repeated, a choice's output another.
+What these cannot reproduce is recorded: the keys of pages in the order in which they were made, and the tokens that ended
+requests."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ Happening = Arrived | Aborted | Forgotten | Prepared | Marked | Planned | Commit
 
 
 def prompt_token(first_sequence: int) -> int:
-    """What stands for every token of a prompt whose first choice is this sequence: nobody's stop id."""
+    """The made-up token of a prompt whose first choice has this sequence. Negative, so that it is never a stop id."""
     return -2 * first_sequence - 2
 
 
@@ -73,7 +73,7 @@ def output_token(sequence: int) -> int:
 
 
 class ToldCache(KVCache):
-    """A cache that is told the keys which it cannot make for want of tokens."""
+    """A cache that takes page keys from the recording where there are no tokens to make them from."""
 
     def __init__(self, header: Header) -> None:
         report = header.report
@@ -90,7 +90,7 @@ class ToldCache(KVCache):
         self._is_told = not header.with_tokens
         self.told: deque[bytes] = deque()
         self.known: dict[tuple[int, int], bytes] = {}  # (last token of a page, its place) → its key
-        self.num_untold = 0  # keys that were asked for and not told: the plans differ
+        self.num_untold = 0  # keys that the recording does not have: the plans differ
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
         if not self._is_told:
@@ -134,7 +134,7 @@ class Replay:
             policy=POLICIES[report.scheduling_policy],
         )
         self._records = recording.records
-        self.sources: dict[str, GenerateRequest] = {}  # of requests that have come; whoever wants one takes it
+        self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
         self._first: dict[str, int] = {}  # request → its first choice's sequence
         for told in recording.state.scheduler.requests:
             sequence, name, index = told.kept[:3]
@@ -143,14 +143,14 @@ class Replay:
         for request in self.scheduler.requests():
             self._settle(request)
         self._learn_keys()
-        self._num_rows = -1  # of the plan before; −1: none
+        self._num_rows = -1  # of the previous plan; −1: none
         self._flight: deque[PlannedStep] = deque()
         self.num_steps = 0  # plans with something in them
         self.num_same = 0
         self.most_in_flight = 0
 
     def follow(self) -> Iterator[Happening]:
-        """Raises ConfigError where what is told contradicts what the scheduler knows."""
+        """Raises ConfigError where the recording contradicts the scheduler's state."""
         try:
             yield from self._follow()
         except (AssertionError, LookupError, StopIteration, RuntimeError, TypeError, ValueError) as error:
@@ -181,19 +181,19 @@ class Replay:
                     self._num_rows, self.cache._head = -1, (-1, 0, [])
                     yield record
                 case Turned():
-                    yield from self._turn(record)
+                    yield from self._step(record)
                     if self.num_same < self.num_steps:
                         return
 
     def next_plan(self) -> tuple[StepPlan, list[Request]] | None:
-        """What would have been planned next: an engine that was killed was about to do it, or did. None: nothing, or what the
-        recording tells is not enough."""
+        """The plan after the last recorded one: an engine that was killed was about to carry it out, or did. None: it is empty, or the
+        recording does not hold enough to make it."""
         planned = self.scheduler.plan()
         if planned.plan.is_empty or self.cache.num_untold:
             return None
         return planned.plan, planned.requests
 
-    def _turn(self, record: Turned) -> Iterator[Happening]:
+    def _step(self, record: Turned) -> Iterator[Happening]:
         keys = record.keys
         self.cache.told.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
         planned = self.scheduler.plan()
@@ -222,7 +222,7 @@ class Replay:
         for job in jobs:
             self._start(job)
 
-    # ── what stands in for what is not told ──
+    # ── stand-ins for what is not recorded ──
 
     def _request_of(self, record: Arrived) -> GenerateRequest:
         first = self._first[record.id] = self.scheduler._next_sequence
@@ -258,7 +258,7 @@ class Replay:
             request.special = ToldLoops(request.params.repetition_detection)
 
     def _learn_keys(self) -> None:
-        """Of what is alive at the beginning: its pages are there, and some have keys."""
+        """Learn the keys of pages that requests hold when the recording begins."""
         page_size, keys = self.cache.page_size, self.cache.pool.keys
         for request in self.scheduler.requests():
             for table in self.cache.tables.get(request.sequence, [])[:1]:
@@ -298,7 +298,7 @@ class Replay:
 
 
 def _by_beam(planned: PlannedStep, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
-    """Whose continuations an outcome holds; of those that count."""
+    """The candidates in an outcome, by beam; without those of requests that left their row since."""
     found, candidates = {}, iter(outcome.candidates)
     for request, epoch, samples in zip(planned.requests, planned.epochs, planned.plan.samples, strict=True):
         if samples and isinstance(request.special, BeamGroup):

@@ -1,5 +1,4 @@
-"""A run that never was: recorded requests through a scheduler with other settings, on an estimated clock.
-Knows nothing of files, nor of what the settings were in truth."""
+"""SimulatedRun: recorded requests through a scheduler with other settings, on an estimated clock."""
 
 from collections import deque
 
@@ -17,11 +16,12 @@ from octavo.schedule.results import Planned
 from octavo.schedule.snapshot import ToldLoops
 
 _NO_SCORES = Logprobs(0, [], [])
-_AGAIN = "later"  # a choice that had not ended when the recording did
+_AGAIN = "later"  # the end of a choice that was open when the recording ended
 
 
 class _Cache(KVCache):
-    """Keys by name where tokens stand for others; what has no name is like nothing else."""
+    """Prefix-cache keys for a recording without token ids: the recorded key where one exists, else a unique key that never
+    matches."""
 
     known: dict[tuple[int, int], bytes]
     is_told: bool
@@ -98,7 +98,7 @@ class SimulatedRun:
                 self.tally.left(name)
 
     def _prepare(self) -> None:
-        """Grammars are ready at once: what making them so takes is no matter of the settings."""
+        """Grammars are ready at once: the settings do not change how long compiling takes."""
         while self._jobs:
             self._jobs = self._scheduler.prepared([job.grammar for job in self._jobs]).jobs
 
@@ -107,7 +107,7 @@ class SimulatedRun:
         self._jobs += [] if removed is None else removed.jobs
 
     def _fits(self, source: GenerateRequest) -> bool:
-        """What the door would have let through with these settings."""
+        """Whether the request would have been admitted with these settings."""
         scheduler, cache, params = self._scheduler, self._cache, source.params
         budget, prompt_len = scheduler.max_step_tokens, len(source.prompt_ids)
         if params.num_sequences > scheduler.max_rows or params.n > scheduler.max_rows:
@@ -124,7 +124,7 @@ class SimulatedRun:
         return pages_of(most, *shape) <= cache.pool.num_pages
 
     def _wait(self) -> bool:
-        """For whoever comes or leaves next. False: nobody will."""
+        """Advance the clock to the next arrival or abort. False: there is none."""
         moments = [self._arrivals[0].seconds] if self._arrivals else []
         moments += [self._leaving[0][0]] if self._leaving else []
         later = [moment for moment in moments if moment > self._now]
@@ -146,7 +146,7 @@ class SimulatedRun:
         self._prepare()
 
     def _result(self, plan: StepPlan, requests: list[Request]) -> tuple[StepResult, list[tuple[str, int]]]:
-        """What the step would have given, and the choices that end with it for another reason than their tokens."""
+        """The step's result, and the choices that end with it for another reason than their tokens."""
         result = StepResult(plan.step, [], [], [], [], {}, 0.0, [], [])
         leaving: list[tuple[str, int]] = []
         for request, start, count, samples in zip(requests, plan.starts, plan.counts, plan.samples, strict=True):
@@ -175,7 +175,7 @@ class SimulatedRun:
         if not is_last or request.is_finished:
             return
         if end == "length":
-            result.last.append(len(result.tokens) - 1)  # a grammar may have ended it early
+            result.last.append(len(result.tokens) - 1)  # a grammar may have ended it before max_tokens
         elif end == "error":
             result.failures[len(result.tokens) - 1] = ""
         elif end == _AGAIN:

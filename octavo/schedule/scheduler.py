@@ -233,7 +233,7 @@ class Scheduler:
     # ── planning ──
 
     def _plan_running(self, draft: StepPlan, planned: Planned) -> int:
-        """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
+        """Advance the running requests. Returns the budget left, or −1 after a preemption: then none may be admitted."""
         budget = self.max_step_tokens
         preemptions = self.num_preemptions
         for request in self.rows.running[:]:
@@ -241,14 +241,14 @@ class Scheduler:
                 break
             length = len(request.tokens) + request.pending
             count = length - request.computed
-            # row < 0: preempted a moment ago, by an older one. Sated: its last token is on its way.
+            # row < 0: preempted a moment ago, for an older one. length ≥ max_len: its last token is on its way.
             # count 0: a choice that waits to fork from its leader.
             if request.row < 0 or length >= request.max_len or count == 0:
                 continue
             if count > budget:
                 count = budget
             if request.computed + count > request.capacity:
-                # A search claims no capacity, so that it is found here: others need not be asked at every step.
+                # A search has a capacity of 0, so that it always comes here: other requests need not be checked at every step.
                 if request.special is not None and isinstance(request.special, BeamGroup):
                     budget = self._plan_beams(request.special, budget, draft, planned)
                     continue
@@ -274,15 +274,15 @@ class Scheduler:
 
     def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> WaitReason | None:
         """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
-        # What must be computed whole waits for a step that has room for all of it; nobody overtakes it meanwhile.
+        # A prompt that must be computed whole waits for a step that has room for all of it; none overtakes it meanwhile.
         if budget < (request.length if request.is_whole else 1):
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
         others = request.followers if beams is None else beams.others
         if len(self.rows.free) < 1 + len(others):
             return "rows"
-        assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
-        # Room for half of the running requests to grow by a page (in each group): entering only to be thrown out again
+        assert request.pending == 0, "its last token has arrived: none enters in the step of a preemption"
+        # Room for half of the running requests to grow by a page (in each group): to be admitted and preempted at once
         # costs twice.
         spare = len(self.rows.running) // 2 * len(self.cache.windows)
         if request.is_swapped:
@@ -340,7 +340,7 @@ class Scheduler:
             planned.forking.append(request)
 
     def _grow(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> bool:
-        """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
+        """Get pages for `count` more tokens, preempting the youngest as needed. False: the request itself was preempted."""
         growths = self._extend(request, count, draft, planned)
         if growths is None:
             return False
@@ -357,8 +357,8 @@ class Scheduler:
         return True
 
     def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned) -> int:
-        """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group leaves as a whole, and
-        must not when some of it is in the plan already."""
+        """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group is preempted as a whole,
+        and must not be once some of it is in the plan."""
         leader, left = group.leader, budget
         if not group.is_spread and leader.computed >= leader.prompt_len:
             group.spread(self.cache)
@@ -385,14 +385,14 @@ class Scheduler:
         return left
 
     def _fork(self, leader: Request, draft: StepPlan, planned: Planned) -> None:
-        """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
-        in the next step, to sample after it. They copy the page that they share with it when they write to it."""
+        """The leader's prompt is in this plan: its other choices share all of it but the last token, which each computes for itself in
+        the next step, to sample after it. A choice that writes to a shared page gets a copy."""
         for follower in leader.followers:
             pages = self.cache.fork(leader.sequence, follower.sequence, leader.prompt_len - 1)
             follower.computed = follower.capacity = leader.prompt_len - 1
             follower.num_published = follower.computed // self.cache.page_size * self.cache.page_size
             follower.num_cached = leader.num_cached
-            follower.num_scored = follower.prompt_len - 1  # the leader brings the prompt's
+            follower.num_scored = follower.prompt_len - 1  # the leader delivers those of the prompt
             draft.enters.append(self._entering(follower, pages))
         planned.forked += leader.followers
         leader.followers = []
@@ -413,7 +413,7 @@ class Scheduler:
             request.pooling,
         )
 
-    # ── what came of a step ──
+    # ── a step's result ──
 
     def _commit_special(
         self,
@@ -425,7 +425,7 @@ class Scheduler:
         scores: dict[int, Logprobs] | None,
         committed: Committed,
     ) -> list[TokenDelta]:
-        """`end`: how far the step computed it."""
+        """Commit one row of a request that is not a plain one. `end`: how far the step computed it."""
         special = request.special
         token = next(arrived.tokens) if samples and not isinstance(special, PoolingParams) else -1
         vector = next(arrived.vectors) if samples and isinstance(special, PoolingParams) else b""
@@ -434,7 +434,7 @@ class Scheduler:
             return []
         is_current = epoch == request.epoch
         if isinstance(special, BeamGroup):
-            # What a group computed before it was thrown out is computed again, all of it.
+            # What a group computed before it was preempted is computed again.
             if candidates is None or not is_current or not special.take(request, candidates):
                 return []
             return [] if special.advance(self.cache) else self._end_beams(special, committed)
@@ -473,8 +473,8 @@ class Scheduler:
                 committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
 
     def _limit(self, requests: list[Request], committed: Committed) -> None:
-        """Requests that their grammar brought to an end because of their limit. They end by their length, as if what they have
-        now were all that was asked for."""
+        """Requests that their grammar ended because of max_tokens. They finish with "length", as if max_tokens were what they have
+        now."""
         result, sampling = committed.result, sampling_of(committed.plan, requests)
         for at in result.last:
             if (request := sampling[at]).is_finished:
@@ -488,17 +488,17 @@ class Scheduler:
     # ── preemption ──
 
     def _extend(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> list[Growth] | None:
-        """Pages for `count` more tokens, preempting the youngest as needed. None: the request itself had to leave."""
+        """Get pages for `count` more tokens, preempting the youngest as needed. None: the request itself was preempted."""
         start, end = request.computed, request.computed + count
         while (growths := self.cache.extend(request.sequence, start, end)) is None:
             victim = self.rows.running[-1]
             self._preempt(victim, draft, planned)
-            if request.row < 0:  # it was itself the youngest, or a beam among the youngest's
+            if request.row < 0:  # it was itself the youngest, or a beam of the youngest search
                 break
         return growths
 
     def _preempt(self, request: Request, draft: StepPlan, planned: Planned) -> None:
-        """Back to the queue, where it is older than all that wait; its tokens go to host pages or are computed again."""
+        """Back to the queue, before all newer ones; its keys and values go to host pages or are computed again."""
         self.num_preemptions += 1
         if isinstance(request.special, BeamGroup):
             self._preempt_beams(request.special, planned)
@@ -524,7 +524,7 @@ class Scheduler:
         planned.returned.append(Returned(request, num_computed, request.is_swapped))
 
     def _preempt_beams(self, group: BeamGroup, planned: Planned) -> None:
-        """Computed again: copies on the host would not share what the beams share. The leader stands for all of them."""
+        """Always computed again: copies on the host would not share pages as the beams do. The leader queues for all of them."""
         planned.returned.append(Returned(group.leader, group.leader.computed, False))
         for request in group.requests:
             self.rows.leave(request)

@@ -23,7 +23,7 @@ from octavo.recording import format as recording_file
 from octavo.recording import recorder as recorder_file
 from octavo.recording.crash_files import MOST_KEPT, CrashFiles
 from octavo.recording.format import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk
-from octavo.recording.recorder import PLAIN_TURNS, RETRY_SECONDS, Segments
+from octavo.recording.recorder import PLAIN_STEPS, RETRY_SECONDS, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Planned, Replay
@@ -165,7 +165,7 @@ def test_a_full_disk_is_said_once_and_recording_begins_again(tmp_path, caplog):
     recording = read(tmp_path / "full")
     replay = replayed(recording)
     assert replay.num_same == replay.num_steps >= 80
-    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_TURNS
+    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_STEPS
 
 
 def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_path, caplog):
@@ -235,7 +235,7 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
     assert f"what led to it is recorded: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
-    assert recorded.loop.scheduler.num_steps - PLAIN_TURNS < replay.num_steps == replay.num_same > 5
+    assert recorded.loop.scheduler.num_steps - PLAIN_STEPS < replay.num_steps == replay.num_same > 5
     recorded.loop.close()
 
 

@@ -33,9 +33,9 @@ class Tally:
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
     deaths: int = 0
     survivors: int = 0  # choices that went on, with tokens, in a new engine
-    asides: int = 0  # requests whose grammar had to be made ready first
+    awaiting: int = 0  # requests whose grammar had to be compiled first
     forgotten: int = 0  # grammars that were ready once, and made room for others
-    delayed: int = 0  # turns at which a grammar was not even ordered, for others were being made ready
+    delayed: int = 0  # steps at which a grammar had no job yet, because others were being compiled
     passed_by: int = 0  # times that a younger one entered while an older one's grammar was not ready
 
 
@@ -207,7 +207,7 @@ class Workload:
         while self.arrivals or not scheduler.is_idle or flight:
             while self.arrivals and self.arrivals[0][0] <= step:
                 self._start(scheduler.add(self.arrivals.pop(0)[1]).jobs)
-                self.tally.asides += len(scheduler.awaiting_grammar)
+                self.tally.awaiting += len(scheduler.awaiting_grammar)
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
                 choices = range(sources[victim].params.n)

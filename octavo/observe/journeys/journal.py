@@ -24,12 +24,12 @@ from octavo.schedule.results import Committed, GrammarsReady, Planned, Removed, 
 
 
 class _Queue:
-    """What the queue's head has waited for since the start, by reason: a wait is the difference of two looks."""
+    """How long the queue's head has waited since the start, by reason. A request's wait is the difference of two looks."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.head: _Track | None = None
-        self.reason: WaitReason | None = None  # what the head was found to lack by the last plan
+        self.reason: WaitReason | None = None  # what the head lacked in the last plan
         self.since = 0.0
 
     def planned(self, head: "_Track | None", reason: WaitReason | None, now: float) -> None:
@@ -49,7 +49,7 @@ class _Queue:
 
 
 class _Track:
-    """One choice on its way."""
+    """One choice of an open request."""
 
     __slots__ = (
         "cached",
@@ -81,18 +81,18 @@ class _Track:
         self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
     ) -> None:
         self.index = index
-        self.is_pooled = request.pooling is not None  # it gets a vector, and no tokens
+        self.is_pooled = request.pooling is not None  # it gets a vector instead of tokens
         self.has_grammar = bool(request.params.grammar)
-        self.grammar_at = 0.0  # what grammars had taken when the present stage began
+        self.grammar_at = 0.0  # seconds that grammars had taken when the present stage began
         self.name: StageName = "queue"
         self.start = now
         self.stages: list[Stage] = []
-        self.epoch = 0  # stages so far: a chunk of an earlier one ends nothing
+        self.epoch = 0  # stages so far: a chunk of an earlier one no longer counts
         self.is_ended = False
         self.reason: str | None = None
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
-        self.grammar_wait_since: float | None = None  # None: nothing must be made ready before it may enter
+        self.grammar_wait_since: float | None = None  # None: it does not wait for a grammar
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
 
@@ -105,7 +105,7 @@ class _Track:
         self.dropped = 0 if is_swapped else num_computed
 
     def has(self, request: Request) -> None:
-        """So many tokens, by now."""
+        """Read how many tokens it has by now."""
         self.num_output = 0 if self.is_pooled else len(request.tokens) - request.prompt_len
 
     def wait(self, reason: str, seconds: float, steps: int) -> None:
@@ -137,14 +137,16 @@ class _Journey:
 
 class EngineJournal(StepObserver):
     def __init__(self) -> None:
-        self.on_end: Callable[[EngineJourney], None] | None = None  # None: nobody wants to know
+        self.on_end: Callable[[EngineJourney], None] | None = None  # None: journeys are not sent
         self._journeys: dict[str, _Journey] = {}
         self._grammar_seconds = 0.0  # that grammars took in all steps
         self._tally = StepTotals()
         self._queue = _Queue()
         self._num_plans = 0
         self._last_commit = 0.0
-        self._prompting: dict[int, _Track] = {}  # row → who computes a prompt there, or will in the next step
+        self._prompting: dict[
+            int, _Track
+        ] = {}  # row → the choice that computes a prompt there, or will in the next step
         self._chunks: dict[int, list[tuple[_Track, int, Chunk, bool]]] = {}  # step in flight → its parts of prompts
 
     # ── events of the loop ──
@@ -200,8 +202,8 @@ class EngineJournal(StepObserver):
     # ── for a look between two steps ──
 
     def live(self, requests: Iterable[Request], now: float, request_id: str = "") -> list[EngineJourney]:
-        """Everything that has not ended, as it stands; or one request, by its own id or that of its HTTP request.
-        `requests`: the scheduler's, for the tokens that they have by now."""
+        """All open requests as they stand; or one of them, by its own id or that of its HTTP request.
+        `requests`: the scheduler's, for the number of their tokens."""
         journeys: Iterable[_Journey] = self._journeys.values()
         if request_id:
             journeys = [journey for journey in journeys if request_id in (journey.request.id, journey.request.http_id)]
@@ -212,7 +214,7 @@ class EngineJournal(StepObserver):
         return [self._as_it_stands(journey, now) for journey in journeys]
 
     def waits(self, now: float) -> dict[str, float]:
-        """Seconds that the queue's head has waited since the start, by reason."""
+        """Seconds for which the queue's head has waited since the start, by reason."""
         return self._queue.look(now)
 
     # ── inside ──
@@ -338,7 +340,7 @@ class EngineJournal(StepObserver):
             fold(track.stages)
 
     def _stage(self, track: _Track, now: float) -> Stage:
-        """What the track's present stage comes to, if it ends now."""
+        """The track's present stage, if it ended now."""
         output = max(0, track.num_output - track.output_at)
         grammar = self._grammar_seconds - track.grammar_at if track.has_grammar else 0.0
         match track.name:
