@@ -51,7 +51,7 @@ class QueueLimit(StepObserver):
         self._num_admitted = 0  # their sum
         self.rejections = {"num_queued_reqs": 0, "num_queued_tokens": 0, "queue_time": 0}  # since the start, by reason
 
-    def planned(self, planned: "Planned", now: float) -> None:
+    def rows_changed(self, planned: "Planned", now: float) -> None:
         if planned.admitted:
             self.moved(now, len(planned.admitted))
 

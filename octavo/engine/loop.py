@@ -40,7 +40,7 @@ class EngineLoop:
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
         depth = 1 if executor.overlap and not observers.needs_drain() else 0
-        observers.submitted(is_overlapped=depth > 0)
+        observers.submitted(depth > 0)
         deltas: list[TokenDelta] = []
         while len(in_flight) > depth or (in_flight and planned.is_empty):
             result = executor.collect()

@@ -5,7 +5,9 @@ A new observer is a class here or in a higher room that overrides what it wants 
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from octavo.messages import Abort, GenerateRequest
 
@@ -13,14 +15,14 @@ if TYPE_CHECKING:  # API processes import from this room, and have no use for a 
     from octavo.schedule.results import Committed, GrammarsReady, Planned, Removed
 
 
-class StepTimes(NamedTuple):
+class StepTimes(msgspec.Struct, frozen=True, gc=False):
     """When a step was committed, and for how long it was computed."""
 
     now: float
     compute_seconds: float
 
 
-class StepEnd(NamedTuple):
+class StepEnd(msgspec.Struct, frozen=True, gc=False):
     """The end of one call of EngineLoop.step()."""
 
     planned: "Planned"  # what it planned; its result may still be on its way
@@ -49,6 +51,9 @@ class StepObserver:
 
     def began(self) -> None:
         """A step begins."""
+
+    def rows_changed(self, planned: "Planned", now: float) -> None:
+        """A plan was made by which requests got a row or lost it. Comes before planned()."""
 
     def planned(self, planned: "Planned", now: float) -> None:
         """A plan was made. It is submitted next, unless it is empty."""
@@ -99,6 +104,7 @@ class Observers:
         self._on_grammars_ready = self._overriding("grammars_ready")
         self._on_prefixes_reset = self._overriding("prefixes_reset")
         self._on_began = self._overriding("began")
+        self._on_rows_changed = self._overriding("rows_changed")
         self._on_planned = self._overriding("planned")
         self._on_committed = self._overriding("committed")
         self._on_stepped = self._overriding("stepped")
@@ -146,6 +152,9 @@ class Observers:
         now = self._now = self._clock()
         if not planned.is_empty:
             self._submitted.append(now)
+        if planned.admitted or planned.returned or planned.plan.leaves:
+            for notify in self._on_rows_changed:
+                notify(planned, now)
         for notify in self._on_planned:
             notify(planned, now)
 

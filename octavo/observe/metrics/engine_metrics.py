@@ -109,7 +109,7 @@ class EngineMetrics(StepObserver):
 
     # ── events of the loop ──────────────────────────────────────────────────────────────────────────
 
-    def planned(self, planned: Planned, now: float) -> None:
+    def rows_changed(self, planned: Planned, now: float) -> None:
         for leaver in planned.returned:
             self.preempted(leaver.request.id)
         for request in planned.admitted:
