@@ -25,7 +25,7 @@ from benchmarks.gpu.show import table
 from octavo.cache import KVCache
 from octavo.cli import main as cli
 from octavo.cli.bench.workload import id_prompts
-from octavo.engine.loop import EngineLoop
+from octavo.engine.build import build_engine
 from octavo.messages import GenerateRequest, SamplingParams
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
@@ -112,7 +112,7 @@ def offline(load: Load, step_seconds: float) -> float:
     scheduler = Scheduler(
         KVCache(report.num_pages, PAGE_SIZE), report.max_num_seqs, report.max_num_batched_tokens, PAGE_SIZE
     )
-    loop = EngineLoop(scheduler, executor, EngineMetrics("none", report))
+    loop = build_engine(scheduler, executor, EngineMetrics("none", report)).loop
     params = SamplingParams(max_tokens=load.output_len, seed=0, ignore_eos=True)
     for number, prompt in enumerate(id_prompts(load.num_requests, load.input_len, 0, VOCAB_SIZE, seed=2)):
         loop.add(GenerateRequest(f"request-{number}", prompt, params, [2]))

@@ -15,6 +15,7 @@ import msgspec
 from octavo.cache import KVCache
 from octavo.cli.bench.report import facts, percentile
 from octavo.device import pick
+from octavo.engine.build import build_engine
 from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams, StepDeltas, StepPlan, StepResult
 from octavo.observe.metrics.engine_metrics import EngineMetrics
@@ -83,7 +84,7 @@ def build(
     executor = NoModel(report, overlap, clock)
     cache = KVCache(num_pages, PAGE_SIZE, windows=windows, max_step_tokens=report.max_num_batched_tokens)
     scheduler = Scheduler(cache, num_rows, report.max_num_batched_tokens)
-    return EngineLoop(scheduler, executor, EngineMetrics("none", report)), executor
+    return build_engine(scheduler, executor, EngineMetrics("none", report)).loop, executor
 
 
 def fill(loop: EngineLoop, num_running: int, num_waiting: int, max_tokens: int, lockstep: bool) -> None:

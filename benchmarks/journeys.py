@@ -12,51 +12,43 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from benchmarks.host_step import WARMUP, build, fill
 from octavo.cli.bench.report import facts
 from octavo.engine.loop import EngineLoop
-from octavo.messages import StepPlan
 from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.step_observer import StepTimes
+from octavo.schedule.results import Committed, Planned
 
 MAX_SHARE = 0.01
-VERBS = ("queued", "returned", "admitted", "forked", "planned", "committed", "ended")
 
 
-class NoJournal(EngineJournal):
-    """A journal that keeps nothing."""
+class TimedJournal(EngineJournal):
+    """Measures what its events take."""
 
-    def queued(self, *about: Any) -> None: ...
-    def returned(self, *about: Any) -> None: ...
-    def admitted(self, *about: Any) -> None: ...
-    def forked(self, requests: Iterable[Any]) -> None: ...
-    def planned(self, plan: StepPlan, head: Any, reason: Any, now: float) -> None: ...
-    def committed(self, step: int, num_rows: int, num_tokens: int, now: float) -> None: ...
-    def ended(self, *about: Any) -> None: ...
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.seconds, self._clock = 0.0, clock
 
+    def planned(self, planned: Planned, now: float) -> None:
+        started = self._clock()
+        super().planned(planned, now)
+        self.seconds += self._clock() - started
 
-class Timed:
-    """Times a journal's methods."""
-
-    def __init__(self, journal: EngineJournal, clock: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        for verb in VERBS:
-            setattr(journal, verb, self._timed(getattr(journal, verb), clock))
-
-    def _timed(self, call: Callable[..., None], clock: Callable[[], float]) -> Callable[..., None]:
-        def timed(*arguments: Any) -> None:
-            started = clock()
-            call(*arguments)
-            self.seconds += clock() - started
-
-        return timed
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        started = self._clock()
+        super().committed(committed, times)
+        self.seconds += self._clock() - started
 
 
-def make(rows: int, steps: int, journal: EngineJournal, clock: Callable[[], float]) -> EngineLoop:
+def make(rows: int, steps: int, journal: EngineJournal | None, clock: Callable[[], float]) -> EngineLoop:
+    """A loop with this journal in place of its own. None: without one."""
     loop, _ = build(rows, steps, False, clock, (0,))
-    loop.journal = journal
+    (own,) = [observer for observer in loop.observers if isinstance(observer, EngineJournal)]
+    loop.observers.remove(own)
+    if journal is not None:
+        loop.observers.add(journal)
     fill(loop, rows, 0, steps + 8, lockstep=False)
     return loop
 
@@ -66,15 +58,14 @@ def one_round(
 ) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
     """Return the seconds of each step: with journeys, without, and inside the journal (of a third loop, so that its clock costs neither)."""
     total = steps + WARMUP
-    timed_journal = EngineJournal()
-    # The first loop made lies elsewhere in memory, so the order alternates from round to round.
+    # The loop that is made first lies elsewhere in memory: which one that is changes from round to round.
     made = {
-        kind: make(rows, total, kind(), clock)
-        for kind in ((EngineJournal, NoJournal) if is_odd else (NoJournal, EngineJournal))
+        has_journal: make(rows, total, EngineJournal() if has_journal else None, clock)
+        for has_journal in (is_odd, not is_odd)
     }
-    with_journal, without = made[EngineJournal], made[NoJournal]
-    inside = make(rows, total, timed_journal, clock)
-    timer = Timed(timed_journal, clock)
+    with_journal, without = made[True], made[False]
+    timed = TimedJournal(clock)
+    inside = make(rows, total, timed, clock)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -87,10 +78,10 @@ def one_round(
             loop.step()
             if step >= WARMUP:
                 seconds.append(clock() - started)
-        timer.seconds = 0.0
+        timed.seconds = 0.0
         inside.step()
         if step >= WARMUP:
-            kept[2].append(timer.seconds)
+            kept[2].append(timed.seconds)
     return kept
 
 

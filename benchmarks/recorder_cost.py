@@ -34,7 +34,7 @@ def measure(loop: EngineLoop, recorder: Recorder, num_steps: int) -> tuple[list[
     for step in range(num_steps):
         is_on = step // BLOCK % 2
         if step % BLOCK == 0:
-            loop._recorder = recorder if is_on else None
+            loop.observers.add(recorder) if is_on else loop.observers.remove(recorder)
             cache.keys_made = [] if is_on and not recorder._with_tokens else None
         started = time.thread_time()
         loop.step()
@@ -61,9 +61,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         recorder = start_recorder(executor.start(), folder, arguments.tokens)
         states = []
+        loop.record(recorder)
         for _ in range(9):
             started = time.thread_time()
-            loop.record(recorder)
+            recorder.take(loop.scheduler)
             states.append(time.thread_time() - started)
         off, on = measure(loop, recorder, arguments.steps)
         recorder.close()

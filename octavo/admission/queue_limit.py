@@ -1,5 +1,4 @@
-"""QueueLimit: how much waits, how fast that moves, and who is refused because it is too much.
-Knows nothing of clocks or sockets: whoever asks brings the time."""
+"""QueueLimit: refuses requests when too many wait, and estimates from recent admissions how fast the queue moves."""
 
 import math
 from collections import deque
@@ -7,23 +6,25 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import Overloaded
 from octavo.messages import GenerateRequest
+from octavo.observe.step_observer import StepObserver
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # API processes import too_much(), and have no use for a scheduler
     from octavo.schedule import Scheduler
+    from octavo.schedule.results import Planned
 
 WINDOW_SECONDS = 60.0
 MAX_RETRY_SECONDS = 600
 
 
 class Excess(NamedTuple):
-    reason: str  # as metrics have it
+    reason: str  # the label in metrics
     words: str
 
 
 def too_much(
     num_waiting: int, num_tokens: int, num_new_tokens: int, max_requests: int, max_tokens: int
 ) -> Excess | None:
-    """Why one more request, of `num_new_tokens`, cannot wait where so many do. None: it can. A limit of 0: any number."""
+    """Why one more request, with a prompt of `num_new_tokens`, may not wait. None: it may. A limit of 0: any number."""
     if max_requests and num_waiting >= max_requests:
         return Excess(
             "num_queued_reqs", f"{num_waiting} requests wait already, as many as may (--max-waiting-requests)"
@@ -38,27 +39,31 @@ def too_much(
 
 
 def retry_seconds(seconds: float) -> int:
-    """When to come again, if all who wait have moved on in so many seconds: in half of them, the queue is half as long."""
+    """When to retry, if the whole queue is admitted within `seconds`: after half of them, it is half as long."""
     return max(1, min(math.ceil(seconds / 2), MAX_RETRY_SECONDS))
 
 
-class QueueLimit:
+class QueueLimit(StepObserver):
     def __init__(self, max_requests: int = 0, max_tokens: int = 0) -> None:
-        """Requests, and prompt tokens of theirs, that may wait at one time; 0: any number."""
+        """How many requests may wait at one time, and how many prompt tokens they may have; 0: any number."""
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._admissions: deque[tuple[float, int]] = deque()  # (when, how many), the last minute's
         self._num_admitted = 0  # their sum
         self.rejections = {"num_queued_reqs": 0, "num_queued_tokens": 0, "queue_time": 0}  # since the start, by reason
 
+    def rows_changed(self, planned: "Planned", now: float) -> None:
+        if planned.admitted:
+            self.moved(now, len(planned.admitted))
+
     def moved(self, now: float, num_admitted: int) -> None:
-        """So many got a row."""
+        """`num_admitted` requests got a row."""
         self._admissions.append((now, num_admitted))
         self._num_admitted += num_admitted
         self._forget(now)
 
     def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
-        """Raises Overloaded. While there are rows for all who wait, anything is taken: what can be served has a way in."""
-        waiting, tokens = scheduler.num_waiting - scheduler.num_free_rows, scheduler.num_waiting_tokens
+        """Raises Overloaded. As long as there are free rows for all that wait, every request is taken."""
+        waiting, tokens = scheduler.num_waiting - len(scheduler.rows.free), scheduler.rows.num_waiting_tokens
         if waiting < 0 or not scheduler.num_waiting:
             return
         excess = too_much(waiting, tokens, len(request.prompt_ids), self._max_requests, self._max_tokens)
@@ -67,11 +72,11 @@ class QueueLimit:
             raise Overloaded(excess.words, self.retry_after(waiting, now))
 
     def retry_after(self, num_waiting: int, now: float) -> int:
-        """Whole seconds in which, at the pace of the last minute, half of the queue will have moved on."""
+        """Whole seconds until half of the queue is admitted, at the pace of the last minute."""
         return retry_seconds(self.seconds_for(num_waiting, now))
 
     def seconds_for(self, num_requests: float, now: float) -> float:
-        """Until so many more have a row, at the pace of the last minute. Without one to go by: as if it was one a second."""
+        """Seconds until `num_requests` more are admitted, at the pace of the last minute. Without admissions: one a second."""
         self._forget(now)
         if not self._num_admitted:
             return num_requests

@@ -1,8 +1,10 @@
-"""Builds an engine: executor by name, cache and scheduler from the integers the executor reports.
-Knows nothing of torch: the executor's module is imported only when it is chosen."""
+"""Builds an engine: the executor by name, cache and scheduler from the integers that it reports, and the observers of its steps.
+An executor's module, and with it torch, is imported only when it is chosen."""
 
 import importlib
 import os
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -10,11 +12,17 @@ import msgspec
 from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
 from octavo.config import Config
+from octavo.engine.control import EngineControl
+from octavo.engine.live_view import LiveView
 from octavo.engine.loop import EngineLoop
+from octavo.engine.step_heartbeat import StepHeartbeat
 from octavo.executor.base import Executor
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import EngineReport
+from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.journeys.journey import MAX_RING_BYTES, JourneyRing
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.step_observer import Observers, StepObserver
 from octavo.schedule import POLICIES, Scheduler
 from octavo.weights.sources.source import ModelSource
 
@@ -24,6 +32,7 @@ EXECUTORS = {"local": "octavo.executor.local:LocalExecutor", "processes": "octav
 class Engine(NamedTuple):
     loop: EngineLoop
     report: EngineReport
+    control: EngineControl
 
 
 def start_engine(
@@ -61,10 +70,38 @@ def start_engine(
     )
     metrics = EngineMetrics(model_name, report)
     max_ring_bytes = int(config.server.journey_bytes)
-    loop = EngineLoop(
+    return build_engine(
         scheduler, executor, metrics, heartbeat=heartbeat, queue_limit=queue_limit, max_ring_bytes=max_ring_bytes
     )
-    return Engine(loop, report)
+
+
+def build_engine(
+    scheduler: Scheduler,
+    executor: Executor,
+    metrics: EngineMetrics,
+    clock: Callable[[], float] = time.monotonic,
+    heartbeat: Heartbeat | None = None,
+    queue_limit: QueueLimit | None = None,
+    max_ring_bytes: int = MAX_RING_BYTES,
+) -> Engine:
+    """Put an engine together around an executor that has started. `heartbeat`: None: nothing outside this process reads it.
+    `queue_limit`: None: any number of requests may wait."""
+    heartbeat = Heartbeat() if heartbeat is None else heartbeat
+    queue_limit = QueueLimit() if queue_limit is None else queue_limit
+    journal, live_view = EngineJournal(), LiveView(scheduler, metrics)
+    # Everything that hears of every step, in this order. A recorder comes last (EngineLoop.record).
+    observers: list[StepObserver] = [
+        queue_limit,
+        StepHeartbeat(heartbeat, scheduler, queue_limit),
+        metrics.pace,
+        metrics,
+        journal,
+        live_view,
+    ]
+    loop = EngineLoop(scheduler, executor, Observers(observers, clock))
+    ring = JourneyRing(max_ring_bytes)
+    control = EngineControl(loop, metrics, journal, live_view, queue_limit, heartbeat, ring, clock)
+    return Engine(loop, metrics.report, control)
 
 
 def load_executor(config: Config, source: ModelSource) -> Executor:

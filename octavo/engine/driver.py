@@ -1,5 +1,5 @@
-"""Drives an engine loop from an inbox: sleeps while idle, takes messages in between steps, sends tokens to where they belong.
-Knows nothing of sockets: an outbox does."""
+"""Driver: runs an engine loop from an inbox. It sleeps while idle, handles messages between steps, and sends tokens to the API
+processes that asked for them."""
 
 import logging
 import queue
@@ -41,38 +41,38 @@ log = logging.getLogger("octavo.engine")
 
 
 class Wake(NamedTuple):
-    """Says nothing: whoever sleeps over the inbox finds that there is work."""
+    """Wakes a driver that sleeps over its inbox: there is work."""
 
 
 Inbox = queue.SimpleQueue[ToEngine | Wake | None]
 """None: stop."""
-_REST_SECONDS = 1.0  # an idle engine says so this often: silence means that it hangs
+_REST_SECONDS = 1.0  # how often an idle engine beats: silence means that it hangs
 
 
 class Outbox(Protocol):
     def connect(self, hello: Hello) -> None:
-        """An API process is there; from now on it can be sent to."""
+        """An API process is there: messages can be sent to it from now on."""
 
     def send(self, origin: int, message: FromEngine) -> None: ...
 
     def send_all(self, message: FromEngine) -> None:
-        """To every API process that has connected."""
+        """Send to every API process that has connected."""
 
 
 class Driver:
     def __init__(self, engine: Engine, inbox: Inbox, outbox: Outbox, num_origins: int = 0) -> None:
-        """`num_origins`: API processes that must have said hello before anything is computed."""
-        self._loop, self._report = engine
+        """`num_origins`: how many API processes must send their Hello before anything is computed."""
+        self._loop, self._report, self._control = engine
         self._inbox, self._outbox = inbox, outbox
         self._origins: dict[str, int] = {}  # open request → API process
         self._listening: dict[int, str] = {}  # API process → where it listens
         self._recovery: Recovery | None = Recovery(num_origins) if num_origins else None  # None: over
         self._encode = msgspec.msgpack.Encoder().encode
-        self._loop.on_prepared = lambda: inbox.put(Wake())
-        self._loop.journal.on_end = self._travelled
+        self._loop.on_grammar_ready = lambda: inbox.put(Wake())
+        self._control.journal.on_end = self._travelled
 
     def run(self) -> None:
-        """Until None arrives. An exception is the engine's end: every client is told, then it is raised."""
+        """Run until None arrives. An exception ends the engine: every API process is sent Dying, then it is raised."""
         try:
             while self._take_in():
                 if self._recovery is not None:
@@ -84,15 +84,15 @@ class Driver:
             raise
 
     def _take_in(self) -> bool:
-        """Every message there is; waits for one if there is nothing else to do. False: stop."""
+        """Handle all messages there are; wait for one if there is nothing else to do. False: stop."""
         is_idle = not self._loop.has_work
         if is_idle:
-            self._loop.heartbeat.rest()
+            self._control.heartbeat.rest()
         try:
             message = self._inbox.get(is_idle, _REST_SECONDS)
         except queue.Empty:
             if is_idle:
-                self._loop.rest()
+                self._control.rest()
             return True
         while message is not None:
             self._handle(message)
@@ -119,7 +119,7 @@ class Driver:
             case LeaveQueue():
                 self._leave_queue(message.request_id)
             case Hello():
-                self._lose(message.origin)  # one before it, whose end nobody has told of yet
+                self._lose(message.origin)  # a predecessor whose end was not reported yet
                 self._listening[message.origin] = message.reply_to
                 self._outbox.connect(message)
                 self._outbox.send(message.origin, self._report)
@@ -129,7 +129,7 @@ class Driver:
                 if self._listening.get(message.origin) == message.reply_to:  # else its successor is here already
                     self._lose(message.origin)
             case Answered():
-                self._loop.answered(message)
+                self._control.answered(message)
             case (
                 ReadMetrics()
                 | ReadProgress()
@@ -140,10 +140,10 @@ class Driver:
                 | ReadLive()
                 | ReadPage()
             ):
-                self._outbox.send(message.origin, Reply(message.call, self._loop.control(message)))
+                self._outbox.send(message.origin, Reply(message.call, self._control.answer(message)))
 
     def _lose(self, origin: int) -> None:
-        """An API process has ended: what it asked for is computed no further, and gives back what it holds."""
+        """An API process has ended: abort its requests."""
         self._listening.pop(origin, None)
         if self._recovery is not None:
             self._recovery.lose(origin)
@@ -161,11 +161,11 @@ class Driver:
             self._recovery = None
 
     def _add(self, request: GenerateRequest) -> None:
-        """Whatever is wrong with a request that the door let through is this request's failure alone."""
+        """A request that cannot be taken in fails alone, whatever is wrong with it."""
         self._origins[request.id] = request.origin
-        self._loop.heartbeat.take(request.origin, request.submitted)
+        self._control.heartbeat.take(request.origin, request.submitted)
         try:
-            self._loop.check(request)
+            self._control.check(request)
             self._check_room(request)
             self._loop.add(request)
         except Overloaded as error:
@@ -184,17 +184,17 @@ class Driver:
         choices = self._loop.scheduler.choices(request_id)
         if choices and all(choice.is_untouched for choice in choices):
             self._loop.abort(Abort(request_id, reason="error"))
-            self._refuse(request_id, [choice.index for choice in choices], _overload(self._loop.overdue()))
+            self._refuse(request_id, [choice.index for choice in choices], _overload(self._control.overdue()))
 
     def _check_room(self, request: GenerateRequest) -> None:
-        """Memory was measured anew: there may be less of it than where the request came to the door."""
-        assert request.params.max_tokens is not None, "resolved at the door"
+        """An engine measures its memory when it starts: there may be less than when the request was admitted."""
+        assert request.params.max_tokens is not None, "resolved at admission"
         num_new = 0 if request.pooling is not None else request.params.max_tokens
         if len(request.prompt_ids) + num_new > self._report.max_model_len:
             raise EngineUnavailable(f"the engine that took over has room for {self._report.max_model_len} tokens only")
 
     def _send(self, deltas: list[TokenDelta]) -> None:
-        """One message per step for each API process."""
+        """Send one message per step to each API process."""
         by_origin: dict[int, list[TokenDelta]] = {}
         for delta in deltas:
             by_origin.setdefault(self._origins[delta.request_id], []).append(delta)
@@ -202,12 +202,12 @@ class Driver:
             self._outbox.send(origin, StepDeltas(its_deltas))
         if self._recovery is not None:
             self._recovery.note(deltas)
-        for delta in deltas:  # only now: several choices of one request may end in one step
+        for delta in deltas:  # after sending: several choices of one request may end in one step
             if delta.finish is not None:
                 self._forget_if_done(delta.request_id)
 
     def _travelled(self, journey: EngineJourney) -> None:
-        """Called as the request ends: before its last tokens are sent, so that whoever gets these knows how they came."""
+        """Called as the request ends, before its last tokens are sent: the API process then has the journey when it finishes."""
         self._outbox.send(journey.origin, Travelled(self._encode(journey)))
 
     def _forget_if_done(self, request_id: str) -> None:

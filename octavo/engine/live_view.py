@@ -1,5 +1,4 @@
-"""The engine at this moment, looked at between two steps: rows, queue, pages, and what ended since the last look.
-Knows nothing of who asks; nothing here runs while nobody does."""
+"""LiveView: the engine at this moment, looked at between two steps: rows, queue, pages, and what ended since the last look."""
 
 from bisect import insort
 from itertools import islice
@@ -11,18 +10,20 @@ from octavo.observe.history import History
 from octavo.observe.journeys.stages import WaitReason
 from octavo.observe.live_state import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics.engine_metrics import EngineMetrics
+from octavo.observe.step_observer import StepObserver, StepTimes
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
+from octavo.schedule.results import Committed, Planned
 
 MAX_WAITING = 100
 MAX_ENDED = 100
 MAX_LANES = 8
 MAX_COUNTED = 5000
-"""Of a longer queue the rest is one lane: nobody reads it, and walking it would hold up the steps."""
+"""Of a longer queue the rest is one lane: walking it would hold up the steps."""
 
 
 class Endings:
-    """The last requests that are over, numbered."""
+    """The last HTTP requests that are over, numbered."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -43,62 +44,74 @@ class Endings:
             answered.preemptions,
             answered.at,
         )
-        insort(self._kept, end, key=lambda kept: kept.at)  # API processes tell one after another what was before
+        insort(self._kept, end, key=lambda kept: kept.at)  # each API process tells a new engine what was before it
         del self._kept[:-MAX_ENDED]
 
     def since(self, number: int) -> list[LiveEnd]:
         return [end for end in self._kept if end.number > number]
 
 
-def look(
-    scheduler: Scheduler,
-    metrics: EngineMetrics,
-    plan: StepPlan | None,
-    ended: list[LiveEnd],
-    history: History,
-    now: float,
-    is_first: bool = True,
-) -> LiveState:
-    """`plan`: the last one that was made. `is_first`: tell the past too."""
-    cache, report = scheduler.cache, metrics.report
-    reason = _reason(scheduler)
-    codes = page_map(cache)
-    totals = metrics.totals()
-    num_cached, num_free = codes.count(CACHED), codes.count(FREE)
-    num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
-    return LiveState(
-        time=now,
-        step=scheduler.num_steps,
-        totals=totals,
-        num_waiting=scheduler.num_waiting,
-        rows=_rows(scheduler, metrics, plan),
-        waiting=_waiting(scheduler, metrics, reason, now),
-        lanes=_lanes(scheduler, metrics, now),
-        blocked_by=reason,
-        advice=advice(_standing(scheduler, metrics, num_cached + num_free, num_preempted)),
-        num_pages=report.num_pages,
-        page_size=report.page_size,
-        max_rows=scheduler.max_rows,
-        max_step_tokens=scheduler.max_step_tokens,
-        num_host_pages=report.num_host_pages,
-        num_host_pages_used=cache.num_host_used,
-        num_shared_pages=codes.count(SHARED),
-        num_cached_pages=num_cached,
-        num_free_pages=num_free,
-        ended=ended,
-        past=history.all() if is_first else [],
-        pages=codes.tobytes(),
-    )
+class LiveView(StepObserver):
+    def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
+        """`metrics` must hear of a commit before this does."""
+        self._scheduler, self._metrics = scheduler, metrics
+        self._plan: StepPlan | None = None  # the last one that was submitted
+        self._endings, self._history = Endings(), History()
+
+    def planned(self, planned: Planned, now: float) -> None:
+        if not planned.is_empty:
+            self._plan = planned.plan
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        if times.now >= self._history.due:
+            used, waiting = self._scheduler.cache.pool.num_used, self._scheduler.num_waiting
+            self._history.note(times.now, self._metrics.totals(), used, waiting)
+
+    def answered(self, answered: Answered) -> None:
+        self._endings.answered(answered)
+
+    def look(self, since: int, now: float) -> LiveState:
+        """With the requests that ended after number `since`. Negative: this is the first look, which shows the past too."""
+        scheduler, metrics, history = self._scheduler, self._metrics, self._history
+        cache, report = scheduler.cache, metrics.report
+        reason = _reason(scheduler)
+        codes = page_map(cache)
+        totals = metrics.totals()
+        num_cached, num_free = codes.count(CACHED), codes.count(FREE)
+        num_preempted = history.preemptions_since(now - LATELY_SECONDS, totals.preemptions)
+        return LiveState(
+            time=now,
+            step=scheduler.num_steps,
+            totals=totals,
+            num_waiting=scheduler.num_waiting,
+            rows=_rows(scheduler, metrics, self._plan),
+            waiting=_waiting(scheduler, metrics, reason, now),
+            lanes=_lanes(scheduler, metrics, now),
+            blocked_by=reason,
+            advice=advice(_standing(scheduler, metrics, num_cached + num_free, num_preempted)),
+            num_pages=report.num_pages,
+            page_size=report.page_size,
+            max_rows=scheduler.max_rows,
+            max_step_tokens=scheduler.max_step_tokens,
+            num_host_pages=report.num_host_pages,
+            num_host_pages_used=cache.num_host_used,
+            num_shared_pages=codes.count(SHARED),
+            num_cached_pages=num_cached,
+            num_free_pages=num_free,
+            ended=self._endings.since(since),
+            past=history.all() if since < 0 else [],
+            pages=codes.tobytes(),
+        )
+
+    def page_owners(self, page: int) -> list[str]:
+        """Names of the requests that hold a page."""
+        sequences = set(owners_of(self._scheduler.cache, page))
+        requests = self._scheduler.requests()
+        return [self._metrics.name_of(request.id) for request in requests if request.sequence in sequences]
 
 
 def _reason(scheduler: Scheduler) -> WaitReason | None:
     return scheduler.head_waits_for if len(scheduler.waiting) else "grammar" if scheduler.awaiting_grammar else None
-
-
-def page_owners(scheduler: Scheduler, metrics: EngineMetrics, page: int) -> list[str]:
-    """Names of the requests that hold a page."""
-    sequences = set(owners_of(scheduler.cache, page))
-    return [metrics.name_of(request.id) for request in scheduler.requests() if request.sequence in sequences]
 
 
 def _rows(scheduler: Scheduler, metrics: EngineMetrics, plan: StepPlan | None) -> list[LiveRow]:
@@ -144,9 +157,9 @@ def _waiting(scheduler: Scheduler, metrics: EngineMetrics, reason: str | None, n
 
 
 def _lanes(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> list[LiveLane]:
-    """Who came back because pages ran out, and who is new; these by priority, where that is what orders them."""
-    found: dict[tuple[int, str], tuple[int, float]] = {}  # (place, name) → how many, when the oldest came
-    by_priority = scheduler.orders_by_wish
+    """Preempted requests, and new ones; these by priority, if that is the policy."""
+    found: dict[tuple[int, str], tuple[int, float]] = {}  # (order, name) → how many, when the oldest came
+    by_priority = scheduler.has_priorities
     for request in islice(scheduler.waiting, MAX_COUNTED):
         rank = request.rank if by_priority else 0
         name = "preempted" if request.num_preemptions else f"priority {rank}" if by_priority else "new"

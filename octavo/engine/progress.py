@@ -1,5 +1,4 @@
-"""Who waits, for what and how long: the answer to whoever asks what an engine is at.
-Knows nothing of HTTP, and changes nothing."""
+"""Progress: which requests wait, for what and how long."""
 
 from typing import Literal
 
@@ -9,7 +8,7 @@ from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
 
 QUIET_SECONDS = 5.0
-"""A request that has had no token for so long is named."""
+"""A request that has had no token for this long is named."""
 MAX_NAMED = 32
 
 Status = Literal["ok", "starting", "recovering", "draining", "stuck", "dead"]
@@ -25,21 +24,21 @@ class Quiet(msgspec.Struct, frozen=True):
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = "ok"
-    restarts: int = 0  # engines that have taken over from one that ended
-    api_restarts: int = 0  # API processes that have
+    restarts: int = 0  # engines that were started again
+    api_restarts: int = 0  # API processes that were
     steps: int = 0
-    last_step_age_s: float | None = None  # None: there was none yet
+    last_step_age_s: float | None = None  # None: there has been none
     step_running_s: float | None = None  # None: no step is being computed
-    stalled_s: float = 0.0  # neither turned nor computed
+    stalled_s: float = 0.0  # without a sign of life
     running: int = 0
     waiting: int = 0
     oldest_waiting: Quiet | None = None
-    without_progress: list[Quiet] = []  # those that have waited longest
-    page_problems: list[str] = []  # what was wrong with the pages' books when nothing ran last
+    without_progress: list[Quiet] = []  # the ones that have waited longest
+    page_problems: list[str] = []  # what the last audit of the pages found
 
 
 def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Progress:
-    """What the step loop itself can tell, between two steps."""
+    """What is known in the engine, between two steps; the API process adds the rest."""
     waiting, quiet = [], []
     for request in scheduler.requests():
         arrived, last = metrics.times(request.id, request.index)

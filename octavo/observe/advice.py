@@ -1,5 +1,4 @@
-"""Why requests wait, in words, and which setting is the limit.
-Knows nothing of the scheduler: whoever looks brings the numbers."""
+"""Advice: why requests wait, in words, and which setting would help."""
 
 from collections.abc import Callable
 
@@ -14,25 +13,25 @@ SCARCE = 0.1
 
 
 class Standing(msgspec.Struct, frozen=True, gc=False):
-    """What a queue stands before."""
+    """The numbers that the advice depends on."""
 
     num_waiting: int
-    reason: WaitReason | None  # what the first of it lacks; None: nobody has looked at it yet
+    reason: WaitReason | None  # what the queue's head lacks; None: no plan has looked at it yet
     num_rows: int
     max_rows: int
     num_pages: int
-    num_open_pages: int  # free, or cached and nobody's
+    num_open_pages: int  # free, or cached and unused
     max_step_tokens: int
-    head_tokens: int  # of the first in the queue
-    head_pages: int  # that these take, if none of them is found computed
-    spare_pages: int  # that whoever enters has to leave to those who run
+    head_tokens: int  # of the queue's head
+    head_pages: int  # that these take if none is in the prefix cache
+    spare_pages: int  # that an admission must leave free for the running requests
     num_preempted: int  # lately
     is_cpu: bool = False
-    has_swap: bool = False  # whoever has to leave may go to host memory
+    has_swap: bool = False  # preempted requests may go to host memory
 
 
 def advice(standing: Standing) -> str:
-    """Empty: nothing has to wait, and nobody had to leave."""
+    """Empty: no request waits, and none was preempted lately."""
     parts = []
     if standing.num_waiting:
         tell = _TOLD.get(standing.reason or "")

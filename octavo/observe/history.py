@@ -1,5 +1,5 @@
-"""History: how the engine stood at every second of the last minutes, so that whoever comes to look sees how it got there.
-Knows nothing of who notes or who looks. A step that is not a second's first costs one comparison."""
+"""History: the engine's totals at every second of the last minutes, for a viewer that has just connected. A step that is not the
+first of a second costs one comparison."""
 
 from collections import deque
 
@@ -13,13 +13,13 @@ NUM_KEPT = 300
 
 class History:
     def __init__(self) -> None:
-        self.due = 0.0  # when the next one is wanted
+        self.due = 0.0  # when the next sample is
         self._kept: deque[LivePast] = deque(maxlen=NUM_KEPT)
 
     def note(self, now: float, totals: LiveTotals, num_used_pages: int, num_waiting: int) -> None:
         last = self._kept[-1] if self._kept else None
         if last is not None and now - last.time > 2 * EVERY_SECONDS and not last.num_waiting:
-            # Nothing was done meanwhile: rates are not to be spread over that time.
+            # The engine was idle meanwhile: a rate must not be spread over that time.
             self._kept.append(msgspec.structs.replace(last, time=now - EVERY_SECONDS, num_used_pages=0))
         self._kept.append(_past(now, totals, num_used_pages, num_waiting))
         self.due = now + EVERY_SECONDS
@@ -29,7 +29,7 @@ class History:
         return [*self._kept]
 
     def preemptions_since(self, then: float, total: int) -> int:
-        """`total`: how many there were until now."""
+        """`total`: preemptions until now."""
         before = 0
         for past in reversed(self._kept):
             if past.time <= then:

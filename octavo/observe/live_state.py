@@ -1,12 +1,11 @@
-"""LiveState: the server at this moment, for those who watch it, and how it came there.
-Knows nothing of who measures or who watches."""
+"""LiveState: the engine at one moment, and its last minutes, as the cockpit and `octavo top` show them."""
 
 from array import array
 
 import msgspec
 
 BLOCK = 64
-"""Pages that are compared at once: most of a large map stays as it is from one look to the next."""
+"""Pages that are compared at once: most of a large map does not change between two looks."""
 
 
 class LiveRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -16,8 +15,8 @@ class LiveRow(msgspec.Struct, frozen=True, gc=False, array_like=True):
     request: str  # the HTTP request's id
     choice: int
     is_prompt: bool  # it computes a part of its prompt
-    step_tokens: int  # in the last step; 0: it had no room in it
-    length: int  # tokens that it has
+    step_tokens: int  # in the last step; 0: the step had no room for it
+    length: int  # tokens so far
     prompt_len: int
     max_len: int
     pages: int
@@ -32,7 +31,7 @@ class LiveWait(msgspec.Struct, frozen=True, gc=False, array_like=True):
     seconds: float
     prompt_len: int
     is_preempted: bool
-    host_pages: int  # where it was swapped to
+    host_pages: int  # that it was swapped to
 
 
 class LiveEnd(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +57,7 @@ class LiveLane(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class LivePast(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A second of the last minutes: totals as in LiveTotals, and what was true then."""
+    """One second of the last minutes: totals as in LiveTotals, and gauges at that time."""
 
     time: float
     generation_tokens: int
@@ -72,7 +71,7 @@ class LivePast(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class LiveTotals(msgspec.Struct, frozen=True, gc=False):
-    """Counted since the start: rates are differences."""
+    """Counts since the start; a rate is the difference of two."""
 
     steps: int
     prompt_tokens: int
@@ -95,8 +94,8 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     rows: list[LiveRow]
     waiting: list[LiveWait]  # the first of them
     lanes: list[LiveLane]  # all of them
-    blocked_by: str | None  # what the first in the queue lacks
-    advice: str  # in words; empty: nothing has to wait
+    blocked_by: str | None  # what the queue's head lacks
+    advice: str  # in words; empty: no request waits
     num_pages: int
     page_size: int
     max_rows: int
@@ -106,13 +105,13 @@ class LiveState(msgspec.Struct, frozen=True, gc=False):
     num_shared_pages: int
     num_cached_pages: int
     num_free_pages: int
-    ended: list[LiveEnd]  # since the look before
+    ended: list[LiveEnd]  # since the last look
     past: list[LivePast]  # on the first look: the last minutes
     pages: bytes  # a 16-bit code for each page, little endian (cache/page_map.py): 0 free, 1 cached, 2 shared, else an owner's
 
 
 def changes(before: bytes, after: bytes) -> list[tuple[int, list[int]]]:
-    """Where two page maps of one size differ: (first page, codes from there on). Equal parts are passed over quickly."""
+    """Where two page maps of one size differ: (first page, codes from there on). Equal parts are skipped quickly."""
     assert len(before) == len(after)
     found: list[tuple[int, list[int]]] = []
     if before == after:

@@ -1,8 +1,7 @@
-"""Log lines, for people or as JSON, written so that no disk, pipe or closed descriptor can hold up who logs.
-Knows nothing of requests but what their journeys tell.
+"""Log lines, as text or JSON, written by a thread so that a slow disk, a full pipe or a closed descriptor never blocks the caller.
 
-A line is put into a queue and written by a thread. Where writing fails or takes too long lines are lost and counted, and the
-next one that can be written is preceded by how many."""
+Where writing fails or takes too long, lines are dropped and counted; the next line that can be written is preceded by their
+number."""
 
 import json
 import logging
@@ -15,15 +14,15 @@ from collections.abc import Callable
 from octavo.observe.journeys.journey import Journey, OpenJourney
 
 MAX_WAITING = 10_000
-"""Lines that wait to be written; beyond these they are lost."""
+"""Lines that may wait to be written; more are dropped."""
 FAREWELL_SECONDS = 0.5
 
 
 class LineWriter:
-    """Lines to a file descriptor, by a thread of its own."""
+    """Writes lines to a file descriptor, in a thread of its own."""
 
     def __init__(self, descriptor: int, about_lost: Callable[[str], str] = str) -> None:
-        """`about_lost`: makes a line of the words about those that were lost."""
+        """`about_lost`: formats the message about dropped lines."""
         self.num_lost = 0
         self._descriptor = descriptor
         self._about_lost = about_lost
@@ -38,7 +37,7 @@ class LineWriter:
             self.num_lost += 1
 
     def close(self) -> None:
-        """What is waiting is written, if that takes no longer than a moment."""
+        """Write the lines that wait, if that takes no longer than FAREWELL_SECONDS."""
         self._lines.put(None)
         self._thread.join(FAREWELL_SECONDS)
 
@@ -57,7 +56,7 @@ class LineWriter:
         try:
             while data:
                 data = data[os.write(self._descriptor, data) :]
-        except OSError:  # the disk is full, the reader is gone, or there never was one
+        except OSError:  # the disk is full, or the reader is gone
             return False
         return True
 
@@ -70,7 +69,7 @@ class LineHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.writer.write(self.format(record))
-        except Exception:  # a record that cannot be written down must not end what logged it
+        except Exception:  # a record that cannot be formatted must not raise in the caller
             self.writer.num_lost += 1
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class LineHandler(logging.Handler):
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object. What was logged with `extra={"fields": …}` are its members."""
+    """A record as one JSON object, with the members of `extra={"fields": …}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -98,7 +97,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def install(level: int, kind: str) -> None:
-    """For this process: every record from `level` on, as lines for people ("text") or JSON ("json") on standard error."""
+    """Log every record from `level` on to standard error, as text ("text") or JSON ("json")."""
     handler = LineHandler()
     text = logging.Formatter("octavo: %(levelname)s: %(message)s")
     handler.setFormatter(JsonFormatter() if kind == "json" else text)
@@ -106,7 +105,7 @@ def install(level: int, kind: str) -> None:
 
 
 def request_line(told: Journey, journey: OpenJourney) -> str:
-    """One request for people: what it asked and got, how long that took, and what it waited for."""
+    """One request as text: its tokens, how long it took, and what it waited for."""
     parts = [f"{told.id} {journey.method} {journey.path} {told.status} {told.seconds:.3f} s"]
     if told.prompt_tokens:
         cached = f" ({told.cached_tokens} cached)" if told.cached_tokens else ""
@@ -126,7 +125,7 @@ def request_line(told: Journey, journey: OpenJourney) -> str:
 
 
 def request_fields(told: Journey, journey: OpenJourney) -> dict[str, object]:
-    """The same for machines."""
+    """The same as fields for JSON."""
     return {
         "event": "request",
         "id": told.id,
@@ -149,7 +148,7 @@ def request_fields(told: Journey, journey: OpenJourney) -> dict[str, object]:
 
 
 def stage_seconds(told: Journey) -> dict[str, float]:
-    """Seconds by stage; a stage that came several times is summed."""
+    """Seconds by stage, summed over stages of the same name."""
     seconds: dict[str, float] = {}
     for stage in told.stages:
         for name, spent in (stage.stages or {stage.name: stage.seconds}).items():

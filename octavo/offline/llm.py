@@ -49,7 +49,7 @@ class LLM:
             model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
         )
         self.model_name = self.config.model.served_model_name or source.name
-        self._loop, self.report = start_engine(self.config, source, self.model_name)
+        self._loop, self.report, _ = start_engine(self.config, source, self.model_name)
         self._source = source
         self._text: Text | None = None
         self._num_requests = 0

@@ -1,8 +1,8 @@
-"""Recorder: keeps what the scheduler was told, always, in files of bounded size, so that its plans can be made again.
-Knows nothing of who reads them, and never makes a step wait: bytes go to shared memory, a thread brings them to files.
+"""Recorder: keeps the scheduler's inputs in files of bounded size, so that its plans can be made again. It never makes a step wait:
+records go to shared memory, and a thread writes them to files.
 
-Files roll: each begins with the scheduler's state, so the oldest can go whatever is alive. If bytes come faster than the thread
-can write, or the disk is full, what cannot be kept is dropped and said once; it goes on with a fresh state later."""
+Files roll: each begins with the scheduler's state, so the oldest can be removed at any time. If records come faster than the thread
+can write, or the disk is full, they are dropped, with one warning; recording goes on later with a new state."""
 
 import contextlib
 import logging
@@ -10,13 +10,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from octavo.cache import KVCache
-from octavo.messages import Abort, FinishReason, GenerateRequest, StepPlan, StepResult, TokenDelta
+from octavo.messages import Abort, FinishReason, GenerateRequest, TokenDelta
+from octavo.observe.step_observer import StepEnd, StepObserver, StepTimes
 from octavo.recording.format import (
     SEGMENT,
     Aborted,
@@ -42,24 +42,20 @@ from octavo.recording.format import (
 )
 from octavo.recording.ring import SIZE, RecordingRing
 from octavo.schedule import Scheduler
-from octavo.schedule.request import Request
+from octavo.schedule.results import Committed, GrammarsReady, Removed
 from octavo.schedule.snapshot import Manner, take
 
 log = logging.getLogger("octavo.engine")
 
 FLUSH_SECONDS = 0.2
 RETRY_SECONDS = 10.0
-MOST_RETRY_SECONDS = 640.0  # where a state was too large, again and again: to take one costs the step that waits for it
-PLAIN_TURNS = 16  # of which there is nothing to tell, written down at once
+MOST_RETRY_SECONDS = 640.0  # after states that were too large: taking one delays a step
+PLAIN_STEPS = 16  # steps without an event that are written as one record
 SEGMENTS = 4  # files that share the limit
-_RESERVE = 64  # bytes of the box kept for the record that says that there is no room
+_RESERVE = 64  # bytes of the ring that are kept for the record that says that it is full
 
 
-Done = tuple[StepResult, list[TokenDelta], list[Request], int, float]
-"""A step that was committed in a turn: what it gave, to whom, whom it ended, tokens and seconds computed."""
-
-
-class Recorder:
+class Recorder(StepObserver):
     def __init__(
         self,
         segments: "Segments",
@@ -68,7 +64,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._segments, self._header, self._ring, self._clock = segments, header, ring, clock
-        self.is_due = True  # a state is wanted, as soon as nothing is in flight
+        self.is_due = True  # the state is to be taken as soon as nothing is in flight
         self._with_tokens = with_tokens = header.with_tokens
         self._name: Callable[[str], str] = str if with_tokens else grammar_names()
         self._manner = Manner(
@@ -79,20 +75,21 @@ class Recorder:
         )
         self._encode = msgspec.msgpack.Encoder().encode
         self._is_lost = True  # until the first state
-        self._is_rolling = False  # a state was taken, and its file is not begun yet
-        self._num_rows = -1  # of the plan before; −1: none
-        self._plain: list[tuple[float, int, float, int]] = []  # turns that are not written down yet: a Ticked's columns
+        self._is_rolling = False  # a state was taken, and its file does not exist yet
+        self._num_rows = -1  # of the previous plan; −1: none
+        self._plain: list[tuple[float, int, float, int]] = []  # steps that are not written yet: a Ticked's columns
         self._states: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._is_closing = False
-        self._cache = KVCache(0, 1)  # until the first state
+        self._done: list[tuple[Committed, StepTimes]] = []  # steps that were committed since the last record of one
+        self._scheduler: Scheduler  # since the first state
         ring.reset()
         self._thread = threading.Thread(target=self._write, name="octavo-recorder", daemon=True)
         self._thread.start()
 
     # ── the stepping thread ──
 
-    def arrived(self, request: GenerateRequest, now: float) -> None:
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         if self._is_lost:
             return
         with_tokens, begun = self._with_tokens, request.begun
@@ -114,36 +111,46 @@ class Recorder:
             )
         )
 
-    def aborted(self, abort: Abort, now: float) -> None:
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
         self._put(Aborted(int(now * 1e6), abort.request_id, abort.index, abort.reason))
 
-    def prepared(self, grammar: str) -> None:
-        self._put(Prepared(int(self._clock() * 1e6), self._name(grammar)))
+    def grammars_ready(self, ready: GrammarsReady, now: float) -> None:
+        for grammar in ready.grammars:
+            self._put(Prepared(int(now * 1e6), self._name(grammar)))
 
-    def forgotten(self) -> None:
-        self._put(Forgotten(int(self._clock() * 1e6)))
+    def prefixes_reset(self, now: float) -> None:
+        self._put(Forgotten(int(now * 1e6)))
 
-    def turned(self, scheduler: Scheduler, plan: StepPlan, done: list[Done], in_flight: Sized, now: float) -> None:
-        """At the end of every turn, whether or not the plan was empty. Turns of which there is nothing to tell, as most are, are
-        written down some at a time, and nothing of them is held: memory that is used again at once is cheap, other is not."""
+    def needs_drain(self) -> bool:
+        return self.is_due
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self._done.append((committed, times))
+
+    def stepped(self, end: StepEnd) -> None:
+        """Record a step, whether or not its plan was empty. Most are plain: they are written several at a time, and nothing of them is
+        kept but four numbers, so that their memory can be reused at once."""
+        plan, now, is_drained = end.planned.plan, end.now, not end.num_in_flight
+        done, self._done = self._done, []
         checksum = digest(plan, self._num_rows)
         self._num_rows = len(plan.rows)
         if len(done) == 1 and not (self._with_tokens or plan.enters or plan.leaves):
-            result, _, ended, num_tokens, seconds = done[0]
-            if not (ended or result.last or result.failures or result.candidates):
-                self._plain.append((now, checksum, seconds, num_tokens))
-                if len(self._plain) == PLAIN_TURNS:
+            committed, times = done[0]
+            result = committed.result
+            if not (committed.ended or result.last or result.failures or result.candidates):
+                self._plain.append((now, checksum, times.compute_seconds, committed.num_tokens))
+                if len(self._plain) == PLAIN_STEPS:
                     self._write_plain()
-                if self.is_due and not in_flight:
-                    self.take(scheduler)
+                if self.is_due and is_drained:
+                    self.take(self._scheduler)
                 return
-        outcomes = [self._outcome(scheduler, each) for each in done]
+        outcomes = [self._outcome(committed, times.compute_seconds) for committed, times in done]
         self._write_plain()
         self._put(Turned(int(now * 1e6), checksum, outcomes, self._keys()))
-        # Where there is nothing to do, nobody waits for the state to be taken.
-        is_time = scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
-        if not in_flight and (self.is_due or is_time):
-            self.take(scheduler)
+        # While the engine is idle, taking the state delays no request.
+        is_time = self._scheduler.is_idle and self._segments.is_half_full and not self._is_rolling
+        if is_drained and (self.is_due or is_time):
+            self.take(self._scheduler)
 
     def _write_plain(self) -> None:
         if not self._plain:
@@ -157,25 +164,28 @@ class Recorder:
             )
 
     def _keys(self) -> bytes:
-        keys = self._cache.keys_made
+        cache = self._scheduler.cache
+        keys = cache.keys_made
         if not keys:
             return b""
-        self._cache.keys_made = []
+        cache.keys_made = []
         return b"".join(keys)
 
-    def _outcome(self, scheduler: Scheduler, done: Done) -> Outcome:
-        result, deltas, ended, num_tokens, seconds = done
+    def _outcome(self, committed: Committed, seconds: float) -> Outcome:
+        result, deltas, ended = committed.result, committed.deltas, committed.ended
         ends: list[tuple[str, int, FinishReason]] = []
         if ended:
             ends = [(delta.request_id, delta.index, _end_of(delta)) for delta in deltas if delta.finish is not None]
         candidates = result.candidates
         if candidates and not self._with_tokens:
-            stop_ids = {stop for each in (*scheduler.requests(), *ended) if each.special for stop in each.stop_ids}
+            stop_ids = {
+                stop for each in (*self._scheduler.requests(), *ended) if each.special for stop in each.stop_ids
+            }
             candidates = [untold(each, stop_ids) for each in candidates]
         tokens = result.tokens if self._with_tokens else []
         return Outcome(
             int(seconds * 1e6),
-            num_tokens,
+            committed.num_tokens,
             tokens,
             ends,
             result.last,
@@ -184,12 +194,12 @@ class Recorder:
         )
 
     def take(self, scheduler: Scheduler) -> None:
-        """The scheduler's state: nothing is in flight."""
+        """Take the scheduler's state and begin a new file with it. Nothing may be in flight."""
         self.is_due, self._is_rolling = False, True
         self._write_plain()
-        self._cache = scheduler.cache
+        self._scheduler = scheduler
         if not self._with_tokens:
-            self._cache.keys_made = []
+            scheduler.cache.keys_made = []
         now = self._clock()
         header = msgspec.structs.replace(self._header, wall=time.time(), clock=now)
         state = self._encode(State(header, take(scheduler, self._manner)))
@@ -224,9 +234,8 @@ class Recorder:
 
     def _flush(self) -> None:
         segments, ring = self._segments, self._ring
-        head = (
-            ring.head
-        )  # before the states are looked at: what one was taken for must not come into the file before it
+        # Read before the states: records that follow a state must not get into the file before it.
+        head = ring.head
         with contextlib.suppress(queue.Empty):
             while True:
                 position, state = self._states.get_nowait()
@@ -234,7 +243,7 @@ class Recorder:
                 segments.begin(state, position)
                 self._is_rolling = False
         self._flush_to(head)
-        # The stepping thread may have lost track, or the disk: once there is room again, it shall begin anew.
+        # Records were dropped, or could not be written: once there is room again, begin with a new state.
         if segments.wants_state or (self._is_lost and not self.is_due and segments.can_retry):
             self.is_due = True
 
@@ -244,8 +253,11 @@ class Recorder:
             self._segments.append(stream_chunk(self._ring.between(start, end), start))
             self._ring.tail = end
 
+    def closed(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Everything that was told is written. Called by the stepping thread, or when there is none."""
+        """Write everything that was recorded. Called by the stepping thread, or when there is none."""
         self._write_plain()
         self._is_closing = True
         self._wake.set()
@@ -254,18 +266,18 @@ class Recorder:
 
 
 def _end_of(delta: TokenDelta) -> FinishReason:
-    """By which token it ended: a stop id may also be the one with which a grammar keeps to a limit."""
+    """How its last token ended it. "length" without a token: a stop token, which its grammar forced because of max_tokens."""
     assert delta.finish is not None
     return "stop" if delta.finish.reason == "length" and not delta.token_ids else delta.finish.reason
 
 
 class Segments:
-    """Files that follow one another, together within a limit. A disk that is full, or gone, is said once and tried again."""
+    """A sequence of files, together within a limit of bytes. A disk that is full, or gone, is reported once and tried again."""
 
     def __init__(self, folder: Path, name: str, limit: int, now: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._name, self._limit, self._now = folder, name, limit, now
-        self._file = -1  # descriptor; −1: none
-        self._files: list[tuple[Path, int]] = []  # older ones with their sizes, the oldest first
+        self._file = -1  # descriptor; −1: none is open
+        self._files: list[tuple[Path, int]] = []  # closed files with their sizes, the oldest first
         self._path = Path()
         self._size = 0
         self._count = 0
@@ -283,21 +295,21 @@ class Segments:
 
     @property
     def wants_state(self) -> bool:
-        """Whether the next file is to be begun."""
+        """Whether the next file should begin."""
         if self._failed_at is not None:
             if self.can_retry:
-                self._failed_at = self._now()  # once in a while
+                self._failed_at = self._now()  # not again before the next pause is over
                 return True
             return False
         return self._size > self._limit // SEGMENTS
 
     def begin(self, state: bytes, position: int) -> None:
-        """The next file, with the state that was taken at this place of the stream."""
+        """Begin the next file with a state that was taken at this position of the stream."""
         chunk = state_chunk(state, position)
         if len(chunk) > self._limit // 2:
             return self._fail_for_size(len(chunk), position)
         if self._failed_at is None:
-            self._has_complained = False  # a file was filled without trouble
+            self._has_complained = False  # the last file was written without an error
         self.close()
         self._count += 1
         self._path = self._folder / f"{self._name}-{self._count:06d}{SEGMENT}"
@@ -327,7 +339,7 @@ class Segments:
             log.warning("the flight recorder pauses: %s; serving goes on without it", why)
 
     def _write(self, chunk: bytes) -> bool:
-        """Whole, or not at all: what was begun is taken back."""
+        """Write all of it, or nothing: a partial write is truncated."""
         try:
             written = 0
             while written < len(chunk):
@@ -345,8 +357,7 @@ class Segments:
         return True
 
     def _fail_for_size(self, num_bytes: int, position: int) -> None:
-        """The engine has too much to do at the moment to be told of. It will be less, but nobody knows when: what was in vain is
-        tried half as often from then on."""
+        """The state is too large at the moment. It will shrink at an unknown time, so the pause before the next try doubles."""
         why = f"the engine's state takes {num_bytes} bytes, more than half of --record-bytes"
         pause = min(2 * self._pause, MOST_RETRY_SECONDS)
         self.append(gap_chunk(why, position))

@@ -1,8 +1,7 @@
-"""A recording's steps computed again by the model, plan by plan: are the tokens the same?
-Knows nothing of files or of how its findings are shown.
+"""Recomputation: computes a recording's steps again with the model, plan by plan, and compares the tokens.
 
-What pages held when the recording began is nowhere. It is computed first: all that runs then, and, when a request finds a
-prefix in the cache that was there before, that prefix, from the request's own tokens."""
+A recording does not hold the contents of pages. Those of requests that run when it begins are computed first; a prefix that was in
+the cache by then is computed when a request finds it, from the request's own tokens."""
 
 import dataclasses
 import threading
@@ -18,6 +17,7 @@ from octavo.errors import ConfigError
 from octavo.messages import EngineReport, Entering, StepPlan, StepResult
 from octavo.recording.format import Header, Recording
 from octavo.replay.replay import Committed, Planned, Replay
+from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.request import Request
 from octavo.weights.sources.source import ModelSource, resolve
 
@@ -39,7 +39,7 @@ class Findings:
 
 
 def config_of(header: Header) -> Config:
-    """The settings of the recorded engine, with what had been measured in place of every auto."""
+    """The settings of the recorded engine, with the measured value in place of every auto."""
     report = header.report
     config = Config(
         ModelConfig(**header.options["model"]),
@@ -58,7 +58,7 @@ def config_of(header: Header) -> Config:
 
 
 def source_of(header: Header, model: str) -> ModelSource:
-    """`model`: another place to take it from; empty: where it was."""
+    """`model`: where to find it; empty: at its recorded path."""
     if model:
         return resolve(model)
     if Path(header.model_path).exists():
@@ -68,7 +68,7 @@ def source_of(header: Header, model: str) -> ModelSource:
 
 
 class Recomputation:
-    """Computes every step at once: what is on its way on a device at a plan's time is the device's own business."""
+    """Computes every step when it is planned, so that none overlaps."""
 
     def __init__(self, recording: Recording, model: str = "") -> None:
         header = recording.header
@@ -84,11 +84,11 @@ class Recomputation:
             )
         if state.cache.host_tables:
             raise ConfigError("the recording begins with requests on swapped pages, which cannot be computed again")
-        self.replay = Replay(recording)
+        self.replay = Replay(recording, self._start)
         self.findings = Findings()
         self._header = header
         self._results: deque[StepResult] = deque()
-        self._recording_ready = [*state.grammar_cache.ready, *state.grammar_cache.ordered]
+        self._recording_ready = [*state.grammar_cache.ready, *state.grammar_cache.compiling]
         self._known: set[int] = set()  # pages whose content was computed here
         self._executor = load_executor(config_of(header), source_of(header, model))
 
@@ -99,7 +99,6 @@ class Recomputation:
                 self._prepare(grammar, [])
             self._warm_up()
             for happening in self.replay.follow():
-                self._tend_grammar_cache()
                 match happening:
                     case Planned() if not happening.plan.is_empty and happening.is_same:
                         self._compute(happening)
@@ -109,12 +108,9 @@ class Recomputation:
             self._executor.close()
         return self.findings
 
-    def _tend_grammar_cache(self) -> None:
-        """What was to be made ready is, before anybody can ask for it."""
-        grammar_cache = self.replay.scheduler.grammar_cache
-        orders, grammar_cache.orders = grammar_cache.orders, []
-        for order in orders:
-            self._prepare(order.grammar, order.forgets)
+    def _start(self, job: GrammarJob) -> None:
+        """Compile it at once, before a plan can need it."""
+        self._prepare(job.grammar, job.forgets)
 
     def _prepare(self, grammar: str, forgets: list[str]) -> None:
         is_done = threading.Event()
@@ -130,12 +126,12 @@ class Recomputation:
                 )
 
     def _compute(self, happening: Planned) -> None:
-        """The plan, after what it takes for granted."""
+        """Compute the plan, after the cached pages that it relies on."""
         plan, page_size = happening.plan, self.replay.cache.page_size
         self._known.update(move.target for move in plan.moves if move.kind != "out")
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for enter in plan.enters:
-            # A choice that forks is not in the plan's rows: its pages are those of the choice that it forks from.
+            # A choice that forks is not in the plan's rows: it shares the pages of the choice that it forks from.
             num_cached = starts.get(enter.row, 0) // page_size
             if any(page not in self._known for page in enter.pages[0][:num_cached]):
                 self._fill(plan.leaves, enter, num_cached * page_size)
@@ -154,7 +150,7 @@ class Recomputation:
             self._note_pages(request)
 
     def _fill(self, leaves: list[int], enter: Entering, num_tokens: int) -> None:
-        """The first tokens of what enters, in steps of a length that a step may have."""
+        """Compute the first tokens of an entering row, in steps within the token budget."""
         most = self._header.report.max_num_batched_tokens
         enters = [enter]
         for start in range(0, num_tokens, most):
@@ -181,7 +177,7 @@ class Recomputation:
         ]
         for request, recorded, computed in zip(sampling, outcome.tokens, result.tokens, strict=True):
             if request.params.use_beam_search:
-                continue  # nobody reads it
+                continue  # the search chooses the token
             findings.num_tokens += 1
             findings.num_same += recorded == computed
             if recorded != computed and findings.first is None:

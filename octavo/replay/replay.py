@@ -1,11 +1,11 @@
-"""Replay: makes a recording's plans again, with the scheduler and the cache that serve, and says where they are no longer the same.
-Knows nothing of models or of how its findings are shown.
+"""Replay: makes a recording's plans again, with the scheduler and the cache that serve, and finds the first plan that differs.
 
-Where the recording tells no tokens, made-up ones stand in: a request's prompt is one number over and over, a choice's output
-another. What they cannot tell is told: the keys of pages in the order in which they were asked for, and which tokens ended what."""
+A recording without token ids is replayed with made-up ones: a request's prompt is one number repeated, a choice's output another.
+What these cannot reproduce is recorded: the keys of pages in the order in which they were made, and the tokens that ended
+requests."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from octavo import __version__
@@ -28,10 +28,11 @@ from octavo.recording.format import (
 )
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
-from octavo.schedule.outcome import Issued
+from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
-from octavo.schedule.rows import Returned
+from octavo.schedule.results import Planned as PlannedStep
+from octavo.schedule.results import Returned
 from octavo.schedule.snapshot import RequestState, ToldLoops, restore
 
 _NO_SCORES = Logprobs(0, [], [])
@@ -63,7 +64,7 @@ Happening = Arrived | Aborted | Forgotten | Prepared | Marked | Planned | Commit
 
 
 def prompt_token(first_sequence: int) -> int:
-    """What stands for every token of a prompt whose first choice is this sequence: nobody's stop id."""
+    """The made-up token of a prompt whose first choice has this sequence. Negative, so that it is never a stop id."""
     return -2 * first_sequence - 2
 
 
@@ -72,7 +73,7 @@ def output_token(sequence: int) -> int:
 
 
 class ToldCache(KVCache):
-    """A cache that is told the keys which it cannot make for want of tokens."""
+    """A cache that takes page keys from the recording where there are no tokens to make them from."""
 
     def __init__(self, header: Header) -> None:
         report = header.report
@@ -89,7 +90,7 @@ class ToldCache(KVCache):
         self._is_told = not header.with_tokens
         self.told: deque[bytes] = deque()
         self.known: dict[tuple[int, int], bytes] = {}  # (last token of a page, its place) → its key
-        self.num_untold = 0  # keys that were asked for and not told: the plans differ
+        self.num_untold = 0  # keys that the recording does not have: the plans differ
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
         if not self._is_told:
@@ -112,8 +113,10 @@ def _cannot(what: str, header: Header, error: Exception) -> ConfigError:
 class Replay:
     """Follows a recording once, to its end or to the first plan that is not the same."""
 
-    def __init__(self, recording: Recording) -> None:
-        """Raises ConfigError where the state cannot be taken up."""
+    def __init__(self, recording: Recording, start: Callable[[GrammarJob], None] = lambda job: None) -> None:
+        """`start`: called for every grammar that the engine began to compile. Raises ConfigError where the state cannot be taken
+        up."""
+        self._start = start
         try:
             self._begin(recording)
         except (AssertionError, LookupError, TypeError, ValueError) as error:
@@ -131,7 +134,7 @@ class Replay:
             policy=POLICIES[report.scheduling_policy],
         )
         self._records = recording.records
-        self.sources: dict[str, GenerateRequest] = {}  # of requests that have come; whoever wants one takes it
+        self.sources: dict[str, GenerateRequest] = {}  # the request of the Arrived that was yielded last
         self._first: dict[str, int] = {}  # request → its first choice's sequence
         for told in recording.state.scheduler.requests:
             sequence, name, index = told.kept[:3]
@@ -140,14 +143,14 @@ class Replay:
         for request in self.scheduler.requests():
             self._settle(request)
         self._learn_keys()
-        self._num_rows = -1  # of the plan before; −1: none
-        self._flight: deque[tuple[StepPlan, Issued]] = deque()
+        self._num_rows = -1  # of the previous plan; −1: none
+        self._flight: deque[PlannedStep] = deque()
         self.num_steps = 0  # plans with something in them
         self.num_same = 0
         self.most_in_flight = 0
 
     def follow(self) -> Iterator[Happening]:
-        """Raises ConfigError where what is told contradicts what the scheduler knows."""
+        """Raises ConfigError where the recording contradicts the scheduler's state."""
         try:
             yield from self._follow()
         except (AssertionError, LookupError, StopIteration, RuntimeError, TypeError, ValueError) as error:
@@ -159,66 +162,67 @@ class Replay:
             match record:
                 case Arrived():
                     source = self.sources[record.id] = self._request_of(record)
-                    self.scheduler.add(source)
+                    self._start_all(self.scheduler.add(source).jobs)
                     for request in self.scheduler.choices(record.id):
                         self._settle(request)
                     yield record
                     self.sources.pop(record.id, None)
                 case Aborted():
                     yield record
-                    self.scheduler.abort(record.id, record.index)
+                    removed = self.scheduler.abort(record.id, record.index)
+                    self._start_all([] if removed is None else removed.jobs)
                 case Forgotten():
                     self.cache.reset_prefixes()
                     yield record
                 case Prepared():
                     yield record
-                    self.scheduler.prepared(record.grammar)
+                    self._start_all(self.scheduler.prepared([record.grammar]).jobs)
                 case Marked():
                     self._num_rows, self.cache._head = -1, (-1, 0, [])
                     yield record
                 case Turned():
-                    yield from self._turn(record)
+                    yield from self._step(record)
                     if self.num_same < self.num_steps:
                         return
 
     def next_plan(self) -> tuple[StepPlan, list[Request]] | None:
-        """What would have been planned next: an engine that was killed was about to do it, or did. None: nothing, or what the
-        recording tells is not enough."""
-        plan = self.scheduler.plan()
-        if plan.is_empty or self.cache.num_untold:
+        """The plan after the last recorded one: an engine that was killed was about to carry it out, or did. None: it is empty, or the
+        recording does not hold enough to make it."""
+        planned = self.scheduler.plan()
+        if planned.plan.is_empty or self.cache.num_untold:
             return None
-        return plan, self.scheduler._in_flight[-1].requests
+        return planned.plan, planned.requests
 
-    def _turn(self, record: Turned) -> Iterator[Happening]:
+    def _step(self, record: Turned) -> Iterator[Happening]:
         keys = record.keys
         self.cache.told.extend(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        plan = self.scheduler.plan()
+        planned = self.scheduler.plan()
+        plan = planned.plan
         is_same = digest(plan, self._num_rows) == record.digest
         self._num_rows = len(plan.rows)
-        requests: list[Request] = []
         if not plan.is_empty or not is_same:
             self.num_steps += 1
             self.num_same += is_same
         if not plan.is_empty:
-            issued = self.scheduler._in_flight[-1]
-            requests = issued.requests
-            self._flight.append((plan, issued))
-        yield Planned(record.micros, plan, is_same, requests, self.scheduler.admitted, self.scheduler.returned)
+            self._flight.append(planned)
+        yield Planned(record.micros, plan, is_same, planned.requests, planned.admitted, planned.returned)
         if not is_same:
             return
         for outcome in record.outcomes:
-            done, issued = self._flight.popleft()
-            if sum(done.counts) != outcome.num_tokens:
-                raise ValueError(f"step {done.step} has {sum(done.counts)} tokens, and had {outcome.num_tokens}")
-            requests = issued.requests[:]
-            result = self._result(done, issued, outcome)
-            candidates = _by_beam(done, issued, outcome) if outcome.candidates else {}
-            deltas = self.scheduler.commit(done, result)
-            yield Committed(record.micros, done, requests, outcome, deltas, candidates)
-        self.scheduler.grammar_cache.orders = []  # whoever carries them out did so
+            done = self._flight.popleft()
+            if done.num_tokens != outcome.num_tokens:
+                raise ValueError(f"step {done.plan.step} has {done.num_tokens} tokens, and had {outcome.num_tokens}")
+            candidates = _by_beam(done, outcome) if outcome.candidates else {}
+            committed = self.scheduler.commit(done.plan, self._result(done, outcome))
+            self._start_all(committed.jobs)
+            yield Committed(record.micros, done.plan, done.requests, outcome, committed.deltas, candidates)
         self.most_in_flight = max(self.most_in_flight, len(self._flight))
 
-    # ── what stands in for what is not told ──
+    def _start_all(self, jobs: list[GrammarJob]) -> None:
+        for job in jobs:
+            self._start(job)
+
+    # ── stand-ins for what is not recorded ──
 
     def _request_of(self, record: Arrived) -> GenerateRequest:
         first = self._first[record.id] = self.scheduler._next_sequence
@@ -254,7 +258,7 @@ class Replay:
             request.special = ToldLoops(request.params.repetition_detection)
 
     def _learn_keys(self) -> None:
-        """Of what is alive at the beginning: its pages are there, and some have keys."""
+        """Learn the keys of pages that requests hold when the recording begins."""
         page_size, keys = self.cache.page_size, self.cache.pool.keys
         for request in self.scheduler.requests():
             for table in self.cache.tables.get(request.sequence, [])[:1]:
@@ -263,11 +267,14 @@ class Replay:
                     if key is not None and end <= len(request.tokens):
                         self.cache.known[request.tokens[end - 1], i] = key
 
-    def _result(self, plan: StepPlan, issued: Issued, outcome: Outcome) -> StepResult:
+    def _result(self, planned: PlannedStep, outcome: Outcome) -> StepResult:
+        plan = planned.plan
         tokens, vectors, logprobs, prompt_logprobs = outcome.tokens, [], [], []
         ends = {(name, index): reason for name, index, reason in outcome.ended}
         made_up = []
-        for request, start, count, samples in zip(issued.requests, plan.starts, plan.counts, plan.samples, strict=True):
+        for request, start, count, samples in zip(
+            planned.requests, plan.starts, plan.counts, plan.samples, strict=True
+        ):
             last = request.prompt_len - 1
             if request.params.prompt_logprobs is not None and start < last:
                 prompt_logprobs.append([_NO_SCORES] * (min(start + count, last) - start))
@@ -290,10 +297,10 @@ class Replay:
         return ToldLoops.LOOP if end == "repetition" else output_token(request.sequence)
 
 
-def _by_beam(plan: StepPlan, issued: Issued, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
-    """Whose continuations an outcome holds; of those that count."""
+def _by_beam(planned: PlannedStep, outcome: Outcome) -> dict[tuple[str, int, int], Candidates]:
+    """The candidates in an outcome, by beam; without those of requests that left their row since."""
     found, candidates = {}, iter(outcome.candidates)
-    for request, epoch, samples in zip(issued.requests, issued.epochs, plan.samples, strict=True):
+    for request, epoch, samples in zip(planned.requests, planned.epochs, planned.plan.samples, strict=True):
         if samples and isinstance(request.special, BeamGroup):
             its, group = next(candidates), request.special
             if epoch == request.epoch and not request.is_finished:

@@ -1,5 +1,4 @@
-"""A run that never was: recorded requests through a scheduler with other settings, on an estimated clock.
-Knows nothing of files, nor of what the settings were in truth."""
+"""SimulatedRun: recorded requests through a scheduler with other settings, on an estimated clock."""
 
 from collections import deque
 
@@ -10,16 +9,19 @@ from octavo.replay.stats import RunStats
 from octavo.replay.what_if import Learned, Pace, Settings
 from octavo.schedule import POLICIES, Scheduler
 from octavo.schedule.beams.group import BeamGroup
+from octavo.schedule.grammar_cache import GrammarJob
 from octavo.schedule.repetition import Loops
 from octavo.schedule.request import Request
+from octavo.schedule.results import Planned
 from octavo.schedule.snapshot import ToldLoops
 
 _NO_SCORES = Logprobs(0, [], [])
-_AGAIN = "later"  # a choice that had not ended when the recording did
+_AGAIN = "later"  # the end of a choice that was open when the recording ended
 
 
 class _Cache(KVCache):
-    """Keys by name where tokens stand for others; what has no name is like nothing else."""
+    """Prefix-cache keys for a recording without token ids: the recorded key where one exists, else a unique key that never
+    matches."""
 
     known: dict[tuple[int, int], bytes]
     is_told: bool
@@ -50,22 +52,24 @@ class SimulatedRun:
         self._arrivals = deque(sorted(learned.requests, key=lambda told: told.seconds))
         leaving = [(told.left, told.source.id) for told in learned.requests if told.left is not None]
         self._leaving = deque(sorted(leaving))
+        self._jobs: list[GrammarJob] = []  # grammars to be compiled
         self.tally = RunStats()
 
     def run(self) -> RunStats:
         scheduler, tally = self._scheduler, self.tally
-        flight: deque[StepPlan] = deque()
+        flight: deque[Planned] = deque()
         while self._arrivals or not scheduler.is_idle:
             if scheduler.is_idle:
                 self._now = max(self._now, self._arrivals[0].seconds)
             self._let_in()
-            plan = scheduler.plan()
-            tally.planned(scheduler, plan)
-            if not plan.is_empty:
-                flight.append(plan)
-            elif not flight and not scheduler.returned and not self._wait():
+            planned = scheduler.plan()
+            is_empty = planned.plan.is_empty
+            tally.planned(scheduler, planned.plan)
+            if not is_empty:
+                flight.append(planned)
+            elif not flight and not planned.returned and not self._wait():
                 break  # nothing will ever change
-            while len(flight) > self._learned.depth or (flight and plan.is_empty):
+            while len(flight) > self._learned.depth or (flight and is_empty):
                 self._commit(flight.popleft())
         tally.end(scheduler)
         tally.queried_tokens, tally.hit_tokens = self._cache.queried_tokens, self._cache.hit_tokens
@@ -80,7 +84,7 @@ class SimulatedRun:
             self.tally.arrived(told.source.id, told.seconds)
             if any(told.source.begun):
                 self.tally.left(told.source.id)
-            self._scheduler.add(told.source)
+            self._jobs += self._scheduler.add(told.source).jobs
             for request in self._scheduler.choices(told.source.id):
                 if isinstance(request.special, Loops) and self._cache.is_told:
                     assert request.params.repetition_detection is not None
@@ -90,19 +94,20 @@ class SimulatedRun:
             name = self._leaving.popleft()[1]
             choices = self._scheduler.choices(name)
             if not self._told[name].was_waiting or all(choice.is_untouched for choice in choices):
-                self._scheduler.abort(name)
+                self._abort(name)
                 self.tally.left(name)
 
     def _prepare(self) -> None:
-        """Grammars are ready at once: what making them so takes is no matter of the settings."""
-        grammar_cache = self._scheduler.grammar_cache
-        while grammar_cache.orders:
-            orders, grammar_cache.orders = grammar_cache.orders, []
-            for order in orders:
-                self._scheduler.prepared(order.grammar)
+        """Grammars are ready at once: the settings do not change how long compiling takes."""
+        while self._jobs:
+            self._jobs = self._scheduler.prepared([job.grammar for job in self._jobs]).jobs
+
+    def _abort(self, name: str, index: int = -1) -> None:
+        removed = self._scheduler.abort(name, index)
+        self._jobs += [] if removed is None else removed.jobs
 
     def _fits(self, source: GenerateRequest) -> bool:
-        """What the door would have let through with these settings."""
+        """Whether the request would have been admitted with these settings."""
         scheduler, cache, params = self._scheduler, self._cache, source.params
         budget, prompt_len = scheduler.max_step_tokens, len(source.prompt_ids)
         if params.num_sequences > scheduler.max_rows or params.n > scheduler.max_rows:
@@ -119,7 +124,7 @@ class SimulatedRun:
         return pages_of(most, *shape) <= cache.pool.num_pages
 
     def _wait(self) -> bool:
-        """For whoever comes or leaves next. False: nobody will."""
+        """Advance the clock to the next arrival or abort. False: there is none."""
         moments = [self._arrivals[0].seconds] if self._arrivals else []
         moments += [self._leaving[0][0]] if self._leaving else []
         later = [moment for moment in moments if moment > self._now]
@@ -127,20 +132,21 @@ class SimulatedRun:
             self._now = min(later)
         return bool(later)
 
-    def _commit(self, plan: StepPlan) -> None:
-        issued = self._scheduler._in_flight[0]
-        result, leaving = self._result(plan, issued.requests)
-        seconds = self._pace.seconds(len(plan.rows), sum(plan.counts))
+    def _commit(self, planned: Planned) -> None:
+        plan = planned.plan
+        result, leaving = self._result(plan, planned.requests)
+        seconds = self._pace.seconds(len(plan.rows), planned.num_tokens)
         self._now += seconds
         self.tally.seconds += seconds
-        deltas = self._scheduler.commit(plan, result)
-        self.tally.gave(deltas, self._now)
+        committed = self._scheduler.commit(plan, result)
+        self._jobs += committed.jobs
+        self.tally.gave(committed.deltas, self._now)
         for name, index in leaving:
-            self._scheduler.abort(name, index)
+            self._abort(name, index)
         self._prepare()
 
     def _result(self, plan: StepPlan, requests: list[Request]) -> tuple[StepResult, list[tuple[str, int]]]:
-        """What the step would have given, and the choices that end with it for another reason than their tokens."""
+        """The step's result, and the choices that end with it for another reason than their tokens."""
         result = StepResult(plan.step, [], [], [], [], {}, 0.0, [], [])
         leaving: list[tuple[str, int]] = []
         for request, start, count, samples in zip(requests, plan.starts, plan.counts, plan.samples, strict=True):
@@ -169,7 +175,7 @@ class SimulatedRun:
         if not is_last or request.is_finished:
             return
         if end == "length":
-            result.last.append(len(result.tokens) - 1)  # a grammar may have ended it early
+            result.last.append(len(result.tokens) - 1)  # a grammar may have ended it before max_tokens
         elif end == "error":
             result.failures[len(result.tokens) - 1] = ""
         elif end == _AGAIN:
@@ -182,6 +188,6 @@ class SimulatedRun:
         if found is None and request.is_finished:
             found = Candidates([], [])
         if found is None:  # not recorded to its end
-            self._scheduler.abort(request.id)
+            self._abort(request.id)
             found = Candidates([], [])
         result.candidates.append(found)

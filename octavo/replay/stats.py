@@ -1,5 +1,4 @@
-"""Tally: what a run of the scheduler came to, recorded or imagined: steps, waits, first tokens, pages.
-Knows nothing of where the run came from; times are what it is told."""
+"""RunStats: figures of one run of the scheduler, recorded or simulated: steps, waits, first tokens, pages."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,18 +13,18 @@ class RunStats:
         self.num_tokens = 0  # computed
         self.num_rows = 0  # summed over the steps
         self.num_requests = 0
-        self.num_refused = 0  # those that the settings have no room for
+        self.num_refused = 0  # by settings that have no room for them
         self.num_output = 0
         self.most_rows = 0
         self.most_pages = 0
         self.preemptions = 0
         self.queried_tokens = 0
         self.hit_tokens = 0
-        self.seconds = 0.0  # in which something was there to do
+        self.seconds = 0.0  # of computed steps
         self.waits: Counter[str] = Counter()  # requests × steps, by what they waited for
         self.first_steps: list[int] = []  # steps up to and with the one that gave a request's first token
         self.first_seconds: list[float] = []
-        self._arrived: dict[str, tuple[int, float]] = {}  # those without a token: (steps before it, when)
+        self._arrived: dict[str, tuple[int, float]] = {}  # requests without a token: (steps before, when)
 
     def arrived(self, name: str, seconds: float) -> None:
         self.num_requests += 1
@@ -48,7 +47,7 @@ class RunStats:
             self.waits["order"] += waiting - 1
 
     def gave(self, deltas: Iterable[TokenDelta], seconds: float) -> None:
-        """What a step gave, and when."""
+        """A step's deltas, and when they came."""
         for delta in deltas:
             if delta.token_ids or delta.finish is not None:
                 self.num_output += len(delta.token_ids)
@@ -61,6 +60,6 @@ class RunStats:
 
 
 def at(values: list[float] | list[int], share: float) -> float | None:
-    """The value that this share of them lies at or below. None: there are none."""
+    """The quantile: `share` of the values lie at or below it. None: there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

@@ -1,8 +1,8 @@
-"""What would have changed with other settings: the recorded requests once more, through the scheduler that serves, on a clock that
-is fitted to the recorded steps. Knows nothing of files or of how its findings are shown.
+"""What-if: what a recording tells of each request, and a clock fitted to its steps, to run the requests again with other settings
+(simulate.py).
 
-Plans are exact for the settings; times are an estimate, and arrivals come at their recorded times on that estimated clock. A
-request gives the tokens that it gave; one that had not ended when the recording did ends where that was."""
+Plans are exact for the settings; times are an estimate, and requests arrive at their recorded times on that estimated clock. A
+request produces the tokens that it produced; one that was open when the recording ended stops there."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from octavo.schedule import POLICIES
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What a plan depends on beside its requests."""
+    """The settings that a plan depends on."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,7 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
         )
 
     def changed(self, texts: list[str]) -> "Settings":
-        """By NAME=VALUE, names as flags have them. Raises ConfigError."""
+        """With changes as NAME=VALUE, where NAME is a flag's. Raises ConfigError."""
         values = {}
         for text in texts:
             name, equals, value = text.partition("=")
@@ -71,20 +71,20 @@ def _value_of(name: str, value: str, text: str) -> int | str | bool:
     return int(value)
 
 
-# ── what the recording tells of each request ────────────────────────────────────────────────────────
+# ── what the recording holds of each request ────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass
 class Told:
-    """A request as it was: when it came, what it gave, how it ended."""
+    """A recorded request: when it came, what it produced, how it ended."""
 
     source: GenerateRequest
     seconds: float
     outputs: dict[int, list[int]] = dataclasses.field(default_factory=dict)  # by choice, all of them
     ends: dict[int, FinishReason] = dataclasses.field(default_factory=dict)
     beams: dict[tuple[int, int], Candidates] = dataclasses.field(default_factory=dict)  # by (place, length)
-    left: float | None = None  # when its client had gone, or it had waited for long enough
-    was_waiting: bool = False  # … the latter: only if it has no row by then
+    left: float | None = None  # when its client left, or its max_queue_ms was over
+    was_waiting: bool = False  # … the latter: it leaves only if it has no row by then
 
 
 class Learned(NamedTuple):
@@ -98,14 +98,14 @@ class Learned(NamedTuple):
 
 
 def learn(recording: Recording, watch: Callable[[object], None] = lambda happening: None) -> Learned:
-    """Replay once, and remember. Stops at the first plan that is not the same."""
+    """Replay the recording and collect what a simulation needs. Stops at the first plan that differs."""
     replay, tally = Replay(recording), RunStats()
     start = recording.header.clock
     told = {name: _alive(replay, name, start) for name in replay.scheduler.request_ids()}
     for name, one in told.items():
         tally.arrived(name, start)
         if any(one.source.begun):
-            tally.left(name)  # its first token is long out
+            tally.left(name)  # it has its first token already
     preemptions = replay.scheduler.num_preemptions
     queried, hit = replay.cache.queried_tokens, replay.cache.hit_tokens
     samples: list[tuple[int, int, float]] = []
@@ -136,7 +136,7 @@ def learn(recording: Recording, watch: Callable[[object], None] = lambda happeni
 
 
 def _alive(replay: Replay, name: str, start: float) -> Told:
-    """A request that was there when the recording began."""
+    """A request that was open when the recording began."""
     choices = replay.scheduler.choices(name)
     one = choices[0]
     begun: list[list[int] | None] = [None] * one.params.n
@@ -154,7 +154,8 @@ def _alive(replay: Replay, name: str, start: float) -> Told:
 
 
 def _note_abort(told: Told, record: Aborted) -> None:
-    """What a stop string ended, or one choice alone, ends with as many tokens as it had; a client leaves at its time."""
+    """A client that left leaves at its recorded time. A choice that a stop string ended, or that was aborted alone, ends with as many
+    tokens as it had."""
     if record.index < 0 and record.reason != "stop":
         told.left, told.was_waiting = record.micros / 1e6, record.reason == "error"
 
@@ -174,7 +175,7 @@ def _note_outcome(told: dict[str, Told], happening: Committed) -> None:
 
 
 class Pace(NamedTuple):
-    """Seconds of a step: so many, and for each row, and for each token beyond one a row."""
+    """Seconds of a step: a constant, plus so much for each row, plus so much for each token beyond one a row."""
 
     step: float
     row: float
@@ -185,7 +186,7 @@ class Pace(NamedTuple):
 
 
 def fit(samples: list[tuple[int, int, float]]) -> Pace:
-    """Least squares; what would come out negative is taken as nothing."""
+    """Least squares with coefficients of at least 0."""
     points = [((1.0, float(rows), float(tokens - rows)), seconds) for rows, tokens, seconds in samples]
     used = [0, 1, 2]
     while used:
@@ -196,13 +197,13 @@ def fit(samples: list[tuple[int, int, float]]) -> Pace:
         if found is not None and min(found) >= 0:
             parts = dict(zip(used, found, strict=True))
             return Pace(*(parts.get(i, 0.0) for i in range(3)))
-        # Without what is not told apart from the others, or comes out below nothing.
+        # Drop a coefficient that cannot be separated from the others, or that is negative.
         used.remove(used[-1] if found is None else used[found.index(min(found))])
     return Pace(0.0, 0.0, 0.0)
 
 
 def _solve(matrix: list[list[float]], values: list[float]) -> list[float] | None:
-    """Gauss, with the largest pivot. None: there is no single solution."""
+    """Gaussian elimination with partial pivoting. None: there is no unique solution."""
     rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
     size = len(rows)
     for i in range(size):

@@ -1,5 +1,5 @@
-"""What a few requests want beside tokens: logprobs of what a step computed, and how far it brought their prompt.
-Knows nothing of how a step is planned. Where nobody wants any of it, none of this runs."""
+"""What a few requests want beside tokens: logprobs of what a step computed, and the progress of their prompt. None of this runs in a
+step without such a request."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from octavo.schedule.request import Request
 
 
 def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult) -> dict[int, Logprobs]:
-    """Hand every request the logprobs of its prompt, and give those of sampled tokens by the request's sequence."""
+    """Hand every request the logprobs of its prompt. Returns those of the sampled tokens, by the request's sequence."""
     tokens, prompts = iter(result.logprobs), iter(result.prompt_logprobs)
     found = {}
     for request, start, samples in zip(requests, plan.starts, plan.samples, strict=True):
@@ -23,6 +23,7 @@ def take_scores(plan: StepPlan, requests: Sequence[Request], result: StepResult)
 
 
 def scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> TokenDelta:
+    """The delta with its token's logprobs, and those of the prompt that have not been sent yet."""
     own = scores.get(request.sequence)
     of_prompt, request.prompt_logprobs = tuple(request.prompt_logprobs), []
     return msgspec.structs.replace(delta, logprobs=() if own is None else (own,), prompt_logprobs=of_prompt)
@@ -31,8 +32,8 @@ def scored(delta: TokenDelta, request: Request, scores: dict[int, Logprobs]) -> 
 def progress_of(
     plan: StepPlan, requests: Sequence[Request], epochs: Sequence[int], watched: set[int]
 ) -> Iterator[TokenDelta]:
-    """A delta without tokens for each watched request that the plan advanced. A request is watched, by its sequence, until
-    its prompt is computed; what a preemption has undone since is no progress."""
+    """A delta without tokens for each watched request that the plan advanced. `watched`: sequences of requests whose prompt is not
+    computed yet. A step whose work a preemption has undone since counts as no progress."""
     for request, epoch, start, count in zip(requests, epochs, plan.starts, plan.counts, strict=True):
         if request.sequence not in watched:
             continue

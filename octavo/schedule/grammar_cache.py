@@ -1,77 +1,83 @@
-"""GrammarCache: which grammars stand ready where steps are computed, which are being made ready, and which may go.
-Knows nothing of grammars, nor of who makes them ready: it says what is to be done, and is told when it was.
+"""GrammarCache: which grammars are ready where steps are computed, which are being compiled, and which may be forgotten. It decides
+which compile jobs to start, and hears when one is done.
 
-How long a request waits for its grammar, whatever comes after it: until as many as these are made ready, one after the other:
+A request's wait for its grammar does not depend on requests that come after it. It lasts until these are compiled, one after the
+other:
 
-    those that are ordered (two at most) + those of requests that came before it, which are not ordered yet, each once + its own
+    jobs that are out (two at most) + grammars of earlier requests that have no job yet, each once + its own
 
-Whoever leaves takes its grammar off that list, unless it is ordered. A grammar that is ready already, or that others wait for, adds
-nothing. Where `max_used` grammars are in use, a request that needs another one waits first until so many of them are used no more
-as it would be the next for: one for each grammar that those before it lack room for, and one for its own."""
+A request that leaves takes its grammar off that list, unless its job is out. A grammar that is ready already, or that others wait
+for, adds nothing. Where `max_used` grammars are in use, a request that needs another one first waits for k of them to become
+unused: k is its place among the requests that lack a slot, counting each grammar once."""
 
 from collections import OrderedDict
 from typing import NamedTuple
 
-MAX_UNUSED = 64  # that are kept for the next request that asks for the same
-# Orders that are out at one time: one is carried out, one lies ready so that its turn comes at once. What is out cannot be taken
-# back when nobody wants it any more, so whoever comes and goes leaves no more than these for others to wait for.
-MAX_ORDERED = 2
+MAX_UNUSED = 64  # ready grammars without a request that are kept for the next one that asks for the same
+# Jobs that are out at one time: one runs, one waits so that it starts at once. A job that is out cannot be withdrawn, so requests
+# that come and go leave at most these for others to wait for.
+MAX_JOBS = 2
 
 
-class Order(NamedTuple):
-    """Make `grammar` ready; those in `forgets` are needed no more."""
+class GrammarJob(NamedTuple):
+    """Compile `grammar`; those in `forgets` are needed no more."""
 
     grammar: str
     forgets: list[str]
 
 
+class Dropped(NamedTuple):
+    ready: list[str]  # requests that have a slot now and whose grammar happens to be ready
+    jobs: list[GrammarJob]
+
+
 class GrammarCache:
     def __init__(self, max_used: int, max_unused: int = MAX_UNUSED) -> None:
-        """`max_used`: grammars of open requests that may be there at one time; more than there are rows, so that some of those
-        who wait for a row are ready for it. Requests beyond that wait until others are over."""
-        self.orders: list[Order] = []  # for whoever carries them out, in this order
+        """`max_used`: grammars of open requests that may be there at one time. More than there are rows, so that some of the
+        requests that wait for a row are ready for it; requests beyond that wait until others are over."""
         self._max_used, self._max_unused = max_used, max_unused
-        # Open request → its grammar, which is there, on its way or to be ordered; in this order, of what is not ordered yet.
+        # Open request → its grammar, which is ready, being compiled or still without a job; jobs are started in this order.
         self._held: dict[str, str] = {}
-        # Open request → its grammar, for which there is no room yet; in order of arrival.
+        # Open request → its grammar, for which there is no slot yet; in order of arrival.
         self._later: dict[str, str] = {}
         self._users: dict[str, int] = {}  # grammar → open requests that hold it
-        # Ordered and not ready yet. Fewer than may be: nothing that is held is still to be ordered.
-        self._ordered: set[str] = set()
+        # With a job that is out. If there are fewer than MAX_JOBS, no held grammar is still without a job.
+        self._compiling: set[str] = set()
         self._ready: set[str] = set()
         self._unused: OrderedDict[str, None] = OrderedDict()  # of the ready ones; longest unused first
 
-    def hold(self, request_id: str, grammar: str) -> bool:
-        """From now until drop(). True: it is ready."""
+    def hold(self, request_id: str, grammar: str) -> GrammarJob | None:
+        """Keep the grammar for a request, until drop(). Returns the job to start, if there is one."""
         if grammar not in self._users and len(self._users) >= self._max_used:
             self._later[request_id] = grammar
-            return False
+            return None
         self._held[request_id] = grammar
         self._users[grammar] = self._users.get(grammar, 0) + 1
-        if self._users[grammar] == 1:
-            self._unused.pop(grammar, None)
-            if self._lacks(grammar) and len(self._ordered) < MAX_ORDERED:
-                self._order(grammar)
-        return grammar in self._ready
+        if self._users[grammar] > 1:
+            return None
+        self._unused.pop(grammar, None)
+        return self._job(grammar) if self._lacks(grammar) and len(self._compiling) < MAX_JOBS else None
 
     def is_ready(self, request_id: str) -> bool:
-        """Whether that of this request is."""
+        """Whether this request's grammar is."""
         return self._held.get(request_id) in self._ready
 
-    def prepared(self, grammar: str) -> None:
-        self._ordered.discard(grammar)
+    def prepared(self, grammar: str) -> GrammarJob | None:
+        """Its job is done. Returns the next one to start, if there is one."""
+        self._compiling.discard(grammar)
         self._ready.add(grammar)
-        if grammar not in self._users:  # whoever wanted it has left
+        if grammar not in self._users:  # the requests that wanted it have left
             self._unused[grammar] = None
-        if len(self._ordered) < MAX_ORDERED:
-            wanted = next((held for held in self._held.values() if self._lacks(held)), None)
-            if wanted is not None:
-                self._order(wanted)
+        if len(self._compiling) >= MAX_JOBS:
+            return None
+        wanted = next((held for held in self._held.values() if self._lacks(held)), None)
+        return None if wanted is None else self._job(wanted)
 
-    def drop(self, request_id: str) -> list[str]:
-        """The request is over. → those for which there is room now, and whose grammar happens to be ready."""
+    def drop(self, request_id: str) -> Dropped:
+        """The request is over: another that waits for a slot may have it."""
+        dropped = Dropped([], [])
         if self._later.pop(request_id, None) is not None:
-            return []
+            return dropped
         grammar = self._held.pop(request_id)
         self._users[grammar] -= 1
         if not self._users[grammar]:
@@ -79,18 +85,23 @@ class GrammarCache:
             if grammar in self._ready:
                 self._unused[grammar] = None
         if not self._later or len(self._users) >= self._max_used:
-            return []
+            return dropped
         later, self._later = self._later, {}
-        # Who finds no room is put back, in its order.
-        return [other for other, its_grammar in later.items() if self.hold(other, its_grammar)]
+        for other, its_grammar in later.items():  # hold() puts back those that find no slot, in their order
+            job = self.hold(other, its_grammar)
+            if job is not None:
+                dropped.jobs.append(job)
+            elif self.is_ready(other):
+                dropped.ready.append(other)
+        return dropped
 
     def _lacks(self, grammar: str) -> bool:
-        return grammar not in self._ready and grammar not in self._ordered
+        return grammar not in self._ready and grammar not in self._compiling
 
-    def _order(self, grammar: str) -> None:
+    def _job(self, grammar: str) -> GrammarJob:
         forgets: list[str] = []
         while len(self._unused) > self._max_unused:
             forgets.append(self._unused.popitem(last=False)[0])
         self._ready.difference_update(forgets)
-        self._ordered.add(grammar)
-        self.orders.append(Order(grammar, forgets))
+        self._compiling.add(grammar)
+        return GrammarJob(grammar, forgets)

@@ -1,5 +1,4 @@
-"""What a step gave, handed to the requests that were in it.
-Knows nothing of pages, rows or queues."""
+"""A step's result, seen from the requests that were in it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,16 +7,8 @@ from octavo.messages import Candidates, Finish, FinishReason, StepPlan, StepResu
 from octavo.schedule.request import Request
 
 
-class Issued(NamedTuple):
-    """What commit() must remember of a plan: its rows' requests, as they were."""
-
-    requests: list[Request]
-    epochs: list[int]
-    forking: list[Request]  # leaders whose prompt this plan completes
-
-
 class Arrivals(NamedTuple):
-    """A result's columns: each has what some of the rows that sampled gave, in the plan's order."""
+    """A result's columns. Each holds the values of those sampling rows that have one, in the plan's order."""
 
     tokens: Iterator[int]
     vectors: Iterator[bytes]
@@ -29,12 +20,12 @@ class Arrivals(NamedTuple):
 
 
 def sampling_of(plan: StepPlan, requests: list[Request]) -> list[Request]:
-    """Whose tokens a step's result holds, in their order."""
+    """The requests whose tokens a step's result holds, in that order."""
     return [r for r, samples in zip(requests, plan.samples, strict=True) if samples and r.pooling is None]
 
 
 def finish_after(request: Request, token: int, is_loop: bool = False) -> Finish | None:
-    """Why the token is the request's last, if it is. `is_loop`: it goes round in circles."""
+    """Why the token is the request's last, if it is. `is_loop`: it completes a repetition."""
     reason: FinishReason
     stop_token = None
     if token in request.stop_ids and len(request.tokens) >= request.min_len:

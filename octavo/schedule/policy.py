@@ -1,6 +1,5 @@
-"""Who is next: the only policy seam of the scheduler. A policy ranks a request; the lowest rank goes first, and of equals the
-one that came first: nobody overtakes within a rank. When pages run out, who would go last leaves first.
-Knows nothing of rows, pages or budgets, and never allocates."""
+"""Policies: which request is next. A policy ranks a request; the lowest rank goes first, and among equals the one that came first:
+no request overtakes another of its rank. When pages run out, the request that would go last is preempted first."""
 
 import heapq
 from collections.abc import Callable, Iterator
@@ -9,35 +8,35 @@ from octavo.messages import GenerateRequest
 from octavo.schedule.request import Request
 
 Policy = Callable[[GenerateRequest, int], int]
-"""Of what a client asks, and its place in the order of arrival."""
+"""(request, its place in the order of arrival) → its rank."""
 
 
 def arrival(source: GenerateRequest, sequence: int) -> int:
     """Strict first come, first served. A preempted request keeps its place: before everything newer.
 
-    So nobody is overtaken, and who waits knows its bound, in turns of the loop, whatever comes after it. A step computes at most
-    `budget` tokens, `depth` plans are in flight while the next is made. Of each choice that came before it: `longest` is prompt
-    and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
+    So no request is overtaken, and the wait for a row is bounded, in steps of the loop, whatever comes later. A step computes at
+    most `budget` tokens, `depth` plans are in flight while the next is made. For each choice that came before: `longest` is its
+    prompt and max_tokens, `open` what it may still sample, `uncomputed` what of `longest` has no keys and values yet.
 
     - With pages for no more than one request at a time: Σ (2 ⌈longest / budget⌉ + open + depth + 2) + 1. The oldest is never
-      driven out by another, so it computes in every turn; once more from its beginning if it was driven out before.
-    - The queue's head, if nobody is driven out meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over those who run.
-      A step either spends its budget or takes everybody further.
+      preempted for another, so it computes in every step; once more from its beginning if it was preempted before.
+    - The queue's head, without a preemption meanwhile: ⌊Σ uncomputed / budget⌋ + max open + depth + 3, over the running requests.
+      A step either spends its budget or advances all of them.
 
-    A prompt that must be computed whole, in one step, has the same bounds: at worst all who run end before it.
+    A prompt that must be computed whole, in one step, has the same bounds: at worst all running requests end before it.
 
-    A request whose grammar is still being compiled is not in the queue yet. How many grammars are compiled before it is, is
-    bounded in shelf.py, whatever comes after it. Then it enters the queue at its old place, and of the bounds above those count
-    who came before it, and those who passed it by and run.
+    A request whose grammar is still being compiled is not in the queue yet. How many grammars are compiled before its own is
+    bounded (grammar_cache.py), whatever comes later. Then it enters the queue at its old place, and the bounds above count the
+    requests that came before it and those that passed it by and run.
 
-    tests/schedule/test_scheduler_fairness.py holds the bounds against random requests, test_scheduler_shelf.py those of the shelf.
-    Beam searches are left out: while one's scores are on their way it sits out a step, so it takes several turns for a token."""
+    tests/schedule/test_scheduler_fairness.py checks these bounds with random requests, test_scheduler_grammar_cache.py those of
+    grammars. Beam searches are left out: one sits out a step while its scores are on their way, so a token takes several steps."""
     return sequence
 
 
 def priority(source: GenerateRequest, sequence: int) -> int:
-    """By the caller's wish, lower first. Whoever runs stays as long as there are pages: a wish moves the queue, and chooses who
-    leaves when pages run out."""
+    """By the request's `priority` field, lower first. It orders the queue, and chooses which request is preempted when pages
+    run out; a running request is never preempted to admit another."""
     return source.priority
 
 
@@ -56,7 +55,7 @@ class WaitingQueue:
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        """In no order: for those who count."""
+        """In no particular order."""
         return iter(self._waiting.values())
 
     def __contains__(self, request: Request) -> bool:
@@ -76,7 +75,7 @@ class WaitingQueue:
         return None
 
     def first(self, count: int) -> list[Request]:
-        """About the first so many, for those who watch: exact is the head alone. Costs the same however many wait."""
+        """About the first `count`, to be shown: only the head is exact. Costs the same however many wait."""
         entries = heapq.nsmallest(count, self._heap[: 8 * count])
         return [self._waiting[sequence] for _, sequence in entries if sequence in self._waiting]
 
@@ -87,6 +86,6 @@ class WaitingQueue:
             heapq.heappop(self._heap)
 
     def place(self, request: Request) -> int:
-        """1: it is the head. Walks the queue: for those who ask."""
+        """1: it is the head. Walks the queue: not for every step."""
         key = (request.rank, request.sequence)
         return 1 + sum((other.rank, other.sequence) < key for other in self._waiting.values())

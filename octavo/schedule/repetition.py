@@ -1,5 +1,4 @@
-"""Whether an answer has run into a loop: it ends with the same few tokens over and over.
-Knows nothing of requests or of what the tokens mean."""
+"""Repetition detection: whether an answer ends with the same few tokens over and over."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -8,9 +7,9 @@ from octavo.messages import RepetitionDetectionParams
 
 
 class Loops:
-    """Sees every token of one answer. A pattern of p tokens has come `min_count` times when the last p × (min_count − 1) tokens
-    are each the one p before: so it is enough to count, for each distance at which a token came again, how long it has done so.
-    The cost of a token is the number of times that it came within the largest pattern."""
+    """Takes every token of one answer. A pattern of p tokens has occurred `min_count` times when each of the last p × (min_count − 1)
+    tokens equals the one p before it. So it is enough to count, for each distance at which a token recurred, how many tokens in a
+    row did. The cost of a token is the number of its occurrences within the largest pattern."""
 
     __slots__ = ("_before", "_last", "_least", "_most", "_num_seen", "_places", "_times")
 
@@ -19,11 +18,11 @@ class Loops:
         self._times = params.min_count - 1
         self._num_seen = 0
         self._last: deque[int] = deque()  # tokens within reach, oldest first
-        self._places: dict[int, deque[int]] = {}  # token → where it came within reach
-        self._before: dict[int, int] = {}  # distance → how many tokens in a row were the one so far before
+        self._places: dict[int, deque[int]] = {}  # token → its positions within reach
+        self._before: dict[int, int] = {}  # distance → how many tokens in a row equalled the one at that distance
 
     def add(self, token: int) -> bool:
-        """True: a pattern has come often enough."""
+        """True: a pattern has occurred often enough."""
         at = self._num_seen
         self._num_seen += 1
         places = self._places.setdefault(token, deque())
@@ -45,7 +44,7 @@ class Loops:
 
 
 def loops_of(params: RepetitionDetectionParams | None, begun: Iterable[int]) -> Loops | None:
-    """`begun`: what an answer has so far. None: nothing is looked for."""
+    """`begun`: the answer so far. None: detection is off."""
     if params is None or not params.max_pattern_size:
         return None
     loops = Loops(params)

@@ -1,5 +1,4 @@
-"""Request: one sequence on its way through the scheduler. Private to schedule/; n choices are n Requests.
-Knows nothing of pages' owners, of time, or of text."""
+"""Request: one sequence on its way through the scheduler. A client's request with n choices is n of these."""
 
 from typing import TYPE_CHECKING
 
@@ -46,8 +45,8 @@ class Request:
 
     def __init__(self, sequence: int, source: GenerateRequest, index: int) -> None:
         params = source.params
-        assert params.max_tokens is not None and params.seed is not None, "resolved at the door"
-        self.sequence = sequence  # arrival order over all requests; also the cache's name for it
+        assert params.max_tokens is not None and params.seed is not None, "resolved at admission"
+        self.sequence = sequence  # arrival order over all requests; also its key in the cache
         self.id, self.index = source.id, index
         self.params: SamplingParams = params
         self.seed = choice_seed(params.seed, index)
@@ -57,7 +56,7 @@ class Request:
         self.tokens = [*source.prompt_ids, *(begun or ())]  # prompt and output, as far as known here
         self.prompt_len = len(source.prompt_ids)
         self.max_len = self.prompt_len + params.max_tokens
-        # A grammar says itself when an answer may end: what ends it has been left only where it may.
+        # A grammar decides itself when an answer may end: its masks allow a stop token only there.
         self.min_len = 0 if params.grammar else self.prompt_len + params.min_tokens
         self.computed = 0
         self.pending = 0  # tokens sampled by a plan in flight: they exist on the device, not here
@@ -67,14 +66,14 @@ class Request:
         self.num_published = 0  # positions below this were offered to the prefix cache
         self.num_cached = 0
         self.num_preemptions = 0
-        # Of prompt tokens from the second on: how many have come, and those that are not on their way to the client yet.
-        # A choice of theirs that has output brought them to the client already.
+        # Logprobs of prompt tokens, from the second on: how many are known, and those that were not sent yet. If a choice has output,
+        # an earlier engine has sent them.
         self.num_scored = self.prompt_len - 1 if any(source.begun) else 0
         self.prompt_logprobs: list[Logprobs] = []
         self.is_swapped = False
         self.is_finished = False
-        self.rank = sequence  # the policy's: the lowest goes first; of equals, the lowest sequence
-        # What makes it other than a prompt and sampled tokens. Its steps are committed apart, so that all others pay nothing.
+        self.rank = sequence  # by the policy: the lowest goes first; among equals, the lowest sequence
+        # None for a plain prompt with sampled tokens. Steps of others are committed apart, so that plain ones pay nothing.
         loops = loops_of(params.repetition_detection, begun or ())
         self.special: PoolingParams | Loops | BeamGroup | None = self.pooling or loops
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
@@ -85,7 +84,7 @@ class Request:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of it was ever planned, by this scheduler or one before it."""
+        """Whether it has never been in a plan, of this engine or an earlier one."""
         return self.row < 0 and not self.epoch and not self.has_output
 
     @property
@@ -94,11 +93,11 @@ class Request:
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether prompt tokens must be computed for their logprobs: those of a cached prefix are nowhere."""
+        """Whether prompt tokens must be computed for their logprobs: the prefix cache does not keep these."""
         return self.params.prompt_logprobs is not None and self.num_scored < self.prompt_len - 1
 
     def take_scores(self, start: int, scores: list[Logprobs]) -> None:
-        """What a step that began at position `start` says of prompt tokens: of some for the second time, after a preemption."""
+        """Logprobs of prompt tokens from a step that began at position `start`. After a preemption some are known already."""
         assert start <= self.num_scored
         new = scores[self.num_scored - start :]
         self.num_scored += len(new)

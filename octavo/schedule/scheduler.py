@@ -1,20 +1,20 @@
-"""Continuous batching, first come first served: plan() decides a step, commit() learns what it sampled.
-Knows nothing of tensors, text, clocks or processes; one plan may be in flight while the next is made.
+"""Continuous batching, first come first served: plan() decides a step, commit() takes in what it sampled. One plan may be in flight
+while the next is made.
 
 The one rule: a request has `length` tokens, `computed` of them done; a step gives it min(length − computed, budget).
 Running requests come first, oldest first; then the queue's head is admitted while rows, pages and budget last.
-When pages run out the youngest running request leaves first. So the oldest always advances, and nothing overtakes.
-A request whose grammar is not ready stands aside, and enters the queue at its own place once it is.
+When pages run out the youngest running request is preempted. So the oldest always advances, and none is overtaken.
+A request whose grammar is not ready stays out of the queue, and enters it at its own place once the grammar is.
 "Oldest" is what the policy says it is: by default the order of arrival.
-A request for a vector is one that ends when its prompt is computed; some must be computed whole, in one step.
+A request for a vector ends when its prompt is computed; some must be computed whole, in one step.
 A beam search's rows advance, are chosen and leave together; while its scores are on their way, it sits out a step."""
 
 from collections import deque
-from typing import Literal
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from octavo.cache import KVCache
+from octavo.cache import Growth, KVCache
 from octavo.messages import (
     Entering,
     Finish,
@@ -28,115 +28,135 @@ from octavo.messages import (
 )
 from octavo.schedule.beams.group import BeamGroup
 from octavo.schedule.extras import progress_of, scored, take_scores
-from octavo.schedule.outcome import Arrivals, Issued, finish_after
-from octavo.schedule.policy import Policy, arrival
+from octavo.schedule.grammar_cache import MAX_UNUSED, GrammarCache
+from octavo.schedule.outcome import Arrivals, finish_after, sampling_of
+from octavo.schedule.policy import Policy, WaitingQueue, arrival
 from octavo.schedule.request import Request
-from octavo.schedule.rows import Seats
+from octavo.schedule.results import Added, Committed, GrammarsReady, Planned, Removed, Returned, WaitReason
+from octavo.schedule.rows import Rows
 
-WaitReason = Literal["rows", "pages", "budget"]
 
-
-class Scheduler(Seats):
+class Scheduler:
     def __init__(
         self, cache: KVCache, max_rows: int, max_step_tokens: int, swap_min_tokens: int = 0, policy: Policy = arrival
     ) -> None:
         """`swap_min_tokens`: a preempted request with fewer computed tokens is computed again rather than swapped."""
-        super().__init__(cache, max_rows, swap_min_tokens)
         assert not any(cache.windows) or max_step_tokens <= cache.max_step_tokens, "windows have room for smaller steps"
-        self.max_step_tokens = max_step_tokens
-        self.head_waits_for: WaitReason | None = (
-            None  # why the queue's head was not admitted; all behind it wait for order
-        )
-        # What the last plan did, for those who keep the times; the rest is in Seats.
-        self.admitted: list[Request] = []  # in the order of the plan's last rows
-        self.forked: list[Request] = []
+        self.cache, self.max_rows, self.max_step_tokens = cache, max_rows, max_step_tokens
+        self.swap_min_tokens = swap_min_tokens
+        self.rows = Rows(max_rows)
+        self.grammar_cache = GrammarCache(max_rows + MAX_UNUSED)
+        self.num_preemptions = 0
+        # Why the queue's head was not admitted by the last plan. All behind it wait for it.
+        self.head_waits_for: WaitReason | None = None
+        self.has_priorities = policy is not arrival  # ranks are what clients ask for, not the order of arrival
         self._policy = policy
-        self.orders_by_wish = policy is not arrival  # a caller's wish, before the order of arrival
-        self._in_flight: deque[Issued] = deque()
+        self._open: dict[str, list[Request]] = {}  # request id → its choices that are not finished
+        self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
+        self._in_flight: deque[Planned] = deque()
         self._next_sequence = 0
         self._step = 0
 
-    # ── what the loop calls ──
+    # ── verbs ──
 
-    def add(self, source: GenerateRequest) -> None:
+    def add(self, source: GenerateRequest) -> Added:
         params = source.params
         num_rows = params.num_sequences if params.use_beam_search else params.n
-        assert num_rows <= self.max_rows, "refused at the door"
+        assert num_rows <= self.max_rows, "refused at admission"
         if params.use_beam_search and source.begun:  # its answers come all at once: if it goes on, it has none
             source = msgspec.structs.replace(source, begun=[])
-        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at the door"
-        # A beam is no choice before the end: those that keep the times take each for one of the n.
+        assert not source.is_whole or len(source.prompt_ids) <= self.max_step_tokens, "refused at admission"
+        # A beam is no choice before the end: observers take each for one of the n.
         choices = [Request(self._next_sequence + at, source, min(at, params.n - 1)) for at in range(num_rows)]
         for choice in choices:
             choice.rank = self._policy(source, choice.sequence)
         self._next_sequence += len(choices)
         if source.begun:
             choices = [choice for choice in choices if source.begun[choice.index] is not None]
-        self._groups[source.id] = choices[:]
-        if params.grammar:
-            self.grammar_cache.hold(source.id, params.grammar)
+        self._open[source.id] = choices[:]
+        job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
+        added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
         if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
                 self._queue(choice)
-            return
+            return added
         leader = choices[0]
         if params.use_beam_search:
             group = BeamGroup(source, choices)
-            assert group.most_pages(self.cache, self.max_step_tokens) <= self.cache.pool.num_pages, (
-                "refused at the door"
-            )
+            most_pages = group.most_pages(self.cache, self.max_step_tokens)
+            assert most_pages <= self.cache.pool.num_pages, "refused at admission"
         else:
             leader.followers = choices[1:]
         if source.wants_progress:
             self._watched.add(leader.sequence)
         self._queue(leader)
+        return added
 
-    def abort(self, request_id: str, index: int = -1) -> bool:
-        """Free everything that one choice (−1: every choice) of the request holds, now. False: there is none (any more), or
-        it is a beam search, which has no choices before its end."""
-        choices = [request for request in self._groups.get(request_id, ()) if index in (-1, request.index)]
-        if index >= 0 and choices and isinstance(choices[0].special, BeamGroup):
-            return False
+    def abort(self, request_id: str, index: int = -1) -> Removed | None:
+        """Free everything that one choice (−1: every choice) of the request holds, now. None: there is no such choice (any more),
+        or it is a beam search, which has no choices before its end."""
+        choices = [request for request in self._open.get(request_id, ()) if index in (-1, request.index)]
+        if not choices or (index >= 0 and isinstance(choices[0].special, BeamGroup)):
+            return None
+        removed = Removed([], [], [], [])
         for request in choices:
             if index >= 0 and request.followers:
-                self._hand_over(request)
-            self._finish(request)
-        return bool(choices)
+                self._hand_over(request, removed)
+            self._finish(request, removed)
+        return removed
 
-    def plan(self) -> StepPlan:
-        draft = StepPlan(self._step, self._leaves, [], [], [], [], [], [], [], [], [], [])
-        issued = Issued([], [], [])
-        self.admitted, self.forked, self.returned, self.ended = [], [], [], []
-        budget = self._plan_running(draft, issued)
+    def prepared(self, grammars: list[str]) -> GrammarsReady:
+        """Grammars are ready, and with them the requests that wait for nothing else."""
+        ready = GrammarsReady(grammars, [], [])
+        for grammar in grammars:
+            job = self.grammar_cache.prepared(grammar)
+            ready.jobs += [] if job is None else [job]
+            same = [request for request in self.rows.awaiting_grammar.values() if request.params.grammar == grammar]
+            ready.let_in += self._let_in(same)
+        return ready
+
+    def plan(self) -> Planned:
+        draft = StepPlan(self._step, [], [], [], [], [], [], [], [], [], [], [])
+        planned = Planned(draft, [], [], [], [], [], [])
+        budget = self._plan_running(draft, planned)
         if budget >= 0:
-            self._plan_admissions(draft, issued, budget)
-        elif len(self.waiting):
-            self.head_waits_for = "pages"
-        for leader in issued.forking:  # last: a choice reads what its leader writes, so it may start in the next step
-            self._fork(leader, draft)
-        if not draft.is_empty:
-            self._in_flight.append(issued)
-            self._leaves = []
+            self._plan_admissions(draft, planned, budget)
+        else:
+            self.head_waits_for, planned.head = "pages", self.rows.waiting.head()
+        planned.head_waits_for = self.head_waits_for
+        for leader in planned.forking:  # last: a choice reads what its leader writes, so it may start in the next step
+            self._fork(leader, draft, planned)
+        if draft.is_empty:
+            planned.is_empty = True
+            draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
+        else:
+            draft.leaves.extend(self.rows.take_left())
+            planned.num_tokens = sum(draft.counts)
+            self._in_flight.append(planned)
             self._step += 1
-        return draft
+        return planned
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+    def commit(self, plan: StepPlan, result: StepResult) -> Committed:
         """Apply the oldest uncommitted plan's tokens. Rows whose request has since finished are ignored."""
-        issued = self._in_flight.popleft()
+        planned = self._in_flight.popleft()
+        requests, epochs = planned.requests, planned.epochs
+        deltas: list[TokenDelta] = []
+        committed = Committed(plan, result, planned.num_tokens, deltas, [], [], [])
         arrived = Arrivals.of(result)
         tokens = arrived.tokens
-        deltas = self._failed(plan, issued.requests, result) if result.failures else []
+        if result.failures:
+            self._fail(requests, committed)
         if result.last:
-            deltas += self._limited(plan, issued.requests, result)
+            self._limit(requests, committed)
         if self._watched:
-            deltas += progress_of(plan, issued.requests, issued.epochs, self._watched)
+            deltas += progress_of(plan, requests, epochs, self._watched)
         page_size = self.cache.page_size
-        scores = take_scores(plan, issued.requests, result) if result.logprobs or result.prompt_logprobs else None
+        scores = take_scores(plan, requests, result) if result.logprobs or result.prompt_logprobs else None
         for request, epoch, start, count, samples in zip(
-            issued.requests, issued.epochs, plan.starts, plan.counts, plan.samples, strict=True
+            requests, epochs, plan.starts, plan.counts, plan.samples, strict=True
         ):
             if request.special is not None:
-                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores)
+                deltas += self._commit_special(request, epoch, start + count, samples, arrived, scores, committed)
                 continue
             token = next(tokens) if samples else -1
             if request.is_finished:
@@ -148,71 +168,123 @@ class Scheduler(Seats):
                 self._publish(request, start + count)
             if samples:
                 if len(request.tokens) >= request.max_len or token in request.stop_ids:
-                    deltas.append(self._last(request, token, finish_after(request, token)))
+                    deltas.append(self._last(request, token, finish_after(request, token), committed))
                 else:
                     deltas.append(TokenDelta(request.id, request.index, [token]))
                 if scores is not None:
                     deltas[-1] = scored(deltas[-1], request, scores)
-        return deltas
+        return committed
+
+    # ── what it looks like between two steps ──
 
     @property
     def num_steps(self) -> int:
         return self._step
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._open
+
+    @property
+    def has_work(self) -> bool:
+        return self.rows.has_work
+
+    @property
+    def running(self) -> list[Request]:
+        return self.rows.running
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self.rows.waiting
+
+    @property
+    def awaiting_grammar(self) -> dict[int, Request]:
+        return self.rows.awaiting_grammar
+
+    @property
+    def num_waiting(self) -> int:
+        return self.rows.num_waiting
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def request_ids(self) -> list[str]:
+        return list(self._open)
+
+    def choices(self, request_id: str) -> list[Request]:
+        """Those of a request that are not finished."""
+        return list(self._open.get(request_id, ()))
+
+    def requests(self) -> Iterator[Request]:
+        """Every choice that is not finished."""
+        return (choice for choices in self._open.values() for choice in choices)
+
+    def slot_use(self) -> tuple[int, int]:
+        """(slots that hold a token, slots allocated), over the pages owned now. Walks every page: not for every step."""
+        page_size = self.cache.page_size
+        filled: dict[int, int] = {}
+        for request in self.rows.running:
+            for table in self.cache.tables.get(request.sequence, ()):
+                for i, page in enumerate(table.pages, table.first):
+                    held = min(max(request.computed - i * page_size, 0), page_size)
+                    filled[page] = max(filled.get(page, 0), held)
+        return sum(filled.values()), len(filled) * page_size
+
     # ── planning ──
 
-    def _plan_running(self, draft: StepPlan, issued: Issued) -> int:
-        """Advance what runs. Returns the budget left, or −1 if somebody was preempted: then nobody may enter."""
+    def _plan_running(self, draft: StepPlan, planned: Planned) -> int:
+        """Advance the running requests. Returns the budget left, or −1 after a preemption: then none may be admitted."""
         budget = self.max_step_tokens
         preemptions = self.num_preemptions
-        for request in self.running[:]:
+        for request in self.rows.running[:]:
             if budget == 0:
                 break
             length = len(request.tokens) + request.pending
             count = length - request.computed
-            # row < 0: preempted a moment ago, by an older one. Sated: its last token is on its way.
+            # row < 0: preempted a moment ago, for an older one. length ≥ max_len: its last token is on its way.
             # count 0: a choice that waits to fork from its leader.
             if request.row < 0 or length >= request.max_len or count == 0:
                 continue
             if count > budget:
                 count = budget
             if request.computed + count > request.capacity:
-                # A search claims no capacity, so that it is found here: others need not be asked at every step.
+                # A search has a capacity of 0, so that it always comes here: other requests need not be checked at every step.
                 if request.special is not None and isinstance(request.special, BeamGroup):
-                    budget = self._plan_beams(request.special, budget, draft, issued)
+                    budget = self._plan_beams(request.special, budget, draft, planned)
                     continue
-                if not self._grow(request, count, draft):
+                if not self._grow(request, count, draft, planned):
                     continue
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             budget -= count
         return budget if preemptions == self.num_preemptions else -1
 
-    def _plan_admissions(self, draft: StepPlan, issued: Issued, budget: int) -> None:
+    def _plan_admissions(self, draft: StepPlan, planned: Planned, budget: int) -> None:
         self.head_waits_for = None
-        while (request := self.waiting.head()) is not None:
-            self.head_waits_for = self._admit(request, budget, draft)
+        while (request := self.rows.waiting.head()) is not None:
+            self.head_waits_for = self._admit(request, budget, draft, planned)
             if self.head_waits_for is not None:
+                planned.head = request
                 return
             if isinstance(request.special, BeamGroup):
-                budget = self._plan_beams(request.special, budget, draft, issued)
+                budget = self._plan_beams(request.special, budget, draft, planned)
                 continue
             count = min(request.length - request.computed, budget)
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             budget -= count
 
-    def _admit(self, request: Request, budget: int, draft: StepPlan) -> WaitReason | None:
+    def _admit(self, request: Request, budget: int, draft: StepPlan, planned: Planned) -> WaitReason | None:
         """Give the request (and the choices that will fork from it) rows, and pages for every token it has."""
-        # What must be computed whole waits for a step that has room for all of it; nobody overtakes it meanwhile.
+        # A prompt that must be computed whole waits for a step that has room for all of it; none overtakes it meanwhile.
         if budget < (request.length if request.is_whole else 1):
             return "budget"
         beams = request.special if isinstance(request.special, BeamGroup) else None
         others = request.followers if beams is None else beams.others
-        if len(self._free_rows) < 1 + len(others):
+        if len(self.rows.free) < 1 + len(others):
             return "rows"
-        assert request.pending == 0, "its last token has arrived: nobody enters in the step of a preemption"
-        # Room for half of the running requests to grow by a page (in each group): entering only to be thrown out again
+        assert request.pending == 0, "its last token has arrived: none enters in the step of a preemption"
+        # Room for half of the running requests to grow by a page (in each group): to be admitted and preempted at once
         # costs twice.
-        spare = len(self.running) // 2 * len(self.cache.windows)
+        spare = len(self.rows.running) // 2 * len(self.cache.windows)
         if request.is_swapped:
             transfer = self.cache.swap_in(request.sequence, len(request.tokens), spare)
             if transfer is None:
@@ -233,23 +305,21 @@ class Scheduler(Seats):
             pages = admission.pages
             request.computed = request.num_published = admission.num_cached
             if request.num_preemptions == 0:
-                request.num_cached = min(
-                    admission.num_cached, request.prompt_len
-                )  # output is nothing that was asked for
-        self.waiting.remove(request)
-        self.admitted.append(request)
-        self._seat(request)
+                # Output of an earlier engine may be found too, but only the prompt counts.
+                request.num_cached = min(admission.num_cached, request.prompt_len)
+        planned.admitted.append(request)
+        self.rows.seat(request)
         if beams is None:
             request.capacity = self.cache.capacity(request.sequence)
         else:
             beams.told(request, pages)
         draft.enters.append(self._entering(request, pages))
         for other in others:
-            self._seat(other)
+            self.rows.seat(other)
             other.computed = other.length  # nothing to do until it forks
         return None
 
-    def _issue(self, request: Request, count: int, draft: StepPlan, issued: Issued) -> None:
+    def _issue(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> None:
         start = request.computed
         end = start + count
         samples = end == len(request.tokens) + request.pending
@@ -257,8 +327,8 @@ class Scheduler(Seats):
         draft.starts.append(start)
         draft.counts.append(count)
         draft.samples.append(samples)
-        issued.requests.append(request)
-        issued.epochs.append(request.epoch)
+        planned.requests.append(request)
+        planned.epochs.append(request.epoch)
         request.computed = end
         if samples:
             request.pending += 1
@@ -267,11 +337,11 @@ class Scheduler(Seats):
             # writes all of its keys and values before any row reads them.
             self._publish(request, min(end, len(request.tokens)))
         if request.followers and end >= request.prompt_len:
-            issued.forking.append(request)
+            planned.forking.append(request)
 
-    def _grow(self, request: Request, count: int, draft: StepPlan) -> bool:
-        """Pages for `count` more tokens, preempting the youngest as needed. False: the request itself had to leave."""
-        growths = self._extend(request, count, draft)
+    def _grow(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> bool:
+        """Get pages for `count` more tokens, preempting the youngest as needed. False: the request itself was preempted."""
+        growths = self._extend(request, count, draft, planned)
         if growths is None:
             return False
         for growth in growths:
@@ -286,9 +356,9 @@ class Scheduler(Seats):
         request.capacity = self.cache.capacity(request.sequence)
         return True
 
-    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, issued: Issued) -> int:
-        """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group leaves as a whole, and
-        must not when some of it is in the plan already."""
+    def _plan_beams(self, group: BeamGroup, budget: int, draft: StepPlan, planned: Planned) -> int:
+        """Advance all beams, or the prompt that they share. Returns the budget left. Pages first: a group is preempted as a whole,
+        and must not be once some of it is in the plan."""
         leader, left = group.leader, budget
         if not group.is_spread and leader.computed >= leader.prompt_len:
             group.spread(self.cache)
@@ -299,7 +369,7 @@ class Scheduler(Seats):
                 counts.append((request, count))
                 left -= count
         for request, count in counts:
-            growths = self._extend(request, count, draft)
+            growths = self._extend(request, count, draft, planned)
             if growths is None:
                 return budget
             for growth in growths:
@@ -308,23 +378,23 @@ class Scheduler(Seats):
         for request, pages in group.tell(self.cache, draft):
             draft.enters.append(self._entering(request, pages))
             if not leader.num_preemptions and request.sequence - leader.sequence < leader.params.n:
-                self.forked.append(request)
+                planned.forked.append(request)
         for request, count in counts:
-            self._issue(request, count, draft, issued)
+            self._issue(request, count, draft, planned)
             request.pending = 0  # the search chooses its token, not the sampler
         return left
 
-    def _fork(self, leader: Request, draft: StepPlan) -> None:
-        """The prompt is on its way: its other choices share all of it but the last token, which each computes for itself
-        in the next step, to sample after it. They copy the page that they share with it when they write to it."""
+    def _fork(self, leader: Request, draft: StepPlan, planned: Planned) -> None:
+        """The leader's prompt is in this plan: its other choices share all of it but the last token, which each computes for itself in
+        the next step, to sample after it. A choice that writes to a shared page gets a copy."""
         for follower in leader.followers:
             pages = self.cache.fork(leader.sequence, follower.sequence, leader.prompt_len - 1)
             follower.computed = follower.capacity = leader.prompt_len - 1
             follower.num_published = follower.computed // self.cache.page_size * self.cache.page_size
             follower.num_cached = leader.num_cached
-            follower.num_scored = follower.prompt_len - 1  # the leader brings the prompt's
+            follower.num_scored = follower.prompt_len - 1  # the leader delivers those of the prompt
             draft.enters.append(self._entering(follower, pages))
-        self.forked += leader.followers
+        planned.forked += leader.followers
         leader.followers = []
 
     def _publish(self, request: Request, computed: int) -> None:
@@ -343,7 +413,7 @@ class Scheduler(Seats):
             request.pooling,
         )
 
-    # ── what came of a step ──
+    # ── a step's result ──
 
     def _commit_special(
         self,
@@ -353,8 +423,9 @@ class Scheduler(Seats):
         samples: bool,
         arrived: Arrivals,
         scores: dict[int, Logprobs] | None,
+        committed: Committed,
     ) -> list[TokenDelta]:
-        """`end`: how far the step computed it."""
+        """Commit one row of a request that is not a plain one. `end`: how far the step computed it."""
         special = request.special
         token = next(arrived.tokens) if samples and not isinstance(special, PoolingParams) else -1
         vector = next(arrived.vectors) if samples and isinstance(special, PoolingParams) else b""
@@ -363,10 +434,10 @@ class Scheduler(Seats):
             return []
         is_current = epoch == request.epoch
         if isinstance(special, BeamGroup):
-            # What a group computed before it was thrown out is computed again, all of it.
+            # What a group computed before it was preempted is computed again.
             if candidates is None or not is_current or not special.take(request, candidates):
                 return []
-            return [] if special.advance(self.cache) else self._end_beams(special)
+            return [] if special.advance(self.cache) else self._end_beams(special, committed)
         if is_current and end - request.num_published >= self.cache.page_size:
             self._publish(request, end)
         if not samples:
@@ -375,19 +446,147 @@ class Scheduler(Seats):
         request.tokens.append(token)
         if isinstance(special, PoolingParams):
             finish = Finish("stop", None, request.num_cached, request.num_preemptions)
-            self._finish(request)
+            self._finish(request, committed)
             return [TokenDelta(request.id, request.index, [], finish, vector)]
         assert special is not None
-        delta = self._last(request, token, finish_after(request, token, special.add(token)))
+        delta = self._last(request, token, finish_after(request, token, special.add(token)), committed)
         return [delta if scores is None else scored(delta, request, scores)]
 
-    def _last(self, request: Request, token: int, finish: Finish | None) -> TokenDelta:
+    def _last(self, request: Request, token: int, finish: Finish | None, committed: Committed) -> TokenDelta:
         """The delta of a token that may be the last."""
         if finish is not None:
-            self._finish(request)
+            self._finish(request, committed)
         return TokenDelta(request.id, request.index, [token], finish)
 
-    def _end_beams(self, group: BeamGroup) -> list[TokenDelta]:
+    def _end_beams(self, group: BeamGroup, committed: Committed) -> list[TokenDelta]:
         for request in group.requests:
-            self._finish(request)
+            self._finish(request, committed)
         return group.deltas(group.leader.params.n)
+
+    def _fail(self, requests: list[Request], committed: Committed) -> None:
+        """End the requests whose token of this step does not count: they alone cannot go on."""
+        sampling = sampling_of(committed.plan, requests)
+        for at, message in committed.result.failures.items():
+            if not (request := sampling[at]).is_finished:
+                self._finish(request, committed)
+                finish = Finish("error", None, request.num_cached, request.num_preemptions, message)
+                committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
+
+    def _limit(self, requests: list[Request], committed: Committed) -> None:
+        """Requests that their grammar ended because of max_tokens. They finish with "length", as if max_tokens were what they have
+        now."""
+        result, sampling = committed.result, sampling_of(committed.plan, requests)
+        for at in result.last:
+            if (request := sampling[at]).is_finished:
+                continue
+            request.max_len = min(request.max_len, len(request.tokens) + 1)
+            if result.tokens[at] in request.stop_ids:  # the grammar allowed nothing else
+                self._finish(request, committed)
+                finish = Finish("length", None, request.num_cached, request.num_preemptions)
+                committed.deltas.append(TokenDelta(request.id, request.index, [], finish))
+
+    # ── preemption ──
+
+    def _extend(self, request: Request, count: int, draft: StepPlan, planned: Planned) -> list[Growth] | None:
+        """Get pages for `count` more tokens, preempting the youngest as needed. None: the request itself was preempted."""
+        start, end = request.computed, request.computed + count
+        while (growths := self.cache.extend(request.sequence, start, end)) is None:
+            victim = self.rows.running[-1]
+            self._preempt(victim, draft, planned)
+            if request.row < 0:  # it was itself the youngest, or a beam of the youngest search
+                break
+        return growths
+
+    def _preempt(self, request: Request, draft: StepPlan, planned: Planned) -> None:
+        """Back to the queue, before all newer ones; its keys and values go to host pages or are computed again."""
+        self.num_preemptions += 1
+        if isinstance(request.special, BeamGroup):
+            self._preempt_beams(request.special, planned)
+            return
+        request.num_preemptions += 1
+        num_computed = request.computed if request.sequence in self.cache.tables else 0
+        self.rows.requeue(request)
+        if request.sequence in self.cache.tables:
+            transfer = None
+            if request.computed >= max(1, self.swap_min_tokens):
+                transfer = self.cache.swap_out(request.sequence, request.computed)
+            if transfer is None:
+                self.cache.release(request.sequence)
+                request.computed = 0
+            else:
+                request.is_swapped = True
+                for device, host in zip(transfer.device, transfer.host, strict=True):
+                    draft.moves.append(PageMove("out", device, host))
+        else:  # it had not forked yet: from now on it is a request of its own
+            request.computed = 0
+            self._leader_of(request).followers.remove(request)
+        request.num_published = 0
+        planned.returned.append(Returned(request, num_computed, request.is_swapped))
+
+    def _preempt_beams(self, group: BeamGroup, planned: Planned) -> None:
+        """Always computed again: copies on the host would not share pages as the beams do. The leader queues for all of them."""
+        planned.returned.append(Returned(group.leader, group.leader.computed, False))
+        for request in group.requests:
+            self.rows.leave(request)
+            if request.sequence in self.cache.tables:
+                self.cache.release(request.sequence)
+            request.computed = request.num_published = 0
+        group.gather()
+        group.leader.num_preemptions += 1
+        self.rows.queue(group.leader)
+
+    def _leader_of(self, follower: Request) -> Request:
+        return next(request for request in self._open[follower.id] if follower in request.followers)
+
+    def _hand_over(self, leader: Request, removed: Removed) -> None:
+        """A leader is aborted alone, before its prompt is computed: each of its followers goes on as a request of its own."""
+        for follower in leader.followers:
+            if follower.row >= 0:
+                self.rows.leave(follower)
+                removed.returned.append(Returned(follower, 0, False))
+            follower.computed = 0
+            self._queue(follower)
+        leader.followers = []
+
+    # ── entering the queue, and ending ──
+
+    def _awaits_grammar(self, request: Request) -> bool:
+        return bool(request.params.grammar) and not self.grammar_cache.is_ready(request.id)
+
+    def _queue(self, request: Request) -> None:
+        if self._awaits_grammar(request):
+            self.rows.hold_back(request)
+        else:
+            self.rows.queue(request)
+
+    def _let_in(self, requests: Iterable[Request]) -> list[Request]:
+        """Let those into the queue that waited for their grammar and need not any more."""
+        awaiting = self.rows.awaiting_grammar
+        let_in = [
+            request for request in requests if request.sequence in awaiting and self.grammar_cache.is_ready(request.id)
+        ]
+        for request in let_in:
+            self.rows.let_in(request)
+        return let_in
+
+    def _finish(self, request: Request, happened: Removed | Committed) -> None:
+        """Free row and pages at once: a step in flight that still writes to them runs before any that reuses them."""
+        request.is_finished = True
+        self._watched.discard(request.sequence)
+        happened.ended.append(request)
+        choices = self._open[request.id]
+        for other in choices:
+            if request in other.followers:
+                other.followers.remove(request)
+        self.rows.remove(request)
+        if request.is_swapped or request.sequence in self.cache.tables:
+            self.cache.release(request.sequence)
+        choices.remove(request)
+        if choices:
+            return
+        del self._open[request.id]
+        if request.params.grammar:
+            dropped = self.grammar_cache.drop(request.id)
+            happened.jobs += dropped.jobs
+            for ready_id in dropped.ready:
+                happened.let_in += self._let_in(self._open[ready_id])

@@ -1,5 +1,5 @@
-"""A scheduler's state between two steps as plain values, and back: who goes on from there plans what this one will plan.
-Knows nothing of files, nor of how much of a request may be told: whoever asks says how its wishes and tokens are written."""
+"""Snapshots of a scheduler between two steps: its state as plain values, and back. A scheduler restored from one makes the same plans
+as the original. The caller decides how sampling params and tokens are written (Manner)."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container
@@ -17,12 +17,13 @@ from octavo.schedule.beams.search import BeamSearch, Ended, Path
 from octavo.schedule.grammar_cache import GrammarCache
 from octavo.schedule.repetition import Loops, loops_of
 from octavo.schedule.request import Request
-from octavo.schedule.scheduler import Scheduler, WaitReason
+from octavo.schedule.results import WaitReason
+from octavo.schedule.scheduler import Scheduler
 
 Wishes = dict[str, Any]
-"""SamplingParams without what is as it always is."""
+"""SamplingParams as a dict, without defaults."""
 
-# Plain values of a Request that are kept as they are, in this order.
+# Attributes of a Request that are stored as they are, in this order.
 _KEPT = (
     "sequence", "id", "index", "seed", "stop_ids", "pooling", "is_whole", "prompt_len", "max_len", "min_len", "computed",
     "epoch", "row", "capacity", "num_published", "num_cached", "num_preemptions", "num_scored", "is_swapped", "rank",
@@ -31,12 +32,12 @@ _kept_of = attrgetter(*_KEPT)
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """How much is told: wishes and tokens as they are, or so that plans stay the same and nothing of a text is left."""
+    """How params and tokens are written: as they are, or such that plans stay the same and no text can be recovered."""
 
     wishes: Callable[[SamplingParams], Wishes]
     tokens: Callable[[list[int]], list[int]]
-    candidates: Callable[[Candidates, Container[int]], Candidates]  # of a beam whose stop ids are these
-    grammar: Callable[[str], str]  # the same name for the same grammar
+    candidates: Callable[[Candidates, Container[int]], Candidates]  # (candidates, the beam's stop ids)
+    grammar: Callable[[str], str]  # a name, the same for the same grammar
 
 
 class RequestState(msgspec.Struct, array_like=True, gc=False):
@@ -46,7 +47,7 @@ class RequestState(msgspec.Struct, array_like=True, gc=False):
     ]  # fmt: skip
     params: Wishes
     num_tokens: int
-    tokens: list[int]  # empty: they are not told
+    tokens: list[int]  # empty: not recorded
     followers: list[int]  # sequences
 
 
@@ -64,7 +65,7 @@ class BeamState(msgspec.Struct, array_like=True, gc=False):
     is_spread: bool
     holders: list[int]
     found: dict[int, Candidates]
-    has_turned: bool
+    has_chosen: bool
     told: dict[int, list[list[int]]]
     nodes: list[Node]
     beams: list[int]
@@ -72,20 +73,20 @@ class BeamState(msgspec.Struct, array_like=True, gc=False):
 
 
 class GrammarCacheState(msgspec.Struct, array_like=True, gc=False):
-    """Grammars by their names."""
+    """Grammars are by name (Manner.grammar)."""
 
     max_used: int
     max_unused: int
     held: dict[str, str]
     later: dict[str, str]
     users: dict[str, int]
-    ordered: list[str]
+    compiling: list[str]
     ready: list[str]
-    unused: list[str]  # in the order in which they go
+    unused: list[str]  # longest unused first
 
 
 class SchedulerState(msgspec.Struct, array_like=True, gc=False):
-    """What the constructor is not told."""
+    """What is not an argument of the constructor."""
 
     step: int
     next_sequence: int
@@ -94,7 +95,7 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
     free_rows: list[int]
     leaves: list[int]
     watched: list[int]
-    requests: list[RequestState]  # of one id beside each other, in the order in which these came
+    requests: list[RequestState]  # choices of one request next to each other, requests in order of arrival
     waiting: list[int]  # sequences
     awaiting_grammar: list[int]
     grammar_cache: GrammarCacheState
@@ -103,7 +104,7 @@ class SchedulerState(msgspec.Struct, array_like=True, gc=False):
 
 
 def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
-    """Nothing may be in flight. To be encoded at once: parts of it belong to the scheduler."""
+    """Nothing may be in flight. Encode the result at once: parts of it belong to the scheduler."""
     assert not scheduler._in_flight, "a step is under way"
     groups = {
         id(request.special): request.special
@@ -115,12 +116,12 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         scheduler._next_sequence,
         scheduler.num_preemptions,
         scheduler.head_waits_for,
-        scheduler._free_rows,
-        scheduler._leaves,
+        scheduler.rows.free,
+        scheduler.rows.left,
         sorted(scheduler._watched),
         [_told(request, manner) for request in scheduler.requests()],
-        list(scheduler.waiting._waiting),
-        list(scheduler.awaiting_grammar),
+        list(scheduler.rows.waiting._waiting),
+        list(scheduler.rows.awaiting_grammar),
         _told_grammar_cache(scheduler.grammar_cache, manner.grammar),
         [_told_beams(group, manner) for group in groups.values()],
         take_cache(scheduler.cache),
@@ -133,25 +134,26 @@ def restore(
     params_of: Callable[[Wishes], SamplingParams],
     tokens_of: Callable[[RequestState], list[int]],
 ) -> None:
-    """Into a fresh scheduler with a fresh cache, made with the same numbers."""
+    """Into a new scheduler with a new cache, constructed with the same arguments."""
     restore_cache(scheduler.cache, state.cache)
     scheduler._step, scheduler._next_sequence = state.step, state.next_sequence
     scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
-    scheduler._free_rows, scheduler._leaves = list(state.free_rows), list(state.leaves)
+    rows = scheduler.rows
+    rows.free, rows.left = list(state.free_rows), list(state.leaves)
     scheduler._watched = set(state.watched)
     requests: dict[int, Request] = {}
     for told in state.requests:
         request = _request(told, params_of(told.params), tokens_of(told))
         requests[request.sequence] = request
-        scheduler._groups.setdefault(request.id, []).append(request)
+        scheduler._open.setdefault(request.id, []).append(request)
     for told in state.requests:
         requests[told.kept[0]].followers = [requests[sequence] for sequence in told.followers]
     for sequence in state.waiting:
-        scheduler.waiting.add(requests[sequence])
-    scheduler.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
-    scheduler.grammar_cache = _shelf(state.grammar_cache)
+        rows.waiting.add(requests[sequence])
+    rows.awaiting_grammar = {sequence: requests[sequence] for sequence in state.awaiting_grammar}
+    scheduler.grammar_cache = _grammar_cache(state.grammar_cache)
     running = [request for request in requests.values() if request.row >= 0]
-    scheduler.running = sorted(running, key=lambda request: (request.rank, request.sequence))
+    rows.running = sorted(running, key=lambda request: (request.rank, request.sequence))
     for beams in state.beams:
         _restore_beams(beams, requests)
 
@@ -173,7 +175,7 @@ def _request(told: RequestState, params: SamplingParams, tokens: list[int]) -> R
         setattr(request, name, value)
     request.params, request.tokens = params, tokens
     request.pending, request.is_finished = 0, False
-    request.prompt_logprobs = []  # nothing of a plan depends on what they say
+    request.prompt_logprobs = []  # no plan depends on them
     begun = tokens[request.prompt_len :]
     request.special = request.pooling or loops_of(params.repetition_detection, begun)
     request.followers = []
@@ -187,20 +189,20 @@ def _told_grammar_cache(grammar_cache: GrammarCache, name: Callable[[str], str])
         {request_id: name(grammar) for request_id, grammar in grammar_cache._held.items()},
         {request_id: name(grammar) for request_id, grammar in grammar_cache._later.items()},
         {name(grammar): count for grammar, count in grammar_cache._users.items()},
-        [name(grammar) for grammar in grammar_cache._ordered],
+        [name(grammar) for grammar in grammar_cache._compiling],
         [name(grammar) for grammar in grammar_cache._ready],
         [name(grammar) for grammar in grammar_cache._unused],
     )
 
 
-def _shelf(state: GrammarCacheState) -> GrammarCache:
+def _grammar_cache(state: GrammarCacheState) -> GrammarCache:
     grammar_cache = GrammarCache(state.max_used, state.max_unused)
     grammar_cache._held, grammar_cache._later, grammar_cache._users = (
         dict(state.held),
         dict(state.later),
         dict(state.users),
     )
-    grammar_cache._ordered, grammar_cache._ready = set(state.ordered), set(state.ready)
+    grammar_cache._compiling, grammar_cache._ready = set(state.compiling), set(state.ready)
     grammar_cache._unused = OrderedDict.fromkeys(state.unused)
     return grammar_cache
 
@@ -227,7 +229,7 @@ def _told_beams(group: BeamGroup, manner: Manner) -> BeamState:
         group.is_spread,
         [request.sequence for request in group._holders],
         {sequence: manner.candidates(found, stop_ids) for sequence, found in group._found.items()},
-        group._has_turned,
+        group._has_chosen,
         group._told,
         nodes,
         [place(path) for path in group.search.beams],
@@ -249,14 +251,14 @@ def _restore_beams(state: BeamState, requests: dict[int, Request]) -> None:
     group.search.ended = [Ended(score, paths[at], is_stopped) for score, at, is_stopped in state.ended]
     group.requests, group.is_spread = members, state.is_spread
     group._holders = [requests[sequence] for sequence in state.holders]
-    group._found, group._has_turned = dict(state.found), state.has_turned
+    group._found, group._has_chosen = dict(state.found), state.has_chosen
     group._told = {sequence: [list(table) for table in tables] for sequence, tables in state.told.items()}
     for request in members:
         request.special = group
 
 
 class ToldLoops(Loops):
-    """Where the tokens are not told: a token of this value stands for the one with which an answer was found to loop."""
+    """Repetition detection for recordings without tokens: the token LOOP stands for the one that completed a repetition."""
 
     LOOP = -(2**62)
     __slots__ = ()

@@ -21,9 +21,8 @@ class SlowExecutor(CountingExecutor):
 
 
 def slow_engine(queue_limit: QueueLimit) -> Engine:
-    engine = make_engine(report=msgspec.structs.replace(REPORT, max_model_len=4096, num_pages=10_000))
-    engine.loop.executor, engine.loop.queue_limit = SlowExecutor(False), queue_limit
-    return engine
+    report = msgspec.structs.replace(REPORT, max_model_len=4096, num_pages=10_000)
+    return make_engine(report=report, executor=SlowExecutor(False), queue_limit=queue_limit)
 
 
 async def end_of(client, each) -> OctavoError | int:

@@ -3,15 +3,15 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from octavo.admission.validate import admit
 from octavo.cache import KVCache
-from octavo.engine.build import Engine
+from octavo.engine.build import Engine, build_engine
 from octavo.engine.in_process_client import InProcessClient
-from octavo.engine.loop import EngineLoop
 from octavo.errors import ContextTooLong, EngineDead, InvalidRequest
 from octavo.messages import EngineReport, Ping, ReadMetrics, ResetPrefixCache, SamplingParams, StepPlan, StepResult
 from octavo.observe.metrics.engine_metrics import EngineMetrics
@@ -53,10 +53,17 @@ class CountingExecutor:
         pass
 
 
-def make_engine(overlap: bool | None = False, fail_at: int = -1, report: EngineReport = REPORT) -> Engine:
+def make_engine(
+    overlap: bool | None = False,
+    fail_at: int = -1,
+    report: EngineReport = REPORT,
+    executor: CountingExecutor | None = None,
+    **parts: Any,
+) -> Engine:
+    """`parts`: of build_engine."""
     scheduler = Scheduler(KVCache(report.num_pages, report.page_size), report.max_num_seqs, 32)
-    executor = CountingExecutor(overlap, fail_at)
-    return Engine(EngineLoop(scheduler, executor, EngineMetrics("tiny", report)), report)
+    executor = CountingExecutor(overlap, fail_at) if executor is None else executor
+    return build_engine(scheduler, executor, EngineMetrics("tiny", report), **parts)
 
 
 @contextlib.asynccontextmanager

@@ -90,12 +90,10 @@ class House:
 
     def start_engine(self, fail_at: int = -1, overlap: bool = True) -> None:
         self.num_engines += 1
-        engine = make_engine(overlap, fail_at)
-        loop = engine.loop
-        loop.executor, loop.queue_limit = Mortal(overlap, fail_at), self.queue_limit
-        loop.executor.gate = self.gate
-        loop.heartbeat = Heartbeat(self.fd)
-        loop.heartbeat.reset()
+        executor, heartbeat = Mortal(overlap, fail_at), Heartbeat(self.fd)
+        executor.gate = self.gate
+        heartbeat.reset()
+        engine = make_engine(executor=executor, heartbeat=heartbeat, queue_limit=self.queue_limit)
         self.inbox = queue.SimpleQueue()
         self.ended = threading.Event()
         receiver = threading.Thread(target=self.receive, args=(self.addresses(0, self.num_engines)[0], self.inbox))
@@ -338,5 +336,5 @@ def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_m
         loop.step()
     monkeypatch.setattr("octavo.engine.driver._REST_SECONDS", 0.01)
     inbox.put(Answered(["a"], "POST", "/v1/completions", 200, 0.1))
-    assert driver._take_in() and loop.audits["right"] == 0
-    assert driver._take_in() and loop.audits["right"] == 1
+    assert driver._take_in() and engine.control.audits.counts["right"] == 0
+    assert driver._take_in() and engine.control.audits.counts["right"] == 1

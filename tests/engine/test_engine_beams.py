@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from octavo import LLM, BeamSearchParams, RepetitionDetectionParams, SamplingParams
 from octavo.errors import InvalidRequest
+from octavo.observe.journeys.journal import EngineJournal
+from octavo.observe.metrics.engine_metrics import EngineMetrics
 from tests.engine.beams import Case, check_beams, our_beams, transformers_beams
 
 VOCABULARY = 97
@@ -75,7 +77,9 @@ def check(llm: LLM, known, what: str, *, together: bool = True) -> None:
     for ours, (case, theirs) in zip(found, known, strict=True):
         check_beams(ours, theirs, f"{what}, {case}")
     assert llm._loop.scheduler.cache.pool.num_used == 0, "pages leaked"
-    assert not llm._loop.journal._journeys and not llm._loop.metrics._open, "somebody is still waited for"
+    observers = {type(observer): observer for observer in llm._loop.observers}
+    assert not observers[EngineJournal]._journeys, "a request is still open"
+    assert not observers[EngineMetrics]._open, "a request is still open"
 
 
 def test_alone_and_together(model, known):

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from octavo import LLM, SamplingParams, StructuredOutputsParams
 from octavo.errors import InvalidRequest, Unsupported
 from octavo.messages import TokenDelta
+from octavo.observe.journeys.journal import EngineJournal
 from octavo.text.grammar.build import schema_grammar
 from tests.doubles import write_byte_tokenizer
 from tests.schemas import PEOPLES, peoples, suite
@@ -171,8 +172,9 @@ def test_nobody_waits_while_a_grammar_is_compiled(llm):
     deltas = [delta for _ in range(8) for delta in loop.step()]
     assert not held.done(), "a step waited"
     assert {delta.request_id for delta in deltas} == {request.id for request in requests}
-    assert loop.state().waiting_by_reason["grammar"] == 1 and loop.state().num_waiting == 1
-    (journey,) = loop.journal.live(loop.scheduler.requests(), time.monotonic(), needs.id)
+    assert len(loop.scheduler.awaiting_grammar) == 1 and loop.scheduler.num_waiting == 1
+    (journal,) = [observer for observer in loop.observers if isinstance(observer, EngineJournal)]
+    (journey,) = journal.live(loop.scheduler.requests(), time.monotonic(), needs.id)
     assert [wait.reason for wait in journey.tracks[0].stages[0].waits] == ["grammar"]
     is_compiled.set()
     tokens: list[int] = []

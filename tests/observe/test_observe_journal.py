@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from octavo.cache import KVCache
-from octavo.engine.loop import EngineLoop
+from octavo.engine.build import build_engine
 from octavo.messages import Abort, EngineReport, GenerateRequest, PoolingParams, SamplingParams, StepPlan, StepResult
-from octavo.observe.journeys.journal import EngineJournal
 from octavo.observe.journeys.stages import FOLD_AT, MAX_STAGES, EngineJourney, Stage, Track, fold
 from octavo.observe.journeys.step_totals import Look, StepTotals, between, histogram
 from octavo.observe.metrics.engine_metrics import EngineMetrics
@@ -65,9 +64,12 @@ class Engine:
         report = EngineReport("cpu", "float32", 100, 64, rows, budget, PAGE_SIZE, num_pages, host, 1, 1)
         cache = KVCache(num_pages, PAGE_SIZE, host)
         scheduler = Scheduler(cache, rows, budget, swap_min_tokens=PAGE_SIZE)
-        self.loop = EngineLoop(scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick)
+        self.loop, _, self.control = build_engine(
+            scheduler, Tokens(overlap, pooled), EngineMetrics("m", report), self.tick
+        )
+        self.journal = self.control.journal
         self.told: dict[str, EngineJourney] = {}
-        self.loop.journal.on_end = lambda journey: self.told.update({journey.id: journey})
+        self.journal.on_end = lambda journey: self.told.update({journey.id: journey})
 
     def tick(self) -> float:
         self.now += 1.0
@@ -122,7 +124,7 @@ def test_a_grammar_that_is_not_ready_is_what_is_waited_for() -> None:
     engine.add("b", [4], max_tokens=3)
     for _ in range(4):
         engine.loop.step()
-    assert "b" in engine.told and engine.loop.state().waiting_by_reason["grammar"] == 1
+    assert "b" in engine.told and engine.control.state().waiting_by_reason["grammar"] == 1
     engine.loop.executor.prepared()  # type: ignore[attr-defined]
     engine.run()
     for track in engine.told["a"].tracks:
@@ -259,7 +261,7 @@ def test_a_request_that_outlived_an_engine_goes_on() -> None:
     engine = Engine(num_pages=32)
     params = SamplingParams(max_tokens=6, seed=1, n=3, ignore_eos=True)
     engine.loop.add(GenerateRequest("a", list(range(9)), params, [], begun=[[7, 7], None, [7]]))
-    (live,) = engine.loop.journal.live(engine.loop.scheduler.requests(), engine.now)
+    (live,) = engine.journal.live(engine.loop.scheduler.requests(), engine.now)
     assert [track.index for track in live.tracks] == [0, 2]
     engine.run()
     tracks = engine.told["a"].tracks
@@ -275,7 +277,7 @@ def test_what_is_on_its_way_is_told_as_it_stands() -> None:
     engine.add("b", list(range(8)), max_tokens=9)
     for _ in range(4):
         engine.loop.step()
-    journal, requests = engine.loop.journal, engine.loop.scheduler.requests()
+    journal, requests = engine.journal, engine.loop.scheduler.requests()
     live = {journey.id: journey.tracks[0] for journey in journal.live(requests, engine.now)}
     assert names(live["a"]) == ["queue", "prefill", "decode"] and live["a"].output_tokens == 4
     assert names(live["b"]) == ["queue"] and {"rows", "budget"} & {wait.reason for wait in live["b"].stages[0].waits}
@@ -313,15 +315,15 @@ def test_whatever_happens_it_adds_up(seed: int) -> None:
             adds_up(track, prompts[name])
     total = sum(track.preemptions for journey in engine.told.values() for track in journey.tracks)
     assert total == engine.loop.scheduler.num_preemptions
-    assert engine.loop.journal.live([], engine.now) == [] and not engine.loop.journal._prompting
+    assert engine.journal.live([], engine.now) == [] and not engine.journal._prompting
 
 
 def test_a_journal_that_nobody_reads_keeps_nothing() -> None:
     engine = Engine(num_pages=32)
-    engine.loop.journal = EngineJournal()
+    engine.journal.on_end = None
     engine.add("a", [1, 2, 3], max_tokens=3)
     engine.run()
-    assert engine.loop.journal.live([], engine.now) == []
+    assert engine.journal.live([], engine.now) == []
 
 
 def test_many_stages_are_folded_and_still_sum() -> None:

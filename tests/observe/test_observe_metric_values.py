@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.admission.queue_limit import QueueLimit
 from octavo.cache import KVCache
-from octavo.engine.loop import EngineLoop
+from octavo.engine.build import Engine, build_engine
 from octavo.errors import Overloaded
 from octavo.messages import (
     Answered,
@@ -191,14 +191,15 @@ def ask(id: str, prompt: list[int], max_tokens: int, arrived: float) -> Generate
     return GenerateRequest(id=id, prompt_ids=prompt, params=params, stop_ids=[], arrived=arrived)
 
 
-def life() -> EngineLoop:
+def life() -> Engine:
     device = ByTheClock()
     scheduler = Scheduler(KVCache(REPORT.num_pages, REPORT.page_size), REPORT.max_num_seqs, 64)
-    loop = EngineLoop(
+    engine = build_engine(
         scheduler, device, EngineMetrics("m", REPORT), lambda: device.now, queue_limit=QueueLimit(max_requests=1)
     )
+    loop, _, control = engine
     for process in ("engine", "api", "engine"):
-        loop.heartbeat.count_restart(process, "killed")
+        control.heartbeat.count_restart(process, "killed")
     loop.add(ask("A", list(range(20)), 3, 99.5))
     loop.step()  # … 100.5: A's first token
     loop.add(ask("B", [*range(16), 90, 91, 92, 93], 2, 100.5))
@@ -206,40 +207,41 @@ def life() -> EngineLoop:
     loop.step()  # … 101.0: A's second, B's first
     loop.step()  # … 101.5: the last of both
     loop.step()  # … 102.0: C's first
-    loop.answered(Answered(["x"], "POST", "/v1/completions", 200, 0.3))
+    control.answered(Answered(["x"], "POST", "/v1/completions", 200, 0.3))
     for id in ("D", "E"):
         loop.add(ask(id, [60], 2, 102.0))
     with pytest.raises(Overloaded):
-        loop.check(ask("F", [60], 2, 102.0))
-    return loop
+        control.check(ask("F", [60], 2, 102.0))
+    return engine
 
 
 def test_when_nothing_runs_the_pages_are_counted():
-    loop = life()
-    loop.rest()  # somebody waits: not now
-    assert found(loop)["octavo:page_audits_total"] == {"right": 0, "wrong": 0}
+    engine = life()
+    loop, _, control = engine
+    control.rest()  # somebody waits: not now
+    assert found(engine)["octavo:page_audits_total"] == {"right": 0, "wrong": 0}
     while loop.has_work:
         loop.step()
     for _ in range(2):  # once for what was computed since
-        loop.rest()
-    assert found(loop)["octavo:page_audits_total"] == {"right": 1, "wrong": 0}
+        control.rest()
+    assert found(engine)["octavo:page_audits_total"] == {"right": 1, "wrong": 0}
     loop.add(ask("G", [70] * 20, 2, 110.0))
     while loop.has_work:
         loop.step()
     loop.scheduler.cache.pool.refs[loop.scheduler.cache.pool.blank[0]] += 1
-    loop.rest()
-    assert found(loop)["octavo:page_audits_total"] == {"right": 1, "wrong": 1}
-    told = json.loads(loop.control(ReadProgress(call=1)))["page_problems"]
+    control.rest()
+    assert found(engine)["octavo:page_audits_total"] == {"right": 1, "wrong": 1}
+    told = json.loads(control.answer(ReadProgress(call=1)))["page_problems"]
     assert any(problem.startswith("1 pages held when nothing runs: ") for problem in told), told
 
 
 ELSEWHERE["octavo:page_audits_total"] = test_when_nothing_runs_the_pages_are_counted
 
 
-def found(loop: EngineLoop) -> dict[str, dict[str, float]]:
+def found(engine: Engine) -> dict[str, dict[str, float]]:
     """Sample → its labels' values, without those that all have, joined → value."""
     told: dict[str, dict[str, float]] = {}
-    for family in text_string_to_metric_families(loop.control(ReadMetrics(call=1))):
+    for family in text_string_to_metric_families(engine.control.answer(ReadMetrics(call=1))):
         for sample in family.samples:
             common = {"model_name": "m", "engine": "0"}
             if sample.name.startswith("http_"):
@@ -290,5 +292,5 @@ def test_vllms_names_are_offered_or_said_not_to_be() -> None:
     assert len(vllm) + len(NOT_OFFERED) == 53, (
         "of vLLM 0.32: those that are always there, the optional ones, two old names"
     )
-    text = life().control(ReadMetrics(call=1))
+    text = life().control.answer(ReadMetrics(call=1))
     assert set(re.findall(r"^# TYPE (\S+) ", text, re.M)) == offered

@@ -3,17 +3,30 @@
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo.messages import Answered, EngineReport, Finish, GenerateRequest, SamplingParams, TokenDelta
+from octavo.messages import (
+    Answered,
+    EngineReport,
+    Finish,
+    GenerateRequest,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenDelta,
+)
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState
 from octavo.observe.metrics.pace import Pace
+from octavo.observe.step_observer import Observers, StepObserver
+from octavo.schedule.results import Committed, Planned
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "octavo.json"
 
@@ -237,21 +250,60 @@ def test_cache_dtype_is_what_the_pages_hold() -> None:
 
 
 def test_host_time_and_busy_time_of_overlapping_steps() -> None:
+    """A step's stages by hand, each at its time; `True`: the executor computes beside the host."""
     metrics = EngineMetrics("m", REPORT)
-    pace = metrics.pace
-    pace.submitted(10.0)
-    pace.turned(0.0004)
-    pace.submitted(10.5)  # while the first is computed
-    pace.collected(11.0)  # 10 … 11
-    pace.turned(0.002)
-    pace.collected(11.75)  # 11 … 11.75: it began when the one before it ended
-    pace.submitted(20.0)
-    pace.collected(20.25)  # after a time of nothing to do
+    now = [0.0]
+    observers = Observers([metrics.pace], lambda: now[0])
+    plan = StepPlan(0, [], [], [], [0], [0], [1], [True], [], [], [])
+    planned, committed = (
+        Planned(plan, [], [], [], [], [], []),
+        Committed(plan, StepResult(0, [7]), 1, [], [], [], []),
+    )
+
+    def at(seconds: float, stage: Callable[..., None], *about: Any) -> None:
+        now[0] = seconds
+        stage(*about)
+
+    at(9.9998, observers.began)
+    at(10.0, observers.planned, planned)
+    at(10.0002, observers.submitted, True)
+    at(10.0002, observers.stepped, planned, 1)
+    at(10.499, observers.began)
+    at(10.5, observers.planned, planned)  # while the first is computed
+    at(10.5005, observers.submitted, True)
+    at(11.0, observers.collected)  # 10 … 11
+    at(11.0005, observers.committed, committed)
+    at(11.001, observers.stepped, planned, 1)
+    at(11.75, observers.collected)  # 11 … 11.75: it began when the one before it ended
+    at(11.75, observers.committed, committed)
+    at(20.0, observers.planned, planned)
+    at(20.25, observers.collected)  # after a time of nothing to do
+    at(20.25, observers.committed, committed)
     found = samples(metrics)
     assert found["octavo:device_busy_seconds_total", ""] == 2.0
     assert found["octavo:host_step_seconds_sum", ""] == pytest.approx(0.0024)
     assert found["octavo:host_step_seconds_bucket", "0.0005"] == 1 and found["octavo:host_step_seconds_count", ""] == 2
     assert Pace().host.count == 0
+
+
+def test_an_event_reaches_those_that_override_it_and_costs_the_others_nothing() -> None:
+    class Counts(StepObserver):
+        num_planned = 0
+
+        def planned(self, planned: Planned, now: float) -> None:
+            self.num_planned += 1
+
+    counts, silent = Counts(), StepObserver()
+    observers = Observers([silent, counts])
+    subscribed = {name: notified for name, notified in vars(observers).items() if name.startswith("_on_")}
+    assert [name for name, notified in subscribed.items() if notified] == ["_on_planned"]
+    events = {name for name in vars(StepObserver) if not name.startswith("_")}
+    assert {f"_on_{event}" for event in events} == set(subscribed), "an event that no observer would hear of"
+    plan = StepPlan(0, [], [], [], [], [], [], [], [], [], [])
+    observers.planned(Planned(plan, [], [], [], [], [], []))
+    observers.remove(counts)
+    observers.planned(Planned(plan, [], [], [], [], [], []))
+    assert counts.num_planned == 1 and list(observers) == [silent]
 
 
 def test_http_requests_by_route() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.cache import KVCache
-from octavo.engine.loop import EngineLoop
-from octavo.messages import Abort, EngineReport, ResetPrefixCache, StepPlan, StepResult
+from octavo.engine.build import build_engine
+from octavo.messages import Abort, EngineReport, StepPlan, StepResult
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.recording.format import FORMAT, Header
 from octavo.recording.recorder import Recorder, Segments
@@ -94,7 +94,7 @@ class Recorded:
         grammar_cache = load.scheduler.grammar_cache
         scheduler.grammar_cache = GrammarCache(grammar_cache._max_used, grammar_cache._max_unused)
         self.executor = OracleExecutor(OracleDevice(load.page_size, load.rows, load.windows), bool(load.depth))
-        self.loop = EngineLoop(scheduler, self.executor, EngineMetrics("none", self.report))
+        self.loop = build_engine(scheduler, self.executor, EngineMetrics("none", self.report)).loop
         header = header_of(self.report, load.shares, with_tokens)
         self.recorder = Recorder(Segments(folder, name, limit), header, ring or RecordingRing())
         self.loop.record(self.recorder)
@@ -113,7 +113,7 @@ class Recorded:
                 victim = r.choice(sorted(loop.scheduler.request_ids()))
                 loop.abort(Abort(victim, r.choice([-1, 0])))
             if r.random() < 0.02:
-                loop.control(ResetPrefixCache(0))
+                loop.reset_prefixes()
             if r.random() < self._roll:
                 self.recorder.is_due = True
             if preparing and (r.random() < 0.4 or not loop.has_work):

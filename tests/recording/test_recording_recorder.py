@@ -23,7 +23,7 @@ from octavo.recording import format as recording_file
 from octavo.recording import recorder as recorder_file
 from octavo.recording.crash_files import MOST_KEPT, CrashFiles
 from octavo.recording.format import Arrived, Marked, Recording, Turned, chunks_in, gap_chunk, read, stream_chunk
-from octavo.recording.recorder import PLAIN_TURNS, RETRY_SECONDS, Segments
+from octavo.recording.recorder import PLAIN_STEPS, RETRY_SECONDS, Segments
 from octavo.recording.ring import RecordingRing
 from octavo.replay.recompute import Recomputation
 from octavo.replay.replay import Planned, Replay
@@ -166,7 +166,7 @@ def test_a_full_disk_is_said_once_and_recording_begins_again(tmp_path, caplog):
     recording = read(tmp_path / "full")
     replay = replayed(recording)
     assert replay.num_same == replay.num_steps >= 80
-    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_TURNS
+    assert replay.scheduler.num_steps > recorded.loop.scheduler.num_steps - PLAIN_STEPS
 
 
 def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_path, caplog):
@@ -236,7 +236,7 @@ def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
     assert f"the engine's recording is kept: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
-    assert recorded.loop.scheduler.num_steps - PLAIN_TURNS < replay.num_steps == replay.num_same > 5
+    assert recorded.loop.scheduler.num_steps - PLAIN_STEPS < replay.num_steps == replay.num_same > 5
     recorded.loop.close()
 
 
@@ -412,7 +412,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from the beginning, and from that file
         replay = replayed(read(path))
         assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
-        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._ordered
+        assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._compiling
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):

@@ -91,8 +91,8 @@ class OracleDevice:
             self.tokens.pop(row, None), self.tables.pop(row, None)
         for move in plan.moves:
             self._move(move.kind, move.source, move.target)
-        for turn in plan.forced:
-            self.tokens[turn.row] = {turn.position: turn.token}
+        for forced in plan.forced:
+            self.tokens[forced.row] = {forced.position: forced.token}
         for enter in plan.enters:
             assert 0 <= enter.row < self.max_rows and enter.row not in self.tables, "row is occupied"
             assert len(enter.pages) == len(self.windows), "a page table for each group"

@@ -19,9 +19,9 @@ import octavo.schedule.scheduler
 from tests.schedule.workload import Workload
 
 SCHEDULER, CACHE, POOL = octavo.schedule.scheduler, octavo.cache.kv_cache, octavo.cache.pool
-SPAN, OUTCOME, SEATS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
+SPAN, OUTCOME, ROWS = octavo.cache.span, octavo.schedule.outcome, octavo.schedule.rows
 BEAMS = octavo.schedule.beams.group
-MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, SEATS, SCHEDULER)  # whoever is imported comes first
+MODULES = (POOL, SPAN, CACHE, OUTCOME, BEAMS, ROWS, SCHEDULER)  # whoever is imported comes first
 
 FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     "a choice skips the prompt's last token": (
@@ -31,8 +31,8 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
     ),
     "a choice starts in the step that writes its prompt": (
         SCHEDULER,
-        "issued.forking.append(request)",
-        "self._fork(request, draft)",
+        "planned.forking.append(request)",
+        "self._fork(request, draft, planned)",
     ),
     "no copy on write": (
         CACHE,
@@ -73,10 +73,14 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "samples = end == len(request.tokens) + request.pending",
         "samples = end == len(request.tokens)",
     ),
-    "rows are not returned": (SEATS, "self._free_rows.append(request.row)", "pass"),
-    "the oldest request is thrown out": (SEATS, "victim = self.running[-1]", "victim = self.running[0]"),
+    "rows are not returned": (ROWS, "self.free.append(request.row)", "pass"),
+    "the oldest request is thrown out": (
+        SCHEDULER,
+        "victim = self.rows.running[-1]",
+        "victim = self.rows.running[0]",
+    ),
     "an aborted request keeps its pages": (
-        SEATS,
+        SCHEDULER,
         "if request.is_swapped or request.sequence in self.cache.tables:",
         "if request.sequence in self.cache.tables:",
     ),
@@ -148,12 +152,12 @@ FAULTS: dict[str, tuple[types.ModuleType, str, str]] = {
         "growths = growths or []",
     ),
     "a search that is thrown out keeps its pages": (
-        SEATS,
+        SCHEDULER,
         "self.cache.release(request.sequence)\n            request.computed = request",
         "pass\n            request.computed = request",
     ),
     "priorities do not say who leaves": (
-        SEATS,
+        ROWS,
         "(running.rank, running.sequence)",
         "running.sequence",
     ),

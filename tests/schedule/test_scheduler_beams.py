@@ -36,7 +36,7 @@ def test_the_prompts_pages_are_held_once(is_search):
     scheduler.add(search("a", 42, 8, max_tokens=5) if is_search else plain("a", 42, max_tokens=5, n=8))
     used, num_computed = [], 0
     while not scheduler.is_idle:
-        plan = scheduler.plan()
+        plan = scheduler.plan().plan
         used.append(cache.pool.num_used)
         num_computed += sum(plan.counts)
         if len(used) == 2:
@@ -53,10 +53,10 @@ def test_a_search_sits_out_a_step_and_nobody_else_does():
     scheduler = Scheduler(KVCache(100, 4), max_rows=8, max_step_tokens=100)
     scheduler.add(plain("a", 4, max_tokens=20))
     scheduler.add(search("s", 6, 3))
-    flying = [scheduler.plan()]
+    flying = [scheduler.plan().plan]
     rows = []
     for _ in range(8):
-        flying.append(scheduler.plan())
+        flying.append(scheduler.plan().plan)
         rows.append(len(flying[-1].rows))
         plan = flying.pop(0)
         scheduler.commit(plan, result_of(plan, len(plan.rows) - 1))
@@ -69,12 +69,12 @@ def test_an_abort_in_the_middle_of_a_search_frees_everything():
     scheduler = Scheduler(cache, max_rows=8, max_step_tokens=100)
     scheduler.add(search("s", 6, 4))
     for num_beams in (1, 4, 4):
-        plan = scheduler.plan()
+        plan = scheduler.plan().plan
         scheduler.commit(plan, result_of(plan, num_beams))
     assert not scheduler.abort("s", 2), "a beam is no choice before the end"
-    plan = scheduler.plan()
-    assert scheduler.abort("s") and scheduler.commit(plan, result_of(plan, 4)) == []
-    assert cache.pool.num_used == 0 and scheduler.is_idle and len(scheduler._free_rows) == 8
+    plan = scheduler.plan().plan
+    assert scheduler.abort("s") and scheduler.commit(plan, result_of(plan, 4)).deltas == []
+    assert cache.pool.num_used == 0 and scheduler.is_idle and len(scheduler.rows.free) == 8
 
 
 def test_a_search_needs_rows_for_all_of_its_beams_and_leaves_as_a_whole():
@@ -86,9 +86,9 @@ def test_a_search_needs_rows_for_all_of_its_beams_and_leaves_as_a_whole():
     for _ in range(60):
         if scheduler.is_idle:
             break
-        plan = scheduler.plan()
-        num_beams = sum(plan.samples) - ("a" in scheduler._groups)
-        deltas += scheduler.commit(plan, result_of(plan, num_beams))
+        plan = scheduler.plan().plan
+        num_beams = sum(plan.samples) - scheduler.has("a")
+        deltas += scheduler.commit(plan, result_of(plan, num_beams)).deltas
         assert len(scheduler.running) in (0, 1, 3, 4)
     ends = {(delta.request_id, delta.index): delta.finish for delta in deltas if delta.finish is not None}
     assert ends.keys() == {("a", 0), ("s", 0), ("s", 1), ("s", 2)}
@@ -100,8 +100,8 @@ def order_of(scheduler: Scheduler) -> list[str]:
     """Whose first token comes when."""
     seen: list[str] = []
     while not scheduler.is_idle:
-        plan = scheduler.plan()
-        for delta in scheduler.commit(plan, result_of(plan)):
+        plan = scheduler.plan().plan
+        for delta in scheduler.commit(plan, result_of(plan)).deltas:
             if delta.request_id not in seen:
                 seen.append(delta.request_id)
     return seen
@@ -123,7 +123,7 @@ def test_when_pages_run_out_the_lowest_priority_leaves_and_of_equals_the_younges
     while not scheduler.is_idle:
         running = {request.id for request in scheduler.running}
         preemptions = scheduler.num_preemptions
-        plan = scheduler.plan()
+        plan = scheduler.plan().plan
         if scheduler.num_preemptions > preemptions:
             left += sorted(running - {request.id for request in scheduler.running})
         scheduler.commit(plan, result_of(plan))

@@ -1,6 +1,6 @@
 """First come, first served, as a bound: nobody is overtaken, and whoever waits is let in once the work before it can be done.
 
-The bounds are those of octavo/schedule/policy.py, in turns of the loop. Of a choice that was there before: `longest` is what it
+The bounds are those of octavo/schedule/policy.py, in steps of the loop. Of a choice that was there before: `longest` is what it
 will hold at most (prompt and max_tokens), `open` what it may still sample, `uncomputed` what of `longest` has no keys and values
 yet. `budget` is what a step may compute, `depth` how many plans are in flight while the next is made.
 
@@ -28,13 +28,13 @@ STOP = 9
 
 @dataclass
 class Asked:
-    arrives: int  # in this turn, or when the ones before it have come
+    arrives: int  # in this step, or when the ones before it have come
     shared: int  # leading tokens that all have in common
     own: int  # tokens after these
     max_tokens: int
     n: int
     stops_after: int  # tokens: then the model ends it
-    leaves_after: int  # turns; 0: its client stays
+    leaves_after: int  # steps; 0: its client stays
     is_whole: bool = False  # a vector of its prompt is wanted, computed in one step; where a step has room for it
 
 
@@ -53,15 +53,15 @@ ASKED = st.builds(
 
 @dataclass
 class Queue:
-    """Requests through a scheduler, turn by turn, each watched until it is let in."""
+    """Requests through a scheduler, step by step, each watched until it is let in."""
 
     rows: int
     budget: int
     num_pages: int
     num_host_pages: int
     depth: int
-    turn: int = 0
-    closest: int = 1000  # turns that were left to somebody when it was let in
+    now: int = 0  # steps so far
+    closest: int = 1000  # steps that were left to somebody when it was let in
     num_waits: int = 0
     num_whole_waits: int = 0  # of them: prompts that must be computed whole, for want of budget
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # sequence → (since, bound, preemptions then)
@@ -82,16 +82,17 @@ class Queue:
             source = GenerateRequest(name, prompt, params, [], pooling=PoolingParams("last"), is_whole=True)
         self.scheduler.add(source)
         self.stops[name] = asked.stops_after
-        self.untouched[self.scheduler.choices(name)[0].sequence] = (self.turn, sum(costs) + 1)
+        self.untouched[self.scheduler.choices(name)[0].sequence] = (self.now, sum(costs) + 1)
 
     def step(self) -> None:
         scheduler = self.scheduler
         self._note_head()
-        plan = scheduler.plan()
-        for request in scheduler.admitted:
+        planned = scheduler.plan()
+        plan = planned.plan
+        for request in planned.admitted:
             self._let_in(request)
         if not plan.is_empty:
-            issued = zip(scheduler._in_flight[-1].requests, plan.samples, plan.starts, plan.counts, strict=True)
+            issued = zip(planned.requests, plan.samples, plan.starts, plan.counts, strict=True)
             sampling = [(request, start, count) for request, samples, start, count in issued if samples]
             whole = [(start, count, request.prompt_len) for request, start, count in sampling if request.is_whole]
             assert all(start == 0 and count == prompt_len for start, count, prompt_len in whole), "computed in pieces"
@@ -99,15 +100,15 @@ class Queue:
             self.flight.append((plan, StepResult(plan.step, tokens, [b"vector"] * len(whole))))
         while len(self.flight) > self.depth or (self.flight and plan.is_empty):
             scheduler.commit(*self.flight.popleft())
-        self.turn += 1
+        self.now += 1
         running = [request.sequence for request in scheduler.running]
         waiting = [request.sequence for request in scheduler.waiting._waiting.values()]
         assert not running or not waiting or max(running) < min(waiting), "overtaken"
         for since, bound in self.untouched.values():
-            assert self.turn - since <= bound, "waits longer than all before it could take one after the other"
+            assert self.now - since <= bound, "waits longer than all before it could take one after the other"
         for sequence, (since, bound, preemptions) in self.heads.items():
             if sequence in self.untouched and scheduler.num_preemptions == preemptions:
-                assert self.turn - since <= bound, "the head waits longer than those who run could take together"
+                assert self.now - since <= bound, "the head waits longer than those who run could take together"
         assert not audit(scheduler.cache)
 
     def _token(self, request: Request) -> int:
@@ -128,30 +129,30 @@ class Queue:
         )
         most_open = max((older.max_len - len(older.tokens) for older in before), default=0)
         bound = uncomputed // self.budget + most_open + self.depth + 3
-        self.heads[head.sequence] = (self.turn, bound, scheduler.num_preemptions)
+        self.heads[head.sequence] = (self.now, bound, scheduler.num_preemptions)
 
     def _let_in(self, request: Request) -> None:
         if request.sequence not in self.untouched:
             return  # it was in before, or came from one that was
         assert request.sequence == min(self.untouched), "overtaken"
         since, _ = self.untouched.pop(request.sequence)
-        if self.turn > since:
+        if self.now > since:
             self.num_waits += 1
             self.num_whole_waits += request.is_whole
             since, bound, _ = self.heads.get(request.sequence, (0, 1000, 0))
-            self.closest = min(self.closest, bound - (self.turn - since))
+            self.closest = min(self.closest, bound - (self.now - since))
 
     def run(self, asked: list[Asked]) -> None:
         asked = sorted(asked, key=lambda each: each.arrives)
         leaving: list[tuple[int, str]] = []
         while asked or not self.scheduler.is_idle or self.flight:
-            while asked and asked[0].arrives <= self.turn:
+            while asked and asked[0].arrives <= self.now:
                 each, name = asked.pop(0), f"r{len(self.stops)}"
                 self.add(name, each)
                 if each.leaves_after:
-                    leaving.append((self.turn + each.leaves_after, name))
+                    leaving.append((self.now + each.leaves_after, name))
             for when, name in leaving:
-                if when == self.turn and (choices := self.scheduler.choices(name)):
+                if when == self.now and (choices := self.scheduler.choices(name)):
                     for choice in choices:
                         self.untouched.pop(choice.sequence, None)
                     self.scheduler.abort(name)
@@ -187,6 +188,6 @@ def test_the_bound_is_near(depth):
 def test_a_prompt_that_takes_a_whole_step_waits_for_those_who_run_and_for_no_one_else(depth):
     """As many tokens as a step may compute, so it enters when nobody runs; all that came later stay behind it."""
     queue = Queue(5, 24, LONGEST // PAGE_SIZE + 90, 0, depth)
-    later = [Asked(turn, 0, 4, 16, 1, 99, 0) for turn in range(2, 20)]
+    later = [Asked(step, 0, 4, 16, 1, 99, 0) for step in range(2, 20)]
     queue.run([Asked(0, 0, 20, 16, 1, 99, 0), Asked(1, 0, 24, 1, 1, 99, 0, is_whole=True), *later])
     assert queue.num_whole_waits == 1 and 0 <= queue.closest <= 6, queue.closest

@@ -8,11 +8,11 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.schedule.grammar_cache import MAX_ORDERED, GrammarCache
+from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
 
 
 class Watched:
-    """A shelf, whose orders are carried out one after the other, and what each request was promised when it came."""
+    """A cache, whose jobs are carried out one after the other, and what each request was promised when it came."""
 
     def __init__(self, max_used: int, max_unused: int) -> None:
         self.grammar_cache = GrammarCache(max_used, max_unused)
@@ -27,9 +27,10 @@ class Watched:
         self.num_requests += 1
         name = f"r{self.num_requests}"
         lacks_room = [*self.grammar_cache._later.values()]
-        is_ready = self.grammar_cache.hold(name, grammar)
+        job = self.grammar_cache.hold(name, grammar)
         self.open[name] = grammar
-        assert is_ready == self.grammar_cache.is_ready(name)
+        assert job is None or (job.grammar == grammar and not self.grammar_cache.is_ready(name))
+        self._begin([job])
         if name in self.grammar_cache._later:
             self.freed_by[name] = self.num_freed + len({*lacks_room, grammar})
         else:
@@ -42,7 +43,8 @@ class Watched:
         self.num_freed += name in self.grammar_cache._held and all(self.open[other] != grammar for other in held)
         self.made_by.pop(name, None)
         self.freed_by.pop(name, None)
-        ready = self.grammar_cache.drop(name)
+        ready, jobs = self.grammar_cache.drop(name)
+        self._begin(jobs)
         let_in = [other for other in self.grammar_cache._held if other not in held]
         assert ready == [other for other in let_in if self.grammar_cache.is_ready(other)]
         for other in let_in:
@@ -53,11 +55,11 @@ class Watched:
     def make(self) -> None:
         if self.making:
             self.num_made += 1
-            self.grammar_cache.prepared(self.making.popleft())
+            self._begin([self.grammar_cache.prepared(self.making.popleft())])
             self._look()
 
     def _promise(self, name: str) -> None:
-        """The bound, counted apart from how the shelf goes about it."""
+        """The bound, counted apart from how the cache goes about it."""
         grammar, ahead = self.open[name], []
         if self.grammar_cache.is_ready(name):
             return
@@ -65,14 +67,14 @@ class Watched:
             if other == name:
                 break
             ahead.append(its)
-        ordered = {*self.making, *(order.grammar for order in self.grammar_cache.orders)}
-        missing = {*ahead, grammar} - ordered - self.grammar_cache._ready
-        self.made_by[name] = self.num_made + len(ordered) + len(missing)
+        missing = {*ahead, grammar} - {*self.making} - self.grammar_cache._ready
+        self.made_by[name] = self.num_made + len(self.making) + len(missing)
+
+    def _begin(self, jobs: list[GrammarJob | None]) -> None:
+        self.making += [job.grammar for job in jobs if job is not None]
 
     def _look(self) -> None:
-        self.making += [order.grammar for order in self.grammar_cache.orders]
-        self.grammar_cache.orders = []
-        assert len(self.making) <= MAX_ORDERED
+        assert len(self.making) <= MAX_JOBS
         for name, bound in [*self.made_by.items()]:
             if self.grammar_cache.is_ready(name):
                 self.closest = min(self.closest, bound - self.num_made)

@@ -21,12 +21,12 @@ def run(scheduler: Scheduler, depth: int = 0) -> list[TokenDelta]:
     deltas: list[TokenDelta] = []
     flying: list[StepPlan] = []
     while not scheduler.is_idle or flying:
-        plan = scheduler.plan()
+        plan = scheduler.plan().plan
         if not plan.is_empty:
             flying.append(plan)
         while len(flying) > depth or (flying and plan.is_empty):
             done = flying.pop(0)
-            deltas += scheduler.commit(done, result_of(done))
+            deltas += scheduler.commit(done, result_of(done)).deltas
     return deltas
 
 
@@ -64,9 +64,9 @@ def test_choices_have_one_prompt() -> None:
 def test_an_abort_ends_it() -> None:
     scheduler = Scheduler(KVCache(100, 4), max_rows=4, max_step_tokens=8)
     scheduler.add(request("a", 20))
-    plan = scheduler.plan()
+    plan = scheduler.plan().plan
     scheduler.abort("a")
-    assert scheduler.commit(plan, result_of(plan)) == []
+    assert scheduler.commit(plan, result_of(plan)).deltas == []
 
 
 def test_progress_ends_at_the_prompts_length_whatever_happens_meanwhile() -> None:

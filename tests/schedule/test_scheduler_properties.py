@@ -64,7 +64,7 @@ def test_grammars_are_waited_for_by_those_who_need_them():
         except BaseException:
             print(f"workload seed {seed}")
             raise
-    for what in ("asides", "forgotten", "delayed", "passed_by", "preemptions", "forks", "aborts", "deaths"):
+    for what in ("awaiting", "forgotten", "delayed", "passed_by", "preemptions", "forks", "aborts", "deaths"):
         assert total[what] > 100, (what, total)
 
 

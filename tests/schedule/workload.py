@@ -11,7 +11,8 @@ from octavo.cache.span import most_held, pages_of, pages_of_beams
 from octavo.messages import GenerateRequest, PoolingParams, SamplingParams
 from octavo.messages.params import choice_seed
 from octavo.schedule import POLICIES, Scheduler
-from octavo.schedule.grammar_cache import MAX_ORDERED, GrammarCache
+from octavo.schedule.grammar_cache import MAX_JOBS, GrammarCache, GrammarJob
+from octavo.schedule.results import Planned
 from tests.schedule.oracle import OracleDevice, Sequence, beam_reference, reference, vector_of
 
 
@@ -32,9 +33,9 @@ class Tally:
     short_hits: int = 0  # prefixes found of which a window had let the beginning go
     deaths: int = 0
     survivors: int = 0  # choices that went on, with tokens, in a new engine
-    asides: int = 0  # requests whose grammar had to be made ready first
+    awaiting: int = 0  # requests whose grammar had to be compiled first
     forgotten: int = 0  # grammars that were ready once, and made room for others
-    delayed: int = 0  # turns at which a grammar was not even ordered, for others were being made ready
+    delayed: int = 0  # steps at which a grammar had no job yet, because others were being compiled
     passed_by: int = 0  # times that a younger one entered while an older one's grammar was not ready
 
 
@@ -110,35 +111,33 @@ class Workload:
                 self.arrivals[at] = (step, msgspec.structs.replace(source, params=params))
         self._start_engine()
 
-    def _take_orders(self) -> None:
-        """What the shelf orders is begun at once."""
+    def _start(self, jobs: list[GrammarJob]) -> None:
+        """What is to be compiled is begun at once."""
         grammar_cache = self.scheduler.grammar_cache
-        for order in grammar_cache.orders:
-            assert order.grammar not in self.ready and order.grammar not in self.compiling, "made ready twice"
+        for job in jobs:
+            assert job.grammar not in self.ready and job.grammar not in self.compiling, "made ready twice"
             users = {request.params.grammar for request in self.scheduler.running}
-            assert users.isdisjoint(order.forgets), "who runs may have to come back"
-            assert any(request.params.grammar == order.grammar for request in self.scheduler.requests()), "for nobody"
-            self.ready -= set(order.forgets)
-            self.tally.forgotten += len(order.forgets)
-            self.compiling.append(order.grammar)
-        grammar_cache.orders = []
-        assert len(self.compiling) <= MAX_ORDERED, "more than may be out"
+            assert users.isdisjoint(job.forgets), "who runs may have to come back"
+            assert any(request.params.grammar == job.grammar for request in self.scheduler.requests()), "for nobody"
+            self.ready -= set(job.forgets)
+            self.tally.forgotten += len(job.forgets)
+            self.compiling.append(job.grammar)
+        assert len(self.compiling) <= MAX_JOBS, "more than may be out"
         missing = grammar_cache._users.keys() - self.ready - set(self.compiling)
-        assert not missing or len(self.compiling) == MAX_ORDERED, "nobody makes it ready"
+        assert not missing or len(self.compiling) == MAX_JOBS, "nobody makes it ready"
         self.tally.delayed += bool(missing)
 
     def _compile(self, fate: random.Random) -> None:
         """It takes some steps."""
-        self._take_orders()
         if self.compiling and fate.random() < 0.4:
             self.ready.add(self.compiling[0])
-            self.scheduler.prepared(self.compiling.popleft())
+            self._start(self.scheduler.prepared([self.compiling.popleft()]).jobs)
             self._compile(fate)
 
-    def _check_entries(self, plan) -> None:
-        scheduler = self.scheduler
+    def _check_entries(self, planned: Planned) -> None:
+        scheduler, plan = self.scheduler, planned.plan
         assert all(not enter.params.grammar or enter.params.grammar in self.ready for enter in plan.enters), "too early"
-        admitted = [(request.rank, request.sequence) for request in scheduler.admitted]
+        admitted = [(request.rank, request.sequence) for request in planned.admitted]
         waiting = [(request.rank, request.sequence) for request in scheduler.waiting._waiting.values()]
         assert not admitted or not waiting or max(admitted) < min(waiting), "overtaking"
         awaiting_grammar = scheduler.awaiting_grammar.values()
@@ -207,22 +206,23 @@ class Workload:
         step = 0
         while self.arrivals or not scheduler.is_idle or flight:
             while self.arrivals and self.arrivals[0][0] <= step:
-                scheduler.add(self.arrivals.pop(0)[1])
-                self.tally.asides += len(scheduler.awaiting_grammar)
-            self._take_orders()
+                self._start(scheduler.add(self.arrivals.pop(0)[1]).jobs)
+                self.tally.awaiting += len(scheduler.awaiting_grammar)
             if r.random() < 0.03 and not scheduler.is_idle:
                 victim = r.choice(sorted(scheduler.request_ids()))
                 choices = range(sources[victim].params.n)
                 index = r.choice([-1, *choices])
-                if scheduler.abort(victim, index):
+                if (removed := scheduler.abort(victim, index)) is not None:
+                    self._start(removed.jobs)
                     aborted |= {(victim, i) for i in choices if index in (-1, i)} - finished.keys()
                     self.tally.aborts += 1
             if r.random() < 0.01:
                 self.cache.reset_prefixes()
             self._compile(fate)
             preemptions = scheduler.num_preemptions
-            plan = scheduler.plan()
-            self._check_entries(plan)
+            planned = scheduler.plan()
+            plan = planned.plan
+            self._check_entries(planned)
             assert sum(plan.counts) <= self.budget, "over budget"
             self._count(plan)
             # A choice that must copy a page and is alone with too few of them leaves, to enter as a request of its own.
@@ -231,7 +231,9 @@ class Workload:
             if not plan.is_empty:
                 flight.append((plan, self.device.run(plan)))  # stream order: executed in the order of issue
             while len(flight) > self.depth or (flight and plan.is_empty):
-                for delta in scheduler.commit(*flight.popleft()):
+                committed = scheduler.commit(*flight.popleft())
+                self._start(committed.jobs)
+                for delta in committed.deltas:
                     key = (delta.request_id, delta.index)
                     assert key not in aborted, "a delta after the abort"
                     assert key not in finished, "a delta after the end"
@@ -286,7 +288,7 @@ class Workload:
             keys = [(source.id, index) for index in range(source.params.n)]
             begun = [None if key in ended else got[key] for key in keys]
             if any(tokens is not None for tokens in begun):
-                self.scheduler.add(msgspec.structs.replace(source, begun=begun))
+                self._start(self.scheduler.add(msgspec.structs.replace(source, begun=begun)).jobs)
                 self.tally.survivors += sum(bool(tokens) for tokens in begun)
 
     def _check_beam(self, source: GenerateRequest, index: int, tokens: list[int], reason: str | None) -> None:
@@ -318,7 +320,7 @@ class Workload:
         for rank, sequence in waiting if not self.has_grammars else ():
             assert all(other < sequence for its_rank, other in running if its_rank == rank), "overtaking within a rank"
         self.tally.overtaken += any(other > sequence for _, other in running for _, sequence in waiting)
-        rows = [request.row for request in scheduler.running] + scheduler._free_rows
+        rows = [request.row for request in scheduler.running] + scheduler.rows.free
         assert sorted(rows) == list(range(self.rows)), "row drift"
         filled, allocated = scheduler.slot_use()
         assert allocated == sum(map(bool, pool.refs)) * self.page_size and 0 <= filled <= allocated
@@ -331,7 +333,7 @@ class Workload:
     def _check_all_returned(self) -> None:
         assert not audit(self.cache, is_idle=True)
         assert not self.cache.tables and not self.cache.host_tables, "tables leaked"
-        assert len(self.scheduler._free_rows) == self.rows, "rows leaked"
+        assert len(self.scheduler.rows.free) == self.rows, "rows leaked"
         assert not len(self.scheduler.waiting) and not self.scheduler.running and not self.scheduler.awaiting_grammar
         grammar_cache = self.scheduler.grammar_cache
         assert not (grammar_cache._held or grammar_cache._later or grammar_cache._users), "grammars leaked"

@@ -8,9 +8,8 @@ import httpx
 import msgspec
 
 from octavo.cache import KVCache
-from octavo.engine.build import Engine
+from octavo.engine.build import Engine, build_engine
 from octavo.engine.in_process_client import InProcessClient
-from octavo.engine.loop import EngineLoop
 from octavo.messages import EngineReport, StepPlan, StepResult
 from octavo.observe.metrics.engine_metrics import EngineMetrics
 from octavo.schedule import Scheduler
@@ -49,7 +48,7 @@ def engine(num_pages: int = 64, seconds: float = 0.002, **limits: int) -> Engine
     report = msgspec.structs.replace(REPORT, num_pages=num_pages, **limits)
     cache = KVCache(num_pages, report.page_size)
     scheduler = Scheduler(cache, report.max_num_seqs, report.max_num_batched_tokens)
-    return Engine(EngineLoop(scheduler, SaysA(seconds), EngineMetrics("byte-model", report)), report)
+    return build_engine(scheduler, SaysA(seconds), EngineMetrics("byte-model", report))
 
 
 class Served:

@@ -174,7 +174,7 @@ async def test_bad_questions(serve: Serve, query: str, param: str) -> None:
 
 async def test_the_ring_keeps_the_latest_within_its_bytes(served: Any) -> None:
     small = engine()
-    small.loop._ring._max_bytes = 6000
+    small.control.ring._max_bytes = 6000
     server = served(small)
     for number in range(20):
         await server.http.post(COMPLETIONS, json=ask(), headers={"x-request-id": f"r{number}"})

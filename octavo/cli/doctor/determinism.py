@@ -46,7 +46,7 @@ class _Engine:
     def __init__(self, config: Config) -> None:
         is_dummy = config.model.load_format == "dummy"
         source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
-        self._loop, self.report = start_engine(config, source, source.name)
+        self._loop, self.report, _ = start_engine(config, source, source.name)
         self._num_asked = 0
 
     def __enter__(self) -> Self:

@@ -1,13 +1,11 @@
 """EngineJournal: keeps every request's way through the engine, at a cost per step that does not depend on its rows.
-Knows nothing of the scheduler or a clock: the step loop brings what changed, and the time.
 
-A row that decodes costs nothing: its steps are read off running totals (steps.py) when it leaves. Only what enters, computes
-a part of its prompt, goes back to the queue or ends is touched, and the head of a queue that does not move."""
+A row that decodes costs nothing: its steps are read off running totals (step_totals.py) when it leaves. Only requests that enter,
+compute a part of their prompt, go back to the queue or end are touched, and the head of a queue that does not move."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
-from octavo.messages import GenerateRequest, StepPlan
+from octavo.messages import Abort, GenerateRequest, StepPlan
 from octavo.observe.journeys.stages import (
     MAX_CHUNKS,
     Chunk,
@@ -20,37 +18,18 @@ from octavo.observe.journeys.stages import (
     fold,
 )
 from octavo.observe.journeys.step_totals import MS_BOUNDS, ROW_BOUNDS, Look, StepTotals, between, histogram
-
-
-class Sequenced(Protocol):
-    """What the journal reads of a scheduler's request."""
-
-    id: str
-    index: int
-    row: int
-    num_preemptions: int
-    prompt_len: int
-    tokens: list[int]
-
-
-class Returned(Protocol):
-    """A request that had a row and is in the queue again, with what it had computed."""
-
-    @property
-    def request(self) -> Sequenced: ...
-    @property
-    def num_computed(self) -> int: ...
-    @property
-    def is_swapped(self) -> bool: ...
+from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.schedule.request import Request
+from octavo.schedule.results import Committed, GrammarsReady, Planned, Removed, Returned
 
 
 class _Queue:
-    """What the queue's head has waited for since the start, by reason: a wait is the difference of two looks."""
+    """How long the queue's head has waited since the start, by reason. A request's wait is the difference of two looks."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.head: _Track | None = None
-        self.reason: WaitReason | None = None  # what the head was found to lack by the last plan
+        self.reason: WaitReason | None = None  # what the head lacked in the last plan
         self.since = 0.0
 
     def planned(self, head: "_Track | None", reason: WaitReason | None, now: float) -> None:
@@ -70,7 +49,7 @@ class _Queue:
 
 
 class _Track:
-    """One choice on its way."""
+    """One choice of an open request."""
 
     __slots__ = (
         "cached",
@@ -102,18 +81,18 @@ class _Track:
         self, index: int, request: GenerateRequest, now: float, queue_look: dict[str, float], step_at: int
     ) -> None:
         self.index = index
-        self.is_pooled = request.pooling is not None  # it gets a vector, and no tokens
+        self.is_pooled = request.pooling is not None  # it gets a vector instead of tokens
         self.has_grammar = bool(request.params.grammar)
-        self.grammar_at = 0.0  # what grammars had taken when the present stage began
+        self.grammar_at = 0.0  # seconds that grammars had taken when the present stage began
         self.name: StageName = "queue"
         self.start = now
         self.stages: list[Stage] = []
-        self.epoch = 0  # stages so far: a chunk of an earlier one ends nothing
+        self.epoch = 0  # stages so far: a chunk of an earlier one no longer counts
         self.is_ended = False
         self.reason: str | None = None
         self.num_output = self.output_at = 0  # tokens now, and when the present stage began
         self.preemptions = 0
-        self.grammar_wait_since: float | None = None  # None: nothing must be made ready before it may enter
+        self.grammar_wait_since: float | None = None  # None: it does not wait for a grammar
         self.enter_queue(queue_look, step_at)
         self.enter_row(0)
 
@@ -125,8 +104,8 @@ class _Track:
         self.swapped = num_computed if is_swapped else 0
         self.dropped = 0 if is_swapped else num_computed
 
-    def has(self, request: Sequenced) -> None:
-        """So many tokens, by now."""
+    def has(self, request: Request) -> None:
+        """Read how many tokens it has by now."""
         self.num_output = 0 if self.is_pooled else len(request.tokens) - request.prompt_len
 
     def wait(self, reason: str, seconds: float, steps: int) -> None:
@@ -156,22 +135,23 @@ class _Journey:
         self.num_open = len(tracks)
 
 
-class EngineJournal:
+class EngineJournal(StepObserver):
     def __init__(self) -> None:
-        self.on_end: Callable[[EngineJourney], None] | None = None  # None: nobody wants to know
+        self.on_end: Callable[[EngineJourney], None] | None = None  # None: journeys are not sent
         self._journeys: dict[str, _Journey] = {}
-        self.grammar_seconds = 0.0  # that grammars took in all steps, for whoever had one
+        self._grammar_seconds = 0.0  # that grammars took in all steps
         self._tally = StepTotals()
         self._queue = _Queue()
         self._num_plans = 0
         self._last_commit = 0.0
-        self._prompting: dict[int, _Track] = {}  # row → who computes a prompt there, or will in the next step
+        self._prompting: dict[
+            int, _Track
+        ] = {}  # row → the choice that computes a prompt there, or will in the next step
         self._chunks: dict[int, list[tuple[_Track, int, Chunk, bool]]] = {}  # step in flight → its parts of prompts
 
-    # ── called by the loop ──
+    # ── events of the loop ──
 
-    def queued(self, request: GenerateRequest, now: float, awaits_grammar: bool = False) -> None:
-        """`awaits_grammar`: its grammar must be made ready before it waits for anything else."""
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
         look = self._queue.look(now)
         tracks = [_Track(index, request, now, look, self._num_plans) for index in range(request.params.n)]
         journey = self._journeys[request.id] = _Journey(request, tracks)
@@ -184,7 +164,62 @@ class EngineJournal:
         for track in tracks if awaits_grammar else ():
             track.grammar_wait_since = now
 
-    def readied(self, requests: Iterable[Sequenced], now: float) -> None:
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
+        self._return(removed.returned, now)
+        self._end(removed.ended, {(request.id, request.index): abort.reason for request in removed.ended}, now)
+        self._let_in(removed.let_in, now)
+
+    def grammars_ready(self, ready: GrammarsReady, now: float) -> None:
+        self._let_in(ready.let_in, now)
+
+    def planned(self, planned: Planned, now: float) -> None:
+        if planned.returned:
+            self._return(planned.returned, now)
+        if planned.admitted:
+            self._admit(planned.admitted, planned.plan, now)
+        self._num_plans += 1
+        queue, reason = self._queue, planned.head_waits_for
+        if reason is not None or queue.reason is not None:
+            queue.planned(None if planned.head is None else self._track(planned.head), reason, now)
+        if self._prompting:
+            self._note_chunks(planned.plan, now)
+        if planned.forked:
+            self._fork(planned.forked)
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        now, plan = times.now, committed.plan
+        self._grammar_seconds += committed.result.grammar_seconds
+        self._tally.add(now - self._last_commit, len(plan.rows), committed.num_tokens)
+        self._last_commit = now
+        if self._chunks and (chunks := self._chunks.pop(plan.step, None)) is not None:
+            self._commit_chunks(chunks, now)
+        if committed.ended:
+            deltas = committed.deltas
+            reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
+            self._end(committed.ended, reasons, now)
+            self._let_in(committed.let_in, now)
+
+    # ── for a look between two steps ──
+
+    def live(self, requests: Iterable[Request], now: float, request_id: str = "") -> list[EngineJourney]:
+        """All open requests as they stand; or one of them, by its own id or that of its HTTP request.
+        `requests`: the scheduler's, for the number of their tokens."""
+        journeys: Iterable[_Journey] = self._journeys.values()
+        if request_id:
+            journeys = [journey for journey in journeys if request_id in (journey.request.id, journey.request.http_id)]
+        for request in requests:
+            track = self._track(request)
+            if track is not None:
+                track.has(request)
+        return [self._as_it_stands(journey, now) for journey in journeys]
+
+    def waits(self, now: float) -> dict[str, float]:
+        """Seconds for which the queue's head has waited since the start, by reason."""
+        return self._queue.look(now)
+
+    # ── inside ──
+
+    def _let_in(self, requests: Iterable[Request], now: float) -> None:
         """Their grammars are ready: from now on they wait as all others do."""
         look = self._queue.look(now)
         for request_id in dict.fromkeys(request.id for request in requests):
@@ -195,20 +230,20 @@ class EngineJournal:
                     track.queue_look, track.step_at = look, self._num_plans
                     track.wait("grammar", now - since, 0)
 
-    def returned(self, returned: Iterable[Returned], now: float) -> None:
+    def _return(self, returned: Iterable[Returned], now: float) -> None:
         for leaver in returned:
             request = leaver.request
             track = self._track(request)
             if track is not None:
                 self._forget_row(track)
                 track.has(request)
-                # A choice whose leader was aborted waits again too, though nobody took its pages.
+                # A choice whose leader was aborted waits again too, though it was not preempted.
                 self._next_stage(track, "preempted" if request.num_preemptions > track.preemptions else "queue", now)
                 track.preemptions = request.num_preemptions
                 look = self._queue.look(now)
                 track.enter_queue(look, self._num_plans, leaver.num_computed, leaver.is_swapped)
 
-    def admitted(self, requests: Sequence[Sequenced], plan: StepPlan, now: float) -> None:
+    def _admit(self, requests: Sequence[Request], plan: StepPlan, now: float) -> None:
         """`requests` are those of the plan's last rows, in its order."""
         first = len(plan.rows) - len(requests)
         for column, request in enumerate(requests, first):
@@ -231,7 +266,7 @@ class EngineJournal:
                     if not other.stages and not other.is_ended:
                         self._next_stage(other, "prefill", now)
 
-    def forked(self, requests: Iterable[Sequenced]) -> None:
+    def _fork(self, requests: Iterable[Request]) -> None:
         """Choices that share a computed prompt now, and compute its last token in the next step."""
         for request in requests:
             track = self._track(request)
@@ -239,30 +274,18 @@ class EngineJournal:
                 track.cached = request.prompt_len - 1
                 self._prompting[request.row] = track
 
-    def planned(self, plan: StepPlan, head: Sequenced | None, reason: WaitReason | None, now: float) -> None:
-        """A plan was made, and what came of it was told. `head`: who waits next, and `reason`: for what."""
-        self._num_plans += 1
-        queue = self._queue
-        if reason is not None or queue.reason is not None:
-            queue.planned(None if head is None else self._track(head), reason, now)
-        if self._prompting:
-            self._note_chunks(plan, now)
+    def _commit_chunks(self, chunks: "list[tuple[_Track, int, Chunk, bool]]", now: float) -> None:
+        for track, epoch, planned, samples in chunks:
+            if track.epoch != epoch:
+                continue  # it has left its row since
+            seconds = now - planned.seconds  # when it was planned
+            track.add_chunk(Chunk(planned.step, planned.start, planned.tokens, seconds))
+            if samples:
+                track.num_output += not track.is_pooled
+                self._next_stage(track, "decode", now)
+                track.first_look = self._tally.look()
 
-    def committed(self, step: int, num_rows: int, num_tokens: int, now: float) -> None:
-        self._tally.add(now - self._last_commit, num_rows, num_tokens)
-        self._last_commit = now
-        if self._chunks and (chunks := self._chunks.pop(step, None)) is not None:
-            for track, epoch, planned, samples in chunks:
-                if track.epoch != epoch:
-                    continue  # it has left its row since
-                seconds = now - planned.seconds  # when it was planned
-                track.add_chunk(Chunk(planned.step, planned.start, planned.tokens, seconds))
-                if samples:
-                    track.num_output += not track.is_pooled
-                    self._next_stage(track, "decode", now)
-                    track.first_look = self._tally.look()
-
-    def ended(self, requests: Iterable[Sequenced], reasons: Mapping[tuple[str, int], str], now: float) -> None:
+    def _end(self, requests: Iterable[Request], reasons: Mapping[tuple[str, int], str], now: float) -> None:
         """Choices that will not go on. `reasons`: by request and choice."""
         for request in requests:
             journey = self._journeys.get(request.id)
@@ -280,27 +303,7 @@ class EngineJournal:
                 if self.on_end is not None:
                     self.on_end(_told(journey, [_seen(track, None) for track in journey.tracks if track.stages]))
 
-    # ── called for a look ──
-
-    def live(self, requests: Iterable[Sequenced], now: float, request_id: str = "") -> list[EngineJourney]:
-        """Everything that has not ended, as it stands; or one request, by its own id or that of its HTTP request.
-        `requests`: the scheduler's, for the tokens that they have by now."""
-        journeys: Iterable[_Journey] = self._journeys.values()
-        if request_id:
-            journeys = [journey for journey in journeys if request_id in (journey.request.id, journey.request.http_id)]
-        for request in requests:
-            track = self._track(request)
-            if track is not None:
-                track.has(request)
-        return [self._as_it_stands(journey, now) for journey in journeys]
-
-    def waits(self, now: float) -> dict[str, float]:
-        """Seconds that the queue's head has waited since the start, by reason."""
-        return self._queue.look(now)
-
-    # ── inside ──
-
-    def _track(self, request: Sequenced) -> _Track | None:
+    def _track(self, request: Request) -> _Track | None:
         journey = self._journeys.get(request.id)
         return None if journey is None else journey.tracks[request.index]
 
@@ -328,7 +331,7 @@ class EngineJournal:
     def _next_stage(self, track: _Track, name: StageName, now: float) -> None:
         self._close(track, now)
         track.name, track.start, track.output_at = name, now, track.num_output
-        track.grammar_at = self.grammar_seconds
+        track.grammar_at = self._grammar_seconds
 
     def _close(self, track: _Track, now: float) -> None:
         track.epoch += 1
@@ -337,9 +340,9 @@ class EngineJournal:
             fold(track.stages)
 
     def _stage(self, track: _Track, now: float) -> Stage:
-        """What the track's present stage comes to, if it ends now."""
+        """The track's present stage, if it ended now."""
         output = max(0, track.num_output - track.output_at)
-        grammar = self.grammar_seconds - track.grammar_at if track.has_grammar else 0.0
+        grammar = self._grammar_seconds - track.grammar_at if track.has_grammar else 0.0
         match track.name:
             case "queue" | "preempted":
                 waits = self._waits(track, now)

@@ -1,8 +1,7 @@
-"""Journey: one HTTP request's way, from its first byte to the last byte of its answer; the one that is open, and those kept.
-Knows nothing of HTTP or engines: whoever does marks what was reached, and brings what the engine tells.
+"""Journey: one HTTP request's way, from its first byte to the last byte of its response: open ones, and those that are kept.
 
 Stages are consecutive and on one clock, so their times sum to the whole. Where a request has several choices or prompts, its
-stages are those of the one that ended last; the others are beside it."""
+stages are those of the one that ended last; the others are in `legs`."""
 
 import time
 from collections import OrderedDict
@@ -19,7 +18,7 @@ State = Literal["waiting", "running", "finished", "failed", "aborted"]
 STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
 Making = Literal["going on", "to its end", "given up"]
 MAX_RING_BYTES = 16 * 2**20
-ENTRY_BYTES = 500  # what keeping a journey takes beside its text: names and table entries
+ENTRY_BYTES = 500  # what a kept journey takes beside its text: ids and table entries
 
 
 class Leg(msgspec.Struct, frozen=True, gc=False):
@@ -34,14 +33,14 @@ class Leg(msgspec.Struct, frozen=True, gc=False):
 
 
 class Journey(msgspec.Struct, frozen=True, gc=False):
-    """What is told of a request. Times are seconds; a stage's begin with the request's first byte."""
+    """A request as /v1/requests shows it. Times are seconds; those of stages count from the request's first byte."""
 
     id: str
     state: State
     response_ids: list[str]  # of its GenerateRequests; the first is the answer's, but for "-0" where there are several
     handler: str
     received_at: float  # Unix time
-    seconds: float  # so far, where it is not over
+    seconds: float  # until now, if it is not over
     stages: list[Stage]
     api_process: int
     status: int = 0  # HTTP; 0: no answer yet. 499: the client left
@@ -67,19 +66,19 @@ class OpenJourney:
 
     def __init__(self, id: str, method: str, path: str, api_process: int, received: float) -> None:
         self.id, self.method, self.path, self.api_process = id, method, path, api_process
-        self.handler = path  # until it is known whose it is: the route's pattern
+        self.handler = path  # then the route's pattern, once that is known
         self.received, self.received_at = received, time.time() - (time.monotonic() - received)
         self.status = 0
         self.error = ""
         self.first_byte = self.delivered = self.ended = 0.0
-        self.making: Making | None = None  # of an answer that is made whether its client stays or not
+        self.making: Making | None = None  # of a response that is produced even if its client leaves
         self.detokenise_seconds = self.grammar_seconds = 0.0
-        self.requests: list[str] = []  # GenerateRequests handed to the engine
+        self.requests: list[str] = []  # ids of its GenerateRequests
         self.params: SamplingParams | None = None  # of the first of them
-        self.trace_context: dict[str, str] = {}  # the client's headers of the W3C's trace context
-        self.prompts: list[list[int]] = []  # theirs, where the log is to show them
+        self.trace_context: dict[str, str] = {}  # the client's W3C trace context headers
+        self.prompts: list[list[int]] = []  # theirs, if the log is to show them
         self.travelled: dict[str, EngineJourney] = {}
-        self._losses: list[tuple[float, float]] = []  # engines that ended under it: when, and when the next was there
+        self._losses: list[tuple[float, float]] = []  # engines that ended meanwhile: when, and when the next was ready
         self._answers: dict[tuple[str, int], tuple[str, int]] = {}  # choice → how it ended, and its tokens
         self._marks: list[tuple[StageName, float]] = []
 
@@ -94,41 +93,41 @@ class OpenJourney:
         self.requests.append(request.id)
 
     def took(self, started: float, now: float) -> None:
-        """Tokens became text."""
+        """Detokenisation took from `started` to `now`."""
         self.detokenise_seconds += now - started
         self.delivered = now
 
     def finish(self, request_id: str, index: int, reason: str, num_tokens: int) -> None:
-        """How a choice ended for the client."""
+        """Record how a choice ended for the client."""
         self._answers[request_id, index] = (reason, num_tokens)
 
     def lose_engine(self) -> None:
-        """The engine that had it is gone, and with it what it could have told."""
+        """The engine that had it has ended, and its part of the journey is lost."""
         self._losses.append((time.monotonic(), 0.0))
 
     def find_engine(self) -> None:
-        """The next one is there."""
+        """The next engine is ready."""
         if self._losses and not self._losses[-1][1]:
             self._losses[-1] = (self._losses[-1][0], time.monotonic())
 
     def note(self, error: Exception) -> None:
-        """Which error it was, and of which field. Its message may quote the client's words."""
+        """Record the error's type and field. Its message may quote the client, so it is left out."""
         param = getattr(error, "param", None)
         self.error = f"{type(error).__name__} ({param[:60]})" if isinstance(param, str) else type(error).__name__
 
     @property
     def is_told(self) -> bool:
-        """Whether the engine has told all that it knows."""
+        """Whether the engine has sent its part for all requests."""
         return len(self.travelled) == len(self.requests)
 
     def tell(self, live: Iterable[EngineJourney] = ()) -> Journey:
-        """As it stands. `live`: what the engine says of requests that have not ended there."""
+        """The journey as it stands. `live`: the engine's part of requests that have not ended there."""
         known = {**{journey.id: journey for journey in live}, **self.travelled}
         journeys = [known[id] for id in self.requests if id in known]
         tracks = [(journey, track) for journey in journeys for track in journey.tracks]
         seen = max(
             (track.stages[-1].end for _, track in tracks), default=0.0
-        )  # what is not over: until the engine looked
+        )  # of an open request: when the engine was asked
         # A stream that can be resumed goes on when its client has left.
         ended = 0.0 if self.making == "going on" else self.ended
         has_outlived = 0 < ended < self.delivered
@@ -137,7 +136,7 @@ class OpenJourney:
         at = stages[-1].end if stages else self.received
         if tracks:
             _, last = max(tracks, key=lambda pair: pair[1].stages[-1].end)
-            # A stop string ends an answer before the engine hears of it.
+            # A stop string ends a response before the engine hears of it.
             is_whole = ended and self.delivered and self.told_status < 400
             untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
             stages += self._untold(at, last.stages[0].start, untold)
@@ -174,7 +173,7 @@ class OpenJourney:
 
     @property
     def told_status(self) -> int:
-        """A client that left took nothing from an answer that was made to its end all the same: it may read on."""
+        """200 for a response that was produced to its end after its client had left: the client may resume it."""
         return 200 if self.status == 499 and self.making == "to its end" else self.status
 
     def _front(self) -> list[Stage]:
@@ -186,7 +185,7 @@ class OpenJourney:
         return stages
 
     def _untold(self, at: float, until: float, num_tokens: int) -> list[Stage]:
-        """The time in engines that ended, and without one. `num_tokens`: that came of them."""
+        """The time in engines that ended, and without an engine. `num_tokens`: what they had sampled."""
         stages: list[Stage] = []
         for number, (lost, back) in enumerate(self._losses, 1):
             lost, back = min(max(at, lost), until), min(back or until, until)
@@ -213,7 +212,7 @@ class OpenJourney:
 
 
 def tell_live(journey: EngineJourney, now: float) -> Journey:
-    """A request of which only the engine has told: it is not over, or another API process has it."""
+    """A request of which only the engine's part is known: it is not over, or another API process has it."""
     last = max(journey.tracks, key=lambda track: track.stages[-1].end)
     received = journey.received or last.stages[0].start
     return Journey(
@@ -266,7 +265,7 @@ def _totals(
 
 
 def _cut(stages: list[Stage], before: StageName, start: float, end: float) -> list[Stage]:
-    """The stages from `start` to `end`, without a gap: what lies before the first is `before`."""
+    """The stages from `start` to `end`, without a gap: the time before the first is `before`."""
     cut = [Stage(before, start, min(stages[0].start, end))] if stages[0].start > start else []
     at = cut[-1].end if cut else start
     for stage in stages:
@@ -295,15 +294,15 @@ class JourneyRing:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._kept: OrderedDict[int, tuple[list[str], bytes, float]] = OrderedDict()  # oldest first
-        self._is_mixed = False  # what an engine before this one knew came in by API process, and was not put in order
-        self._by_id: dict[str, int] = {}  # the latest under that name
+        self._is_mixed = False  # journeys of an earlier engine came in by API process, and are not sorted yet
+        self._by_id: dict[str, int] = {}  # the latest with that id
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def keep(self, ids: list[str], journey: bytes, at: float = 0.0, is_old: bool = False) -> None:
-        """`at`: when it was over. `is_old`: it may be older than what is kept."""
+        """`at`: when it ended. `is_old`: it may be older than the journeys that are kept."""
         number, self._next = self._next, self._next + 1
         self._kept[number] = (ids, journey, at)
         self._is_mixed |= is_old
@@ -318,7 +317,7 @@ class JourneyRing:
         return None if number is None else self._kept[number][1]
 
     def latest(self, state: str, limit: int) -> list[bytes]:
-        """Latest first. `state` empty: whatever it is."""
+        """Latest first. `state` empty: of any state."""
         mark = b'"state":"%s"' % state.encode()
         found: list[bytes] = []
         if self._is_mixed:
@@ -340,7 +339,7 @@ class JourneyRing:
 
 
 def tell_journeys(live: list[EngineJourney], ring: JourneyRing, asked: ReadJourneys) -> str:
-    """A JSON list of what the engine process has at hand, what is not over first."""
+    """A JSON list of the journeys that the engine process has, open ones first."""
     if asked.is_raw:
         return msgspec.json.encode(live).decode()
     request_id, state, limit = asked.request_id, asked.state, asked.limit

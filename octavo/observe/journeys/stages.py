@@ -1,5 +1,5 @@
-"""The record of a request's way: consecutive stages on one clock, each with its numbers. What engine and server hand on.
-Knows nothing of who measures: times are CLOCK_MONOTONIC seconds, the same in all processes of a machine."""
+"""Stages: the record of a request's way through engine and server, consecutive stages on one clock. Times are CLOCK_MONOTONIC seconds,
+the same in all processes of a machine."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import msgspec
 
 WaitReason = Literal["grammar", "rows", "pages", "budget", "order", "step"]
 """What a request in the queue waits for: its grammar to be compiled, a free row, free pages, room in the step's token budget,
-those before it, or only the end of the step that runs."""
+earlier requests (order), or only the end of the running step."""
 StageName = Literal[
     "receive", "parse", "tokenise", "hand_over", "before",  # in the API process; before: seen from the engine alone
     "queue", "prefill", "decode", "preempted", "recompute", "several", "engine",  # in the engine; engine: it did not tell
@@ -21,7 +21,7 @@ FOLD_AT = 24
 
 
 class Wait(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Time in the queue for one reason. While it waited for others (order), `behind` says what the first of them lacked."""
+    """Time in the queue for one reason. While it waited for earlier requests (order), `behind` says what the head lacked."""
 
     reason: WaitReason
     seconds: float
@@ -36,30 +36,28 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     start: int
     tokens: int
     seconds: float  # from its plan to its commit; steps overlap, so these may sum to more than the stage
-    merged: int = 0  # so many further chunks are counted in this one
+    merged: int = 0  # how many further chunks are counted in this one
 
 
 class Stage(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """From `start` to `end`. What a stage does not have is left out."""
+    """From `start` to `end`. Fields that do not apply to a stage keep their defaults and are left out."""
 
     name: StageName
     start: float
     end: float
-    output_tokens: int = 0  # that became known in it
+    output_tokens: int = 0  # sampled in it
     waits: list[Wait] = []  # queue, preempted
     swapped_tokens: int = 0  # preempted: moved to host pages
-    dropped_tokens: int = 0  # preempted: given up, to be computed again
-    cached_tokens: int = 0  # prefill, recompute: found computed already
+    dropped_tokens: int = 0  # preempted: dropped, to be computed again
+    cached_tokens: int = 0  # prefill, recompute: found in the prefix cache
     computed_tokens: int = 0  # prefill, recompute
     chunks: list[Chunk] = []  # prefill, recompute
     steps: int = 0  # decode: steps of the engine meanwhile
-    mixed_steps: int = 0  # decode: … in which others' prompts were computed too
+    mixed_steps: int = 0  # decode: … that computed prompts of other requests too
     mean_rows: float = 0.0  # decode: rows of those steps
     rows: dict[str, int] = {}  # decode: steps by their number of rows (upper bounds)
     ms: dict[str, int] = {}  # decode: steps by their milliseconds (upper bounds)
-    grammar_seconds: float = (
-        0.0  # prefill, recompute, decode: of its steps, to find what its and others' grammars leave
-    )
+    grammar_seconds: float = 0.0  # prefill, recompute, decode: of its steps, spent on the masks of all grammars
     stages: dict[str, float] = {}  # several: seconds by stage
     num_stages: int = 0  # several: how many were folded into it
 
@@ -90,7 +88,7 @@ class EngineJourney(msgspec.Struct, frozen=True, gc=False):
 
 
 def fold(stages: list[Stage]) -> None:
-    """Keep a list of consecutive stages short: those in its middle become one, that tells how long it was what."""
+    """Keep a list of consecutive stages short: merge those in its middle into one, with the seconds of each kind."""
     while len(stages) > MAX_STAGES:
         first, second = stages[FOLD_AT], stages[FOLD_AT + 1]
         seconds: dict[str, float] = {}

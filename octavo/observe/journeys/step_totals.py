@@ -1,18 +1,18 @@
-"""StepTotals: running totals over all steps, so that the difference of two looks tells of any run of steps, however long.
-Knows nothing of requests: adding a step costs the same whatever its rows are."""
+"""StepTotals: running totals over all steps. The difference of two readings describes the steps in between, however many; adding a
+step costs the same whatever its rows are."""
 
 from bisect import bisect_left
 from typing import NamedTuple
 
 MS_BOUNDS = (1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000, 5000)
-"""Inclusive upper bounds of a step's milliseconds; what is above them all has a place of its own."""
+"""Inclusive upper bounds of a step's milliseconds; one more bucket holds what is above them all."""
 ROW_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 _SECOND_BOUNDS = tuple(bound / 1000 for bound in MS_BOUNDS)
 
 
 class Look(NamedTuple):
-    """Totals at one moment."""
+    """The totals at one moment."""
 
     num_steps: int = 0
     num_rows: int = 0
@@ -45,7 +45,7 @@ class StepTotals:
 
 
 def between(earlier: Look, later: Look) -> Look:
-    """Totals of the steps that were added after one look and before the other."""
+    """Totals of the steps that were added between two looks."""
     return Look(
         later.num_steps - earlier.num_steps,
         later.num_rows - earlier.num_rows,

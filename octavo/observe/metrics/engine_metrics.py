@@ -1,17 +1,17 @@
 """EngineMetrics: what the engine did, under the metric names vLLM's dashboards read, plus Octavo's own.
-Knows nothing of the scheduler, the cache or a clock: the step loop brings plain values and the time.
 
-The loop calls at most three methods per step: `admitted` for what entered, `preempted` where pages ran out, `step` with
-the deltas it sends anyway. Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
+Times are CLOCK_MONOTONIC seconds, comparable between processes of one machine."""
 
 from typing import get_args
 
-from octavo.messages import Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
+from octavo.messages import Abort, Answered, EngineReport, FinishReason, GenerateRequest, TokenDelta
 from octavo.observe.live_state import LiveTotals
 from octavo.observe.metrics.exposition import Histogram, Scrape
 from octavo.observe.metrics.gauges import EngineState, rejections, write_gauges
 from octavo.observe.metrics.http_metrics import HttpMetrics
 from octavo.observe.metrics.pace import Pace
+from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.schedule.results import Committed, Planned, Removed
 
 TTFT_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -70,12 +70,12 @@ class _Open:
                 self.choices[index] = _FINISHED
                 self.num_left -= 1
             elif tokens:
-                # Its first token is not to come again. What it had is counted in its length, and timed from here.
+                # Its first token does not come again. Its tokens so far count in its length, and times begin here.
                 self.choices[index].first = self.choices[index].last = now
                 self.choices[index].num_tokens = len(tokens)
 
 
-class EngineMetrics:
+class EngineMetrics(StepObserver):
     def __init__(self, model_name: str, report: EngineReport) -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self.report = report
@@ -107,10 +107,22 @@ class EngineMetrics:
         self._prompt_computed = Histogram(lengths)
         self._preempted = Histogram(PREEMPTION_BOUNDS)
 
-    # ── called by the loop ──────────────────────────────────────────────────────────────────────────
+    # ── events of the loop ──────────────────────────────────────────────────────────────────────────
 
-    def arrived(self, request: GenerateRequest, now: float) -> None:
-        """A request joined the queue. `now` stands in where the request does not say when it arrived."""
+    def rows_changed(self, planned: Planned, now: float) -> None:
+        for leaver in planned.returned:
+            self.preempted(leaver.request.id)
+        for request in planned.admitted:
+            self.admitted(request.id, now, request.num_cached)
+
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self.step(times.now, committed.num_tokens, committed.deltas)
+
+    def removed(self, abort: Abort, removed: Removed, now: float) -> None:
+        self.aborted(abort.request_id, abort.index, abort.reason, now)
+
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool = False) -> None:
+        """A request joined the queue. `now` counts where the request does not say when it arrived."""
         self._open[request.id] = _Open(request, now)
 
     def admitted(self, request_id: str, now: float, num_cached_tokens: int) -> None:
@@ -169,7 +181,7 @@ class EngineMetrics:
             self._inter_token.observe(now - last, times)
 
     def aborted(self, request_id: str, index: int, reason: FinishReason, now: float) -> None:
-        """No more deltas of this choice (−1: of the request) will come: the client left, or found a stop string."""
+        """No more deltas of this choice (−1: of the request) will come: the client left, or a stop string was found."""
         request = self._open.get(request_id)
         if request is None:
             return
@@ -177,7 +189,7 @@ class EngineMetrics:
             if request.choices[at] is not _FINISHED:
                 self._finish(request_id, at, reason, now)
 
-    # ── called by those who watch ───────────────────────────────────────────────────────────────────
+    # ── for a look between two steps ───────────────────────────────────────────────────────────────────
 
     def name_of(self, request_id: str) -> str:
         """The HTTP request's id."""
@@ -203,7 +215,7 @@ class EngineMetrics:
             token_gap_seconds=self._inter_token.total,
         )
 
-    # ── called for a scrape ─────────────────────────────────────────────────────────────────────────
+    # ── for a scrape ─────────────────────────────────────────────────────────────────────────
 
     def text(self, state: EngineState) -> str:
         scrape = Scrape(self._labels)
@@ -229,8 +241,8 @@ class EngineMetrics:
         self._end_to_end.observe(now - request.arrived)
         self._generation_lens.observe(choice.num_tokens)
         if not choice.first:
-            return  # it never produced a token: there is nothing to say about prefill and decode
-        # A request that was never announced as admitted still prefilled: its row was given before its first token.
+            return  # it has no token: no time of prefill or decode
+        # A choice whose admission was not observed has had a row before its first token all the same.
         started = request.admitted or request.arrived
         self._inference.observe(choice.last - started)
         self._prefill.observe(choice.first - started)
@@ -251,7 +263,7 @@ class EngineMetrics:
         for name, help, value in (
             ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", self._prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", self._generation_tokens),
-            ("vllm:num_preemptions", "Times a running request had to leave its row.", self._num_preemptions),
+            ("vllm:num_preemptions", "Times a running request was preempted.", self._num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self._prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._prefix_hits),
             ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.", self._prefix_hits),
@@ -282,7 +294,7 @@ class EngineMetrics:
         for name, help, histogram in (
             ("time_to_first_token_seconds", "From arrival to a choice's first token.", self._first_token),
             ("inter_token_latency_seconds", "Between two deliveries to one choice.", self._inter_token),
-            # The name that vLLM gave it before; boards still ask for it.
+            # vLLM's former name, which dashboards still use.
             ("time_per_output_token_seconds", "Between two deliveries to one choice.", self._inter_token),
             (
                 "request_time_per_output_token_seconds",
@@ -300,7 +312,7 @@ class EngineMetrics:
             ("request_params_n", "n of a finished request.", self._params_n),
             ("request_params_max_tokens", "max_tokens of a finished request.", self._params_max_tokens),
             ("request_max_num_generation_tokens", "Tokens of a request's longest choice.", self._most_generated),
-            ("request_num_preemptions", "Times that a finished request had to leave its row.", self._preempted),
+            ("request_num_preemptions", "Times that a finished request was preempted.", self._preempted),
             (
                 "request_prefill_kv_computed_tokens",
                 "Prompt tokens of a finished request that were not found in the prefix cache.",
@@ -308,11 +320,11 @@ class EngineMetrics:
             ),
         ):
             scrape.histogram(f"vllm:{name}", help, histogram)
-        scrape.histogram("octavo:host_step_seconds", "Host time of a turn of the step loop.", self.pace.host)
+        scrape.histogram("octavo:host_step_seconds", "Host time of a step.", self.pace.host)
 
 
 _FINISHED = _Choice()
-"""Stands where a finished choice was, so that an abort of the rest does not count it again."""
+"""In the place of a finished choice, so that an abort of the rest does not count it again."""
 
 
 def _one_two_five(limit: int) -> list[float]:

@@ -1,8 +1,7 @@
-"""Counters and histograms that cost a few machine words, and their Prometheus text.
-Knows nothing of engines, requests or clocks.
+"""Histograms of plain integers, and the Prometheus text format.
 
-prometheus_client takes a lock and walks its buckets for every observation; a step loop observes hundreds of values
-in a millisecond, so these are plain integers, and only the text is Prometheus'."""
+prometheus_client takes a lock and walks its buckets for every observation. The step loop observes hundreds of values in a
+millisecond, so only the text format is Prometheus'."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ class Histogram:
 
 
 class Scrape:
-    """One scrape's text, written metric by metric. `labels` are on every sample of it."""
+    """Writes the text of one scrape, metric by metric. `labels` are on every sample."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = dict(labels)

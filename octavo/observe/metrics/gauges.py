@@ -1,5 +1,4 @@
-"""What is true of the engine at the moment of a scrape, as metrics: running, waiting, pages and waste, refusals.
-Knows nothing of requests or their times (metrics.py)."""
+"""Gauges: the state of the engine at the moment of a scrape, as metrics: running, waiting, pages and waste, refusals."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ PageState = Literal["used", "cached", "free"]
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What is true at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
+    """The engine at the moment of a scrape. Pages are device pages; a cached one is free to take and still useful."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -24,7 +23,7 @@ class EngineState:
     num_touched_pages: int = 0  # those that ever held anything
     num_filled_slots: int = 0  # slots of used pages that hold a token; a page shared by two requests counts once
     num_host_pages_used: int = 0
-    audits: Mapping[str, int] = field(default_factory=dict)  # since the start: how the books of the pages were found
+    audits: Mapping[str, int] = field(default_factory=dict)  # since the start, by result
     restarts: Mapping[tuple[str, str], int] = field(
         default_factory=dict
     )  # since the server's start, by process and cause
@@ -98,7 +97,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
 
 
 def rejections(model_name: str, state: EngineState) -> str:
-    """Of all engines at once, as vLLM counts them: before a request has one."""
+    """Refused requests. Without the engine label, as vLLM counts them: they never reached an engine."""
     scrape = Scrape({"model_name": model_name})
     scrape.counter(
         "vllm:admission_rejections",

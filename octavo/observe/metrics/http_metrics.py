@@ -1,5 +1,5 @@
-"""HTTP requests by route, under the names that Prometheus' FastAPI instrumentation gives them.
-Knows nothing of engines: API processes tell of every request when it is over."""
+"""HTTP requests by route, under the names of Prometheus' FastAPI instrumentation. API processes report every request when it is
+over."""
 
 from octavo.messages import Answered
 from octavo.observe.metrics.exposition import Histogram, Scrape
@@ -11,7 +11,7 @@ HIGH_BOUNDS = (
 UNCOUNTED = frozenset(
     {"/metrics", "/health", "/health/live", "/health/ready", "/health/progress", "/load", "/ping", "/version"}
 )
-"""What watches the server asks these all day long; counted or logged, they would drown the rest."""
+"""Monitoring asks for these all the time: counted or logged, they would drown the rest."""
 
 
 class HttpMetrics:

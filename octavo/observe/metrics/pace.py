@@ -1,10 +1,8 @@
-"""Pace: what a turn of the step loop took of the host, and for how long a step was being computed.
-Knows nothing of what a step does; the loop brings the times.
-
-A step is computed from when it was handed over, or the one before it ended, until its result is there. The host sees that moment
-exactly where it has to wait for it; where the result was there already, the time counts up to when it was fetched."""
+"""Pace: how long steps kept the host busy, and in sum the device."""
 
 from octavo.observe.metrics.exposition import Histogram
+from octavo.observe.step_observer import StepEnd, StepObserver, StepTimes
+from octavo.schedule.results import Committed
 
 HOST_BOUNDS = (
     0.0001,
@@ -25,24 +23,13 @@ HOST_BOUNDS = (
 )
 
 
-class Pace:
+class Pace(StepObserver):
     def __init__(self) -> None:
         self.host = Histogram(HOST_BOUNDS)
         self.busy_seconds = 0.0
-        self.last_seconds = 0.0  # for which the last step was computed
-        self._handed_over: list[float] = []  # of the steps in flight
-        self._last_end = 0.0
 
-    def submitted(self, now: float) -> None:
-        self._handed_over.append(now)
+    def committed(self, committed: Committed, times: StepTimes) -> None:
+        self.busy_seconds += times.compute_seconds
 
-    def collected(self, now: float) -> None:
-        """The oldest step's result is there."""
-        start = max(self._handed_over.pop(0), self._last_end)
-        self.last_seconds = now - start
-        self.busy_seconds += self.last_seconds
-        self._last_end = now
-
-    def turned(self, host_seconds: float) -> None:
-        """The loop has turned once: planned, handed over, taken in."""
-        self.host.observe(host_seconds)
+    def stepped(self, end: StepEnd) -> None:
+        self.host.observe(end.host_seconds)

@@ -1,9 +1,8 @@
-"""BeamGroup: the requests that hold a beam search's paths, one row each, and whose pages are whose when the beams change.
-Knows nothing of budgets, of other requests, or of how the beams are chosen.
+"""BeamGroup: the requests that hold a beam search's paths, one row each, and how pages change hands when the beams change.
 
-Only the leader computes the prompt. Its continuations share its pages, and so do later ones of one beam; whoever writes to a
-shared page gets a copy. When beams change, a beam's first continuation stays where its parent is, the others take the places
-of beams that have none: nothing is computed twice. A group that is thrown out is computed again, from the prompt on."""
+Only the leader computes the prompt. Its continuations share its pages, and so do later continuations of one beam; a beam that
+writes to a shared page gets a copy. When beams change, a beam's first continuation stays in its parent's row, the others take the
+rows of beams without a continuation: nothing is computed twice. A preempted group is computed again, from the prompt on."""
 
 from collections.abc import Iterator
 
@@ -17,13 +16,13 @@ from octavo.schedule.request import Request
 class BeamGroup:
     def __init__(self, source: GenerateRequest, requests: list[Request]) -> None:
         params = source.params
-        assert params.max_tokens is not None, "resolved at the door"
+        assert params.max_tokens is not None, "resolved at admission"
         self.search = BeamSearch(params, source.stop_ids, params.max_tokens)
         self.requests = requests[:]  # in the order of their sequences, the leader first
         self.is_spread = False  # whether all hold pages; else the leader alone does, or none
-        self._holders = requests[:1]  # of the search's beams, in its order
-        self._found: dict[int, Candidates] = {}  # of the beams that were computed since the last choice, by sequence
-        self._has_turned = False  # since the rows were last told of it
+        self._holders = requests[:1]  # the requests of the search's beams, in its order
+        self._found: dict[int, Candidates] = {}  # by sequence: beams that were computed since the last choice
+        self._has_chosen = False  # beams were chosen since the last plan told the rows
         self._told: dict[int, list[list[int]]] = {}  # sequence → page tables as the rows know them
         for request in requests:
             request.special = self
@@ -37,7 +36,7 @@ class BeamGroup:
         return self.requests[1:]
 
     def take(self, request: Request, candidates: Candidates) -> bool:
-        """True: all beams have been computed."""
+        """Keep a beam's candidates. True: all beams have been computed."""
         self._found[request.sequence] = candidates
         return len(self._found) == len(self._holders)
 
@@ -50,15 +49,15 @@ class BeamGroup:
         return bool(going_on)
 
     def spread(self, cache: KVCache) -> None:
-        """After the prompt was computed once more: the others share it, and each goes on by itself."""
+        """The prompt was computed again: the others share it now, and each goes on from its own tokens."""
         for request in self.others:
             self._fork(self.leader, request, cache)
         self.is_spread = True
 
     def gather(self) -> None:
-        """All of it was thrown out: the next to come is the prompt."""
+        """The group was preempted: the prompt is computed next."""
         self.is_spread = False
-        self._has_turned = False
+        self._has_chosen = False
         self._found, self._told = {}, {}
 
     def told(self, request: Request, pages: list[list[int]]) -> None:
@@ -66,17 +65,17 @@ class BeamGroup:
         self._told[request.sequence] = [list(table) for table in pages]
 
     def tell(self, cache: KVCache, draft: StepPlan) -> list[tuple[Request, list[list[int]]]]:
-        """Write into the plan what the rows do not know yet: tokens that they did not sample, and pages. Gives the requests that
+        """Write into the plan what the rows do not know yet: tokens that they did not sample, and pages. Returns the requests that
         must enter, with their page tables."""
         entering = []
-        has_turned, self._has_turned = self._has_turned, False
+        has_chosen, self._has_chosen = self._has_chosen, False
         for request in self.requests if self.is_spread else [self.leader]:
             if request.sequence not in self._told:
                 pages = [table.whole() for table in cache.tables[request.sequence]]
                 self.told(request, pages)
                 entering.append((request, pages))
                 continue
-            if has_turned:
+            if has_chosen:
                 draft.forced.append(ForcedToken(request.row, len(request.tokens) - 1, request.tokens[-1]))
             for group, slot, page in self._changed_pages(request, cache):
                 draft.page_rows.append(request.row)
@@ -87,7 +86,7 @@ class BeamGroup:
         return entering
 
     def _changed_pages(self, request: Request, cache: KVCache) -> Iterator[tuple[int, int, int]]:
-        """(group, entry, page) where a row's page tables are not what it was told. They count as told now."""
+        """(group, entry, page) where a row's page tables differ from what it was told. They count as told from now on."""
         # Full pages of the prompt stay what they are once they are shared.
         shared = request.prompt_len // cache.page_size if self.is_spread else 0
         for group, (table, told) in enumerate(
@@ -101,7 +100,7 @@ class BeamGroup:
                     yield group, entry, page
 
     def most_pages(self, cache: KVCache, max_step_tokens: int) -> int:
-        """What all beams may hold at once: they advance together or not at all."""
+        """How many pages all beams may hold at once: they advance together or not at all."""
         leader = self.leader
         shape = (cache.page_size, cache.windows, max_step_tokens)
         return pages_of_beams(leader.prompt_len, leader.max_len, len(self.requests), *shape)
@@ -148,12 +147,16 @@ class BeamGroup:
                 request.tokens = parent.tokens[:]
                 self._fork(parent, request, cache)
                 holders.append(request)
-        for request, (_, path) in zip(holders, going_on, strict=True):  # last: until then parents are what they were
+        for request, (_, path) in zip(
+            holders, going_on, strict=True
+        ):  # last: children copy their parent's tokens first
             request.tokens.append(path.token)
-        self._holders, self.is_spread, self._has_turned = holders, True, True
+        self._holders, self.is_spread, self._has_chosen = holders, True, True
 
     def _fork(self, parent: Request, child: Request, cache: KVCache) -> None:
         cache.fork(parent.sequence, child.sequence, parent.computed)
         child.computed = parent.computed
-        child.num_published = child.computed // cache.page_size * cache.page_size  # beams are not worth publishing
+        child.num_published = (
+            child.computed // cache.page_size * cache.page_size
+        )  # beams are not published: a later request hardly ever shares one
         child.num_cached = parent.num_cached

@@ -1,9 +1,8 @@
 """Beam search: which continuations of a prompt go on and which have ended, chosen from each beam's likeliest tokens.
-Knows nothing of rows, pages or the scheduler.
 
-The choice is transformers': of all beams' continuations the best 2 × width by the sum of their logprobs; those among the first
-`width` that end compete for a place among the answers by sum / length ** length_penalty; the others go on, `width` of them.
-The length is that of the answer, the token that ends it included; the prompt does not count."""
+The choice is that of transformers: of all beams' continuations the best 2 × width by the sum of their logprobs; those among the
+first `width` that end compete for a place among the answers by sum / length ** length_penalty; of the others, `width` go on.
+The length is that of the answer with the token that ends it; the prompt does not count."""
 
 from collections.abc import Iterator, Sequence
 from heapq import merge
@@ -14,7 +13,7 @@ from octavo.messages import Candidates, Logprobs, SamplingParams
 
 
 class Path(NamedTuple):
-    """An answer so far. Paths share their beginnings."""
+    """An answer so far: its last token, and the path before it. Paths share their beginnings."""
 
     before: "Path | None"  # None: it begins after the prompt
     token: int
@@ -37,11 +36,11 @@ class Path(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An answer, and how it compares with others."""
+    """A finished answer and its score."""
 
     score: float
     path: Path
-    is_stopped: bool  # False: there is no room for more
+    is_stopped: bool  # by a stop token; False: by max_tokens
 
 
 class Continuation(NamedTuple):
@@ -50,7 +49,7 @@ class Continuation(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A beam's next token, as one of many."""
+    """One candidate for a beam's next token."""
 
     total: float
     parent: int
@@ -60,7 +59,7 @@ class _Step(NamedTuple):
 class BeamSearch:
     def __init__(self, params: SamplingParams, stop_ids: Sequence[int], max_tokens: int) -> None:
         self.width = params.num_sequences
-        self.beams: list[Path | None] = [None]  # the best first; at the start there is the prompt alone
+        self.beams: list[Path | None] = [None]  # the best first; [None]: the prompt alone
         self.ended: list[Ended] = []  # the best first, at most `width`
         self._params, self._stop_ids, self._max_tokens = params, frozenset(stop_ids), max_tokens
         num_stop_ids = len(self._stop_ids)
@@ -68,7 +67,7 @@ class BeamSearch:
         self.num_candidates = params.num_candidates(num_stop_ids)
 
     def advance(self, found: Sequence[Candidates]) -> list[Continuation]:
-        """`found`: for each of the beams. The continuations that go on become the beams; empty: the search is over."""
+        """Choose from each beam's candidates. The continuations that go on become the beams; empty: the search is over."""
         assert len(found) == len(self.beams)
         length = self._length() + 1
         steps = self._best_steps(found, length)
@@ -91,13 +90,13 @@ class BeamSearch:
         return self.beams[0].length if self.beams[0] is not None else 0
 
     def _best_steps(self, found: Sequence[Candidates], length: int) -> list[_Step]:
-        """The best continuations of all beams, in falling order. Of equals, the better beam's come first."""
+        """The best continuations of all beams, in falling order. Among equals, the better beam's come first."""
         banned = self._stop_ids if length <= self._params.min_tokens else frozenset()
         by_beam = [self._steps_of(parent, candidates, banned) for parent, candidates in enumerate(found)]
         return list(islice(merge(*by_beam, key=lambda step: -step.total), self._num_kept))
 
     def _steps_of(self, parent: int, candidates: Candidates, banned: frozenset[int]) -> Iterator[_Step]:
-        """One by one: of most beams only the first few are looked at."""
+        """A generator: most beams' candidates are only read as far as the first few."""
         path = self.beams[parent]
         total = path.total if path is not None else 0.0
         for place, token in enumerate(candidates.token_ids):
@@ -114,17 +113,17 @@ class BeamSearch:
 
     def _end(self, path: Path, is_stopped: bool) -> None:
         self.ended.append(Ended(path.total / path.length**self._params.length_penalty, path, is_stopped))
-        self.ended.sort(key=lambda ended: -ended.score)  # stable: of equals the earlier stays
+        self.ended.sort(key=lambda ended: -ended.score)  # stable: among equals the earlier stays
         del self.ended[self.width :]
 
     def _is_over(self, going_on: list[Continuation], length: int) -> bool:
-        """Whether as many answers have ended as there are beams, and those that go on will not better them."""
+        """Whether as many answers have ended as there are beams, and none that goes on can score better."""
         if len(self.ended) < self.width:
             return False
         early: bool | Literal["never"] = self._params.early_stopping
         if early is True:
             return True
         penalty = self._params.length_penalty
-        # The best that a beam may come to: "never" takes no answer for final that a longer one could still better.
+        # The best score that a beam may reach. With "never", no answer is final that a longer one could still beat.
         best_length = self._max_tokens if early == "never" and penalty > 0.0 else length
         return bool(going_on[0].path.total / best_length**penalty <= self.ended[-1].score)

@@ -1,0 +1,183 @@
+"""StepObserver: the protocol of everything that watches an engine's steps, and Observers, which tells them.
+
+A new observer is a class here or in a higher room that overrides what it wants to hear, and one line in engine/build.py."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from octavo.messages import Abort, GenerateRequest
+
+if TYPE_CHECKING:  # API processes import from this room, and have no use for a scheduler
+    from octavo.schedule.results import Committed, GrammarsReady, Planned, Removed
+
+
+class StepTimes(msgspec.Struct, frozen=True, gc=False):
+    """When a step was committed, and for how long it was computed."""
+
+    now: float
+    compute_seconds: float
+
+
+class StepEnd(msgspec.Struct, frozen=True, gc=False):
+    """The end of one call of EngineLoop.step()."""
+
+    planned: "Planned"  # what it planned; its result may still be on its way
+    now: float  # when it committed last; where it committed nothing, when it had planned
+    host_seconds: float  # spent on planning, submitting and committing, not on waiting for results
+    num_in_flight: int  # steps that are submitted and not committed
+
+
+class StepObserver:
+    """Called on the stepping thread, after the fact. All methods are empty; one that is not overridden costs nothing.
+
+    Times are readings of the engine's clock (CLOCK_MONOTONIC seconds), one for all observers of an event. What is passed belongs to
+    the caller: observers read it, and copy what they keep."""
+
+    def arrived(self, request: GenerateRequest, now: float, awaits_grammar: bool) -> None:
+        """A request is in the queue, or (`awaits_grammar`) enters it once its grammar is ready."""
+
+    def removed(self, abort: Abort, removed: "Removed", now: float) -> None:
+        """An abort took out what it asked for."""
+
+    def grammars_ready(self, ready: "GrammarsReady", now: float) -> None:
+        """Grammars were compiled."""
+
+    def prefixes_reset(self, now: float) -> None:
+        """The prefix cache was emptied."""
+
+    def began(self) -> None:
+        """A step begins."""
+
+    def rows_changed(self, planned: "Planned", now: float) -> None:
+        """A plan was made by which requests got a row or lost it. Comes before planned()."""
+
+    def planned(self, planned: "Planned", now: float) -> None:
+        """A plan was made. It is submitted next, unless it is empty."""
+
+    def committed(self, committed: "Committed", times: StepTimes) -> None:
+        """A step's result was taken in; before its tokens are sent."""
+
+    def stepped(self, end: StepEnd) -> None:
+        """A step ends."""
+
+    def closed(self) -> None:
+        """The engine will step no more."""
+
+    def needs_drain(self) -> bool:
+        """Asked in every step, after its plan was submitted. True: the step is to end with nothing in flight."""
+        return False
+
+
+class Observers:
+    """Tells observers, in the order in which they were added, and reads the clock for all of them.
+
+    A step is computed from when it was submitted, or the one before it was collected, until it is collected. That moment is exact
+    where the loop had to wait for it; where the result was there already, the time counts up to when it was fetched."""
+
+    def __init__(self, observers: Iterable[StepObserver], clock: Callable[[], float] = time.monotonic) -> None:
+        self._observers = list(observers)
+        self._clock = clock
+        self._started = self._collected = self._now = 0.0  # the last readings
+        self._host_seconds = 0.0  # of this step, so far
+        self._compute_seconds = 0.0  # of the step collected last
+        self._submitted: deque[float] = deque()  # when the steps in flight were
+        self._subscribe()
+
+    def __iter__(self) -> Iterator[StepObserver]:
+        return iter(self._observers)
+
+    def add(self, observer: StepObserver) -> None:
+        self._observers.append(observer)
+        self._subscribe()
+
+    def remove(self, observer: StepObserver) -> None:
+        self._observers.remove(observer)
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        self._on_arrived = self._overriding("arrived")
+        self._on_removed = self._overriding("removed")
+        self._on_grammars_ready = self._overriding("grammars_ready")
+        self._on_prefixes_reset = self._overriding("prefixes_reset")
+        self._on_began = self._overriding("began")
+        self._on_rows_changed = self._overriding("rows_changed")
+        self._on_planned = self._overriding("planned")
+        self._on_committed = self._overriding("committed")
+        self._on_stepped = self._overriding("stepped")
+        self._on_closed = self._overriding("closed")
+        self._on_needs_drain = self._overriding("needs_drain")
+
+    def _overriding(self, event: str) -> list[Callable[..., Any]]:
+        default = getattr(StepObserver, event)
+        return [getattr(each, event) for each in self._observers if getattr(type(each), event) is not default]
+
+    # ── between steps ──
+
+    def arrived(self, request: GenerateRequest, awaits_grammar: bool) -> None:
+        now = self._clock()
+        for notify in self._on_arrived:
+            notify(request, now, awaits_grammar)
+
+    def removed(self, abort: Abort, removed: "Removed") -> None:
+        now = self._clock()
+        for notify in self._on_removed:
+            notify(abort, removed, now)
+
+    def grammars_ready(self, ready: "GrammarsReady") -> None:
+        now = self._clock()
+        for notify in self._on_grammars_ready:
+            notify(ready, now)
+
+    def prefixes_reset(self) -> None:
+        now = self._clock()
+        for notify in self._on_prefixes_reset:
+            notify(now)
+
+    def closed(self) -> None:
+        for notify in self._on_closed:
+            notify()
+
+    # ── the stages of a step ──
+
+    def began(self) -> None:
+        for notify in self._on_began:
+            notify()
+        self._started = self._clock()
+
+    def planned(self, planned: "Planned") -> None:
+        now = self._now = self._clock()
+        if not planned.is_empty:
+            self._submitted.append(now)
+        if planned.admitted or planned.returned or planned.plan.leaves:
+            for notify in self._on_rows_changed:
+                notify(planned, now)
+        for notify in self._on_planned:
+            notify(planned, now)
+
+    def needs_drain(self) -> bool:
+        return bool(self._on_needs_drain) and any(asks() for asks in self._on_needs_drain)
+
+    def submitted(self, is_overlapped: bool) -> None:
+        """`is_overlapped`: the step is computed beside the host; else the executor computes it before it returns."""
+        self._host_seconds = (self._clock() if is_overlapped else self._now) - self._started
+
+    def collected(self) -> None:
+        """The result of the oldest step in flight is there."""
+        before, self._collected = self._collected, self._clock()
+        self._compute_seconds = self._collected - max(self._submitted.popleft(), before)
+
+    def committed(self, committed: "Committed") -> None:
+        now = self._now = self._clock()
+        self._host_seconds += now - self._collected
+        times = StepTimes(now, self._compute_seconds)
+        for notify in self._on_committed:
+            notify(committed, times)
+
+    def stepped(self, planned: "Planned", num_in_flight: int) -> None:
+        end = StepEnd(planned, self._now, self._host_seconds, num_in_flight)
+        for notify in self._on_stepped:
+            notify(end)

@@ -1,0 +1,74 @@
+"""What the scheduler's verbs return: what each of them did, for the loop to carry out and for observers to count.
+
+Every list belongs to its result; the scheduler writes to none of them once it has returned it."""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from octavo.messages import StepPlan, StepResult, TokenDelta
+from octavo.schedule.grammar_cache import GrammarJob
+from octavo.schedule.request import Request
+
+WaitReason = Literal["rows", "pages", "budget"]
+"""What the queue's head lacks."""
+
+
+class Returned(NamedTuple):
+    """A request that left its row and is in the queue again."""
+
+    request: Request
+    num_computed: int  # tokens that it had computed
+    is_swapped: bool  # they are on host pages; else they will be computed again
+
+
+class Added(NamedTuple):
+    """add(): a request was taken in."""
+
+    awaits_grammar: bool  # it enters the queue once its grammar is ready
+    jobs: list[GrammarJob]  # to be started now, in this order
+
+
+class Removed(msgspec.Struct):
+    """abort(): choices were taken out."""
+
+    ended: list[Request]
+    returned: list[Returned]  # choices that now go on as requests of their own
+    let_in: list[Request]  # requests whose grammar is ready now: they have entered the queue
+    jobs: list[GrammarJob]
+
+
+class GrammarsReady(msgspec.Struct):
+    """prepared(): grammars are ready."""
+
+    grammars: list[str]
+    let_in: list[Request]
+    jobs: list[GrammarJob]
+
+
+class Planned(msgspec.Struct):
+    """plan(): a step was decided."""
+
+    plan: StepPlan
+    requests: list[Request]  # ┐ of the plan's rows, and their epochs at that time
+    epochs: list[int]  # ┘
+    admitted: list[Request]  # out of the queue: those of the plan's last rows, in that order
+    returned: list[Returned]  # preempted
+    forking: list[Request]  # leaders whose prompt this plan completes
+    forked: list[Request]  # their other choices, which have pages of their own now
+    is_empty: bool = False  # there is nothing to carry out
+    num_tokens: int = 0
+    head: Request | None = None  # the queue's head, where it was not admitted
+    head_waits_for: WaitReason | None = None
+
+
+class Committed(msgspec.Struct):
+    """commit(): a step's result was taken in."""
+
+    plan: StepPlan
+    result: StepResult
+    num_tokens: int  # that the step computed
+    deltas: list[TokenDelta]
+    ended: list[Request]
+    let_in: list[Request]
+    jobs: list[GrammarJob]
