@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from octavo.errors import Field
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.app import build_app
 from octavo.server.http.sse import DONE, KEEP_ALIVE
@@ -268,7 +269,7 @@ def _generation(app: object, engine: ScriptedEngine) -> object:
     from octavo.server.generate.requests import Prompt
 
     fields = CompletionRequest(prompt="p", max_tokens=100)
-    return _Response(app.state.service, fields, "cmpl-1", [Prompt([1], "prompt")], 0.0).stream()  # type: ignore[attr-defined]
+    return _Response(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0).stream()  # type: ignore[attr-defined]
 
 
 class TestShutdown:

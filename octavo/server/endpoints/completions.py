@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 from octavo.messages import Logprobs
 from octavo.server.generate.generation import Generation, Piece, PromptProgress, Usage
 from octavo.server.generate.logprobs import (
@@ -119,7 +119,7 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
         for param, item in prompts.items():
             ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
             kept = cut_prompt(ids, fields, report)
-            found.append(Prompt(kept, param, item if isinstance(item, str) and len(kept) == len(ids) else None))
+            found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
         return found
 
     # Many prompts hold up the other streams as one long one does: what counts is all of their text.

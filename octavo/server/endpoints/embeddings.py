@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
-from octavo.errors import InvalidRequest, RequestFailed
+from octavo.errors import Field, InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.requests import LONG_TEXT, new_id
 from octavo.server.http.sse import until_gone
@@ -105,7 +105,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
             pooling,
             pooling_config,
             report,
-            param=param,
+            field=Field(param),
             arrived=arrived,
             priority=fields.priority or 0,
         )

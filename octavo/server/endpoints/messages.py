@@ -10,11 +10,12 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 from octavo.server.dialects.anthropic import output
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import ChatTask, ignored_fields, named
+from octavo.server.generate.chat_task import ChatTask
+from octavo.server.generate.field_names import FieldNames
 from octavo.server.generate.requests import new_id
 from octavo.server.http.errors import ERROR_SHAPES, ErrorDetail, describe
 from octavo.server.http.sse import EventStream, typed_event, until_gone
@@ -48,15 +49,17 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 }
 SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates have a model think, or not."""
-NAMES = (
-    ("response_format.json_schema", "output_config.format"),
-    ("response_format", "output_config.format"),
-    ("function.parameters", "input_schema"),
-    (".function", ""),
-    ("reasoning_effort", "output_config.effort"),
-    ("continue_final_message", "messages"),
+NAMES = FieldNames(
+    {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tools[].function.parameters": "tools[].input_schema",
+        "tools[].function": "tools[]",
+        "reasoning_effort": "output_config.effort",
+        "continue_final_message": "messages",
+        "stop": "stop_sequences",
+    }
 )
-"""A chat's names and these, for what is refused."""
 
 _OPTIONS = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -111,12 +114,12 @@ def router(service: Service) -> APIRouter:
         service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
         message_id = new_id("msg").replace("-", "_", 1)
-        with named(NAMES):
+        with NAMES.in_errors():
             turn = await ChatTask.begin(
                 service, asked, prompt, response_id=message_id, max_tokens=fields.max_tokens, arrived=arrived
             )
         answer = _Answer(message_id, service.model_name, turn)
-        ignored = ignored_fields(fields, asked, NAMES)
+        ignored = NAMES.ignored(fields, asked)
         headers = {"request-id": request.scope["octavo.request_id"]}
         if fields.stream:
             ping = typed_event(output.Ping())
@@ -138,7 +141,7 @@ def router(service: Service) -> APIRouter:
         fields: CountRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
-        return json_answer(output.TokenCount(len(prompt.ids)), ignored_fields(fields, asked, NAMES))
+        return json_answer(output.TokenCount(len(prompt.ids)), NAMES.ignored(fields, asked))
 
     return router
 
@@ -209,7 +212,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
     if fields.thinking is not None:
         is_wanted = fields.thinking.type != "disabled"
         if is_wanted and service.text.formats.thinking is None and not any(map(service.text.template_reads, SWITCHES)):
-            fields.pass_over("thinking", service.config.server)
+            fields.pass_over(Field("thinking"), service.config.server)
         # Where a template has no switch and the model thinks all the same, its thoughts are left out.
         values |= {
             "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
@@ -223,9 +226,8 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
             raise InvalidRequest(f"max_tokens must be at least 1, got {fields.max_tokens}", param="max_tokens")
         same = ("temperature", "top_p", "top_k", "stream")
         values |= {name: getattr(fields, name) for name in same} | fields.limits
-        with named([("stop", "stop_sequences")]):
-            values["stop"] = make_fields(chat_request.ChatRequest, {"messages": [], "stop": fields.stop_sequences}).stop
-    with named(NAMES):
+        values["stop"] = fields.stop_sequences
+    with NAMES.in_errors():
         asked = make_fields(chat_request.ChatRequest, values)
         return asked, await chat_request.parse(service, asked)
 

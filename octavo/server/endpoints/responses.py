@@ -22,7 +22,7 @@ from octavo.server.dialects.openai_responses.store import KeptResponses, Respons
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import ChatTask, ignored_fields, named, parse_cut
+from octavo.server.generate.chat_task import ChatTask, parse_cut
 from octavo.server.http.errors import describe
 from octavo.server.http.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
 from octavo.server.schema.fields import Dialect, read_fields
@@ -80,7 +80,7 @@ def router(service: Service) -> APIRouter:
         owner = owner_of(request)
         question = await _Question.read(service, kept, fields, owner)
         response_id = item_id("resp")
-        with named(NAMES):
+        with NAMES.in_errors():
             turn = await ChatTask.begin(
                 service,
                 question.fields,
@@ -91,7 +91,7 @@ def router(service: Service) -> APIRouter:
             )
         answer = _Answer(service, own, fields, question, turn, response_id, owner, is_inside(request.scope))
         being_made[response_id] = answer
-        ignored = ignored_fields(fields, question.fields, NAMES)
+        ignored = NAMES.ignored(fields, question.fields)
         if fields.stream:
             return stream_answer(
                 service,
@@ -110,7 +110,7 @@ def router(service: Service) -> APIRouter:
         fields: InputRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
         question = await _Question.read(service, kept, fields, owner_of(request))
-        return json_answer(types.InputTokens(len(question.prompt.ids)), ignored_fields(fields, question.fields, NAMES))
+        return json_answer(types.InputTokens(len(question.prompt.ids)), NAMES.ignored(fields, question.fields))
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
@@ -251,7 +251,7 @@ class _Question(msgspec.Struct, frozen=True):
                 param="input",
             )
         messages = chat_messages(fields.instructions, items)
-        with named(NAMES):
+        with NAMES.in_errors():
             chat_fields = requests.chat_request(fields, messages)
             parse = parse_cut if fields.truncation == "auto" else chat_request.parse
             return _Question(items, chat_fields, await parse(service, chat_fields))

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.admission.validate import check_ids
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.chat import Chat, check_variables, encode, read_ending, text_for
 from octavo.server.generate.messages import parse_messages
 from octavo.server.generate.offload import offload
@@ -87,7 +87,7 @@ def router(service: Service) -> APIRouter:
         report = service.report
 
         def tell() -> Response:
-            check_ids(fields.tokens, report, "tokens")
+            check_ids(fields.tokens, report, Field("tokens"))
             return json_answer(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
 
         return await offload(len(fields.tokens), tell)
@@ -108,7 +108,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
         )
     tools = parse_tools(fields.tools or [])
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, "chat_template_kwargs")
+    check_variables(variables, Field("chat_template_kwargs"))
     text = await text_for(service, fields.chat_template)
     messages = parse_messages(fields.messages or [])
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.answer_events import AnswerShape
 from octavo.server.generate.requests import LONG_TEXT
 from octavo.server.generate.structured import grammar_of_schema, read_grammar
@@ -32,6 +32,7 @@ RESERVED = (
 Ending = Literal["answer", "turn", "open"]
 """Where a prompt ends: where the model's answer begins, after the last message, or within it, to be gone on with."""
 
+EFFORT = Field("reasoning_effort")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -76,15 +77,15 @@ class Chat:
 def check_choice(choice: ToolChoice, service: Service) -> None:
     if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
         raise Unsupported(
-            "tool_choice 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool",
-            param="tool_choice",
+            Field("tool_choice")
+            + " 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool"
         )
 
 
-def check_variables(variables: Mapping[str, Any], param: str) -> None:
+def check_variables(variables: Mapping[str, Any], field: Field) -> None:
     for name in variables:
         if name in RESERVED or not name.isidentifier():
-            raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
+            raise InvalidRequest(field + f" may not set {name[:60]!r}")
 
 
 def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:
@@ -93,14 +94,12 @@ def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: b
         return "turn" if opens is False else "answer"
     if opens:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other: set one of them",
-            param="continue_final_message",
+            Field("continue_final_message") + " and add_generation_prompt exclude each other: set one of them"
         )
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
         raise InvalidRequest(
-            "continue_final_message needs a last message by the assistant, with text and no calls",
-            param="continue_final_message",
+            Field("continue_final_message") + " needs a last message by the assistant, with text and no calls"
         )
     return "open"
 
@@ -110,7 +109,7 @@ async def text_for(service: Service, chat_template: object) -> Text:
     if chat_template is None:
         return service.text
     if not isinstance(chat_template, str):
-        raise InvalidRequest("chat_template must be a string", param="chat_template")
+        raise InvalidRequest(Field("chat_template") + " must be a string")
     return await asyncio.to_thread(service.text.with_template, chat_template)
 
 
@@ -121,12 +120,12 @@ def effort_variables(
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
+        raise InvalidRequest(EFFORT + f" must be one of {', '.join(EFFORTS)}")
     values = {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
     text = text or service.text
     known = {name: value for name, value in values.items() if text.template_reads(name)}
     if not known and (effort != "none" or text.formats.thinking is not None):
-        fields.pass_over("reasoning_effort", service.config.server)
+        fields.pass_over(EFFORT, service.config.server)
     return known
 
 
@@ -138,11 +137,11 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
         return wished
     if wished and response_format is None:
         raise InvalidRequest(
-            "tool_choice and structured_outputs both say what the answer must be: give one of them", param="tool_choice"
+            Field("tool_choice") + " and structured_outputs both say what the answer must be: give one of them"
         )
     frame = chat.required_format(service.text).frame
     schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)
-    return await grammar_of_schema(service, schema, "tools", frame, chat.choice.parallel)
+    return await grammar_of_schema(service, schema, Field("tools"), frame, chat.choice.parallel)
 
 
 async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:

@@ -4,7 +4,7 @@ Every dialect maps its own JSON to ChatRequest; parse() makes the prompt."""
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 from octavo.server.generate.chat import (
     Chat,
     check_choice,
@@ -14,7 +14,7 @@ from octavo.server.generate.chat import (
     read_ending,
     text_for,
 )
-from octavo.server.generate.messages import parse_messages
+from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.requests import Prompt, cut_prompt
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
@@ -47,7 +47,7 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
     chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
-    return ChatPrompt(cut_prompt(ids, fields, service.report), "messages", chat=chat)
+    return ChatPrompt(cut_prompt(ids, fields, service.report), MESSAGES, chat=chat)
 
 
 def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
@@ -56,9 +56,9 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
     check_choice(choice, service)
     for at, tool in enumerate(tools if choice.mode == "auto" else ()):
         if tool.strict:
-            fields.pass_over(f"tools[{at}].function.strict", service.config.server)
+            fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, "chat_template_kwargs")
+    check_variables(variables, Field("chat_template_kwargs"))
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
     messages = parse_messages(fields.messages)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
@@ -69,5 +69,5 @@ def num_logprobs(fields: ChatRequest) -> int | None:
     """None: none are wanted."""
     top = fields.top_logprobs
     if top and not fields.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest(Field("top_logprobs") + " needs logprobs to be true")
     return (top or 0) if fields.logprobs else None

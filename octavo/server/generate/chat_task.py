@@ -2,25 +2,22 @@
 Knows nothing of any dialect: each puts its request into a chat's fields and names its own fields in what is refused."""
 
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import msgspec
 
-from octavo.errors import ContextTooLong, RequestError
+from octavo.errors import ContextTooLong
 from octavo.messages import Logprobs, SamplingParams
 from octavo.server.generate.answer_events import Answers
 from octavo.server.generate.chat import answer_grammar, encode
 from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse_chat
 from octavo.server.generate.generation import Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
+from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.requests import build_requests
-from octavo.server.schema.fields import RequestFields
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content, Event
-
-Names = Sequence[tuple[str, str]]
-"""A chat's names and a dialect's own, in the order in which they are exchanged."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -154,7 +151,7 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
                 raise  # nothing is left to leave out
             return None
         fits = len(ids) < longest or start == starts[-1]
-        return ChatPrompt(ids, "messages", chat=shorter) if fits else None
+        return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
 
     tried = {0: await try_from(starts[0])}
     low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first place that fits is one of these
@@ -165,25 +162,3 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
     prompt = tried.get(low) or await try_from(starts[low])
     assert prompt is not None
     return prompt
-
-
-@contextmanager
-def named(names: Names) -> Iterator[None]:
-    """What is refused within is told by the dialect's own names."""
-    try:
-        yield
-    except RequestError as error:
-        error.message = _exchange(error.message, names)
-        error.param = _exchange(error.param, names) if error.param else None
-        raise
-
-
-def ignored_fields(fields: RequestFields, asked: ChatRequest, names: Names) -> list[str]:
-    """What an answer names back: of the request, and of the chat's fields that it became."""
-    return [*fields.ignored, *(_exchange(name, names) for name in asked.ignored)]
-
-
-def _exchange(text: str, names: Names) -> str:
-    for theirs, ours in names:
-        text = text.replace(theirs, ours)
-    return text

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from octavo.admission.validate import admit
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
 from octavo.text import Text
@@ -18,7 +18,7 @@ from octavo.text import Text
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    param: str  # the field it came from, for messages: "prompt", "prompt[3]", "messages"
+    field: Field  # that it came in, for errors: prompt, prompt[3], messages
     text: str | None = None  # None: it came as token ids, or as a chat
 
 
@@ -49,10 +49,10 @@ def build_requests(
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
-    max_tokens_param = "max_completion_tokens" if by_other_name else "max_tokens"
+    limit = Field("max_completion_tokens" if by_other_name else "max_tokens")
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
     if wanted is not None and wanted < 1:
-        raise InvalidRequest(f"{max_tokens_param} must be at least 1, got {wanted}", param=max_tokens_param)
+        raise InvalidRequest(limit + f" must be at least 1, got {wanted}")
     wishes = _wishes(fields, arrived)
     requests = []
     for number, prompt in enumerate(prompts):
@@ -66,8 +66,8 @@ def build_requests(
             SamplingParams(**{**values, "max_tokens": max_tokens}),
             report,
             text.eos_ids,
-            param=prompt.param,
-            max_tokens_param=max_tokens_param,
+            field=prompt.field,
+            max_tokens_field=limit,
             arrived=arrived,
             priority=fields.priority or 0,
         )
@@ -91,8 +91,8 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
     longest = max(1, report.max_model_len - (fields.max_tokens or fields.max_completion_tokens or 1))
     if keep != -1 and not 1 <= keep < report.max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}",
-            param="truncate_prompt_tokens",
+            Field("truncate_prompt_tokens")
+            + f" must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}"
         )
     return ids[-(longest if keep == -1 else keep) :]
 

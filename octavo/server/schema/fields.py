@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from octavo.config import ServerConfig
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.observe.journeys.journey import current
 from octavo.server.schema.limits import LimitFields, QueueOptions, StreamFields
 from octavo.server.schema.search import RepetitionDetection, SearchFields, moot
@@ -36,6 +36,7 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
 )  # entries, characters: OpenAI's limits where it is kept
 MAX_REFUSED = 8  # fields that an error tells one by one
 MAX_LOGGED = 1000  # names that are remembered as told
+MAX_SPELLED = 200  # characters of a field that an error names
 LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
 
 
@@ -52,23 +53,28 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
     model: str | None = None
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _ignored: tuple[Field, ...] = PrivateAttr(default=())
     _num_more: int = PrivateAttr(default=0)
 
     @property
     def ignored(self) -> tuple[str, ...]:
         """Fields of the body that have no effect and that the answer names back: an answer does not grow with the rubbish in
         its request, so after so many only how many more there are."""
-        names = self._ignored[:MAX_FOUND]
-        num_more = len(self._ignored) - len(names) + self._num_more
-        return (*names, f"and {num_more} more") if num_more else names
+        names = map(str, self._ignored[:MAX_FOUND])
+        num_more = max(0, len(self._ignored) - MAX_FOUND) + self._num_more
+        return (*names, f"and {num_more} more") if num_more else tuple(names)
 
-    def pass_over(self, name: str, server: ServerConfig) -> None:
+    @property
+    def passed_over(self) -> tuple[Field, ...]:
+        """As `ignored`, of fields that no client named: another dialect's, which may call them something else."""
+        return self._ignored
+
+    def pass_over(self, field: Field, server: ServerConfig) -> None:
         """A field of the schema turns out to have no effect on this model, or beside the request's others."""
         if server.strict_fields:
-            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[_row(name)]}", param=name)
-        log.info("field without effect: %s", name)
-        self._ignored = (*self._ignored, name)
+            raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
+        log.info("field without effect: %s", field)
+        self._ignored = (*self._ignored, field)
 
 
 class SamplingFields(RequestFields):
@@ -180,7 +186,7 @@ def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
     for name in fields.model_extra or ():
-        raise Unsupported(f"{name} is not supported here", param=name)
+        raise Unsupported(Field(name) + " is not supported here")
     return fields
 
 
@@ -208,7 +214,7 @@ async def read_fields(request: Request, dialect: Dialect[Body], server: ServerCo
         await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
     )
     if fields.ignored:
-        level = logging.INFO if _is_old_news(dialect.path, fields._ignored) else logging.WARNING
+        level = logging.INFO if _is_old_news(dialect.path, fields.passed_over) else logging.WARNING
         names = ", ".join(_short(name, 120) for name in fields.ignored)
         log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
     return fields
@@ -223,7 +229,8 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     found = look(dialect.tree, fields)
     idle = [*moot(fields)]
     _refuse(found, idle, server)
-    fields._ignored = (*(field.path for field in (*found.unknown, *found.idle)), *(name for name, _ in idle))
+    names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
+    fields._ignored = tuple(map(Field, names))
     fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
         if getattr(fields, name, None) is not None and not getattr(server, knob):
@@ -321,9 +328,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 _logged: set[tuple[str, str]] = set()
 
 
-def _is_old_news(path: str, names: tuple[str, ...]) -> bool:
+def _is_old_news(path: str, fields: tuple[Field, ...]) -> bool:
     """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
-    new = {(path, _row(name)) for name in names} - _logged
+    new = {(path, _row(str(field))) for field in fields} - _logged
     if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
         return True
     _logged.update(new)
@@ -335,14 +342,13 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
     if not error["loc"]:
         return InvalidRequest("the body must be a JSON object")
-    param = str(error["loc"][0])
-    for part in error["loc"][1:]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}"
-    param = param[:200]
+    field = Field(*error["loc"])
+    if len(spelled := str(field)) > MAX_SPELLED:
+        field = Field(spelled[:MAX_SPELLED])
     if error["type"] == "missing":
-        return InvalidRequest(f"{param} is missing", param=param)
+        return InvalidRequest(field + " is missing")
     words = error["msg"][:1].lower() + error["msg"][1:]
-    return InvalidRequest(f"{param}: {words}, got {_short(error['input'])}", param=param)
+    return InvalidRequest(field + f": {words}, got {_short(error['input'])}")
 
 
 def _short(value: object, most: int = 60) -> str:

@@ -6,9 +6,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from octavo.config import ServerConfig
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.types import ResponseTool
 from octavo.server.generate.chat_request import ChatRequest
+from octavo.server.generate.field_names import FieldNames
 from octavo.server.schema.fields import RequestFields, SamplingFields, check_metadata, make_fields
 from octavo.server.schema.limits import QueueOptions, StreamFields
 from octavo.server.schema.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
@@ -118,15 +119,16 @@ class ResponsesRequest(InputRequest, StreamFields):
         return bool(self.stream_options and self.stream_options.resumable)
 
 
-NAMES = (
-    ("messages", "input"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_tokens", "max_output_tokens"),
-    ("reasoning_effort", "reasoning.effort"),
-    (".function", ""),
+NAMES = FieldNames(
+    {
+        "messages": "input",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "tools[].function": "tools[]",
+    }
 )
-"""A chat's names and these, for what is refused."""
 
 
 def check(fields: InputRequest, server: ServerConfig) -> None:
@@ -135,7 +137,7 @@ def check(fields: InputRequest, server: ServerConfig) -> None:
         if name not in INCLUDABLE:
             raise InvalidRequest(f"include: {name[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
     if ENCRYPTED_REASONING in (fields.include or ()):
-        fields.pass_over(f"include.{ENCRYPTED_REASONING}", server)
+        fields.pass_over(Field("include", ENCRYPTED_REASONING), server)
     for name, value, least in (
         ("max_output_tokens", fields.max_output_tokens, 1),
         ("max_tool_calls", fields.max_tool_calls, 1),
