@@ -19,6 +19,7 @@ Schema = dict[str, Any]
 # Prefixes that are not made from a module's name: generated clients use these names as they are.
 _PREFIXES = {
     "octavo.server.dialects.openai_chat.output": "Chat_Output",
+    "octavo.server.dialects.openai_completions.output": "Completions",
     "octavo.server.dialects.openai_responses.types": "Response_Types",
     "octavo.server.dialects.anthropic.output": "Message_Output",
 }

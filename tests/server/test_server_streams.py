@@ -265,11 +265,12 @@ class TestPace:
 
 
 def _generation(app: object, engine: ScriptedEngine) -> object:
-    from octavo.server.endpoints.completions import CompletionRequest, _Response
+    from octavo.server.dialects.openai_completions.request import CompletionRequest
+    from octavo.server.dialects.openai_completions.writer import CompletionWriter
     from octavo.server.generate.requests import Prompt
 
     fields = CompletionRequest(prompt="p", max_tokens=100)
-    return _Response(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0).stream()  # type: ignore[attr-defined]
+    return CompletionWriter(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0).stream()  # type: ignore[attr-defined]
 
 
 class TestShutdown:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from octavo.errors import NotFound
 from octavo.server.dialects.openai_responses.types import Item
 from octavo.server.state.peers import Peers
 
@@ -163,3 +164,9 @@ async def _whole(answer: bytes) -> AsyncGenerator[bytes, None]:
 
 def _size(response: StoredResponse) -> int:
     return len(response.body) + len(response.items) + _OVERHEAD
+
+
+def not_found(response_id: str) -> NotFound:
+    return NotFound(
+        f"no response {response_id[:100]!r} is kept here: it was not stored, was deleted or made room for others"
+    )
