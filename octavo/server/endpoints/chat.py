@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.server.dialects.openai_chat.output import ChatCompletion
 from octavo.server.dialects.openai_chat.writer import ChatWriter
-from octavo.server.generate.chat import answer_grammar
 from octavo.server.generate.chat_request import ChatRequest, parse
+from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.requests import new_id
 from octavo.server.http.respond import respond
 from octavo.server.schema.fields import Dialect, read_fields
@@ -46,9 +46,8 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         prompt = await parse(service, fields)
-        grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
         response_id = new_id("chatcmpl")
-        writer = ChatWriter(service, fields, response_id, prompt, arrived, grammar)
-        return await respond(service, request, fields, response_id, writer)
+        task = await ChatTask.prepare(service, fields, prompt, response_id=response_id, arrived=arrived)
+        return await respond(service, request, fields, response_id, ChatWriter(service, fields, task))
 
     return router

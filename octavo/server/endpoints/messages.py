@@ -44,7 +44,7 @@ def router(service: Service) -> APIRouter:
         asked, prompt = await parse(service, fields)
         message_id = new_id("msg").replace("-", "_", 1)
         with NAMES.in_errors():
-            task = await ChatTask.begin(
+            task = await ChatTask.prepare(
                 service, asked, prompt, response_id=message_id, max_tokens=fields.max_tokens, arrived=arrived
             )
         writer = MessageWriter(message_id, service.model_name, task)
@@ -59,7 +59,7 @@ def router(service: Service) -> APIRouter:
                 tell=error_event,
                 keep_alive=ping,
                 headers=headers,
-                queued=[task.request_id] if fields.wants_queue else (),
+                queued=task.request_ids if fields.wants_queue else (),
             )
         response = json_answer(await until_gone(service, request.receive, writer.collect()), ignored)
         response.headers.update(headers)

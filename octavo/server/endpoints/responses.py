@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
         conversation = await Conversation.read(service, kept, fields, owner)
         response_id = item_id("resp")
         with NAMES.in_errors():
-            task = await ChatTask.begin(
+            task = await ChatTask.prepare(
                 service,
                 conversation.fields,
                 conversation.prompt,
@@ -94,7 +94,7 @@ def router(service: Service) -> APIRouter:
                 writer.stream(),
                 ignored=ignored,
                 resumable=fields.wants_resumable,
-                queued=[task.request_id] if fields.wants_queue else (),
+                queued=task.request_ids if fields.wants_queue else (),
                 tell=writer.error_event,
             )
         return json_answer(await until_gone(service, request.receive, writer.collect()), ignored)

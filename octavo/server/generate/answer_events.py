@@ -1,32 +1,28 @@
-"""The answers to one chat request as events: content, reasoning and tool calls, in pieces as they come or whole.
-Knows nothing of JSON or of any dialect: /v1/chat/completions, /v1/responses and /v1/messages all read answers here.
+"""One choice's text read as events (content, reasoning, tool calls), in pieces as they come or whole.
 
 A whole answer is made of the events of the streamed one, so the two cannot differ.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.admission.searches import likeliest
-from octavo.messages import GenerateRequest, Logprobs, SamplingParams
-from octavo.server.generate.generation import CompletionTokensDetails, Generation, Piece, PromptProgress, Usage
-from octavo.server.state.service import Service
+from octavo.messages import Logprobs, SamplingParams
+from octavo.server.generate.generation import Piece, PromptProgress
 from octavo.text import Text
 from octavo.text.parsers import (
     AnswerParser,
     CallArguments,
     CallBegin,
     CallEnd,
+    CollectedEvents,
     Content,
     Event,
     Reasoning,
     Schemas,
     ThinkFormat,
     ToolFormat,
-    WholeCall,
 )
 from octavo.text.parsers.thinking import ThinkParser
 
@@ -64,97 +60,25 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class WholeAnswer:
+class WholeAnswer(CollectedEvents):
     """All of one choice."""
 
-    index: int
-    content: str = ""
-    reasoning: str = ""
-    calls: list[WholeCall] = field(default_factory=list)
+    index: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
 
     def add(self, piece: AnswerPiece) -> None:
-        for event in piece.events:
-            match event:
-                case Content(text):
-                    self.content += text
-                case Reasoning(text):
-                    self.reasoning += text
-                case CallBegin(_, call_id, name):
-                    self.calls.append(WholeCall(call_id, name, ""))
-                case CallArguments(index, text):
-                    call = self.calls[index]
-                    self.calls[index] = msgspec.structs.replace(call, arguments=call.arguments + text)
-                case CallEnd():
-                    pass
+        self.collect(piece.events)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
-class Answers:
-    """The n answers to one request. `every_token`, `tokens_per_event`, `num_kept`: as for a Generation."""
-
-    def __init__(
-        self,
-        service: Service,
-        request: GenerateRequest,
-        shape: AnswerShape,
-        *,
-        every_token: bool = False,
-        tokens_per_event: int = 1,
-        num_kept: int | None = None,
-    ) -> None:
-        self._shape = shape
-        self._num_kept = num_kept
-        self._every_token = every_token = every_token or num_kept is not None
-        self.generation = Generation(
-            service,
-            [request],
-            marks=shape.marks,
-            every_token=every_token or shape.think_format is not None,  # those that think are counted
-            tokens_per_event=tokens_per_event,
-        )
-        self._readers = [_Reader(service.text, request.prompt_ids, shape) for _ in range(request.params.n)]
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._readers)
-
-    def usage(self) -> Usage:
-        """What has been used so far."""
-        usage = self.generation.usage()
-        if self._shape.think_format is None:
-            return usage
-        num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
-        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_reasoning))
-
-    async def pieces(self) -> AsyncGenerator[list[AnswerPiece], None]:
-        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
-        async with aclosing(self.generation.pieces()) as steps:
-            async for pieces in steps:
-                read = [self._readers[piece.index].read(piece) for piece in pieces]
-                if not self._every_token:
-                    read = [piece for piece in read if piece.events or piece.finish_reason or piece.progress]
-                if read:
-                    yield read
-
-    async def whole(self) -> list[WholeAnswer]:
-        """Every choice, once all have finished."""
-        answers = [WholeAnswer(index) for index in range(self.num_choices)]
-        async with aclosing(self.pieces()) as steps:
-            async for pieces in steps:
-                for piece in pieces:
-                    answers[piece.index].add(piece)
-        return answers if self._num_kept is None else likeliest(answers, self._num_kept)
-
-
-class _Reader:
-    """Of one choice."""
+class AnswerReader:
+    """Reads one choice."""
 
     def __init__(self, text: Text, prompt_ids: Sequence[int], shape: AnswerShape) -> None:
         self._shape = shape

@@ -1,10 +1,11 @@
 """A chat request in its one internal form, whatever dialect it came in: its fields, and its prompt with what that was made of.
 Every dialect maps its own JSON to ChatRequest; parse() makes the prompt."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import Field, InvalidRequest
+from octavo.errors import ContextTooLong, Field, InvalidRequest
 from octavo.server.generate.chat import (
     Chat,
     check_choice,
@@ -48,6 +49,36 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
     return ChatPrompt(cut_prompt(ids, fields, service.report), MESSAGES, chat=chat)
+
+
+async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
+    """The prompt of as much of the conversation as fits: whole turns are left out, the oldest first, never what opens it."""
+    chat = parse_chat(service, fields, service.text)
+    messages, longest = chat.messages, service.report.max_model_len
+    num_kept = 1 if messages[0]["role"] == "system" else 0
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    starts = [num_kept, *(at for at in users if at > num_kept)]
+
+    async def try_from(start: int) -> ChatPrompt | None:
+        shorter = dataclasses.replace(chat, messages=[*messages[:num_kept], *messages[start:]])
+        try:
+            ids = await encode(service, shorter, max_tokens=longest)
+        except ContextTooLong:
+            if start == starts[-1]:
+                raise  # nothing is left to leave out
+            return None
+        fits = len(ids) < longest or start == starts[-1]
+        return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
+
+    tried = {0: await try_from(starts[0])}
+    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first place that fits is one of these
+    while low < high and tried.get(low) is None:
+        middle = (low + high) // 2
+        tried[middle] = await try_from(starts[middle])
+        low, high = (middle + 1, high) if tried[middle] is None else (low, middle)
+    prompt = tried.get(low) or await try_from(starts[low])
+    assert prompt is not None
+    return prompt
 
 
 def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:

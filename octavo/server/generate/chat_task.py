@@ -1,20 +1,17 @@
-"""One turn of a conversation in a dialect whose answers have one choice: a chat's fields in, the answer's events out.
-Knows nothing of any dialect: each puts its request into a chat's fields and names its own fields in what is refused."""
+"""ChatTask: a chat request as the engine computes it, whatever dialect it came in."""
 
-import dataclasses
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
 
-from octavo.errors import ContextTooLong
+from octavo.admission.searches import likeliest
 from octavo.messages import Logprobs, SamplingParams
-from octavo.server.generate.answer_events import Answers
-from octavo.server.generate.chat import answer_grammar, encode
-from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse_chat
-from octavo.server.generate.generation import Usage
+from octavo.server.generate.answer_events import AnswerPiece, AnswerReader, WholeAnswer
+from octavo.server.generate.chat import answer_grammar
+from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs
+from octavo.server.generate.generation import CompletionTokensDetails, Generation, Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
-from octavo.server.generate.messages import MESSAGES
 from octavo.server.generate.requests import build_requests
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content, Event
@@ -26,19 +23,23 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChatTask:
+    """A chat request's generation, its text read as events. `pieces` and `whole` are for n choices, `parts` and what follows
+    are for dialects whose answers have one."""
+
     @staticmethod
-    async def begin(
+    async def prepare(
         service: Service,
         fields: ChatRequest,
         prompt: ChatPrompt,
         *,
         response_id: str,
-        max_tokens: int | None,
         arrived: float,
+        max_tokens: int | None = None,
     ) -> "ChatTask":
-        """`max_tokens`: an upper bound, which shrinks to the room that the prompt leaves; None: all of it."""
+        """`max_tokens`: an upper bound where the fields have none, which shrinks to the room that the prompt leaves; None: all
+        of it."""
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
-        return ChatTask(service, fields, prompt, response_id, max_tokens, arrived, grammar)
+        return ChatTask(service, fields, prompt, response_id, arrived, max_tokens, grammar)
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class ChatTask:
         fields: ChatRequest,
         prompt: ChatPrompt,
         response_id: str,
-        max_tokens: int | None,
         arrived: float,
+        max_tokens: int | None,
         grammar: str,
     ) -> None:
         (request,) = build_requests(
@@ -61,27 +62,65 @@ class ChatTask:
             arrived=arrived,
             grammar=grammar,
         )
-        self.request_id = request.id  # of what the engine is asked for
+        shape = prompt.chat.shape(
+            service.text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
+        )
+        self.response_id, self.prompt = response_id, prompt
         self.params: SamplingParams = request.params
-        self.finish_reason: str | None = None  # set when `parts` has ended
-        self.stop_reason: str | int | None = None
-        self._service = service
-        self._max_tokens = max_tokens
+        self.finish_reason: str | None = None  # ┐ of the one choice: set when `parts` has ended
+        self.stop_reason: str | int | None = None  # ┘
+        self._service, self._max_tokens = service, max_tokens
         self._wants_logprobs = bool(fields.logprobs)
-        self._answers = Answers(
+        self._num_kept = fields.num_kept
+        self._every_token = bool(fields.logprobs or fields.return_token_ids) or self._num_kept is not None
+        self._counts_reasoning = shape.think_format is not None
+        self.generation = Generation(
             service,
-            request,
-            prompt.chat.shape(
-                service.text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
-            ),
-            every_token=self._wants_logprobs,
+            [request],
+            marks=shape.marks,
+            every_token=self._every_token or self._counts_reasoning,
             tokens_per_event=fields.tokens_per_event(service.config.server),
         )
+        self._readers = [AnswerReader(service.text, request.prompt_ids, shape) for _ in range(request.params.n)]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Of what the engine is asked for."""
+        return self.generation.request_ids
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._readers)
 
     @property
     def usage(self) -> Usage:
-        """So far."""
-        return self._answers.usage()
+        """What has been used so far."""
+        usage = self.generation.usage()
+        if not self._counts_reasoning:
+            return usage
+        num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_reasoning))
+
+    async def pieces(self) -> AsyncGenerator[list[AnswerPiece], None]:
+        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
+        async with aclosing(self.generation.pieces()) as steps:
+            async for pieces in steps:
+                read = [self._readers[piece.index].read(piece) for piece in pieces]
+                if not self._every_token:
+                    read = [piece for piece in read if piece.events or piece.finish_reason or piece.progress]
+                if read:
+                    yield read
+
+    async def whole(self) -> list[WholeAnswer]:
+        """Every choice, once all have finished; of `best_of` choices the best."""
+        answers = [WholeAnswer(index=index) for index in range(self.num_choices)]
+        async with aclosing(self.pieces()) as steps:
+            async for pieces in steps:
+                for piece in pieces:
+                    answers[piece.index].add(piece)
+        return answers if self._num_kept is None else likeliest(answers, self._num_kept)
+
+    # ── one choice ──
 
     @property
     def num_cached_tokens(self) -> int:
@@ -112,7 +151,7 @@ class ChatTask:
     async def parts(self) -> AsyncGenerator[list[Part], None]:
         """Until the answer ends. Leaving early aborts it."""
         unclaimed: list[Logprobs] = []
-        async with aclosing(self._answers.pieces()) as steps:
+        async with aclosing(self.pieces()) as steps:
             async for pieces in steps:
                 events: list[Event] = []
                 for piece in pieces:
@@ -132,33 +171,3 @@ class ChatTask:
             if last is not None:
                 parts[last] = Part(events[last], chat_logprobs(self._service.text, entries).content)
         return parts
-
-
-async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
-    """The prompt of as much of the conversation as fits: whole turns are left out, the oldest first, never what opens it."""
-    chat = parse_chat(service, fields, service.text)
-    messages, longest = chat.messages, service.report.max_model_len
-    num_kept = 1 if messages[0]["role"] == "system" else 0
-    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
-    starts = [num_kept, *(at for at in users if at > num_kept)]
-
-    async def try_from(start: int) -> ChatPrompt | None:
-        shorter = dataclasses.replace(chat, messages=[*messages[:num_kept], *messages[start:]])
-        try:
-            ids = await encode(service, shorter, max_tokens=longest)
-        except ContextTooLong:
-            if start == starts[-1]:
-                raise  # nothing is left to leave out
-            return None
-        fits = len(ids) < longest or start == starts[-1]
-        return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
-
-    tried = {0: await try_from(starts[0])}
-    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first place that fits is one of these
-    while low < high and tried.get(low) is None:
-        middle = (low + high) // 2
-        tried[middle] = await try_from(starts[middle])
-        low, high = (middle + 1, high) if tried[middle] is None else (low, middle)
-    prompt = tried.get(low) or await try_from(starts[low])
-    assert prompt is not None
-    return prompt

@@ -103,6 +103,11 @@ class Generation:
         self._num_cached: list[int | None] = [None] * len(requests)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of what the engine is asked for."""
+        return [request.id for request in self._requests]
+
+    @property
     def num_choices(self) -> int:
         return sum(len(choices) for choices in self._choices)
 

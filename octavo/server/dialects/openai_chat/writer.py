@@ -17,12 +17,12 @@ from octavo.server.dialects.openai_chat.output import (
     deltas,
     message,
 )
-from octavo.server.generate.answer_events import AnswerPiece, Answers, WholeAnswer
-from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs
+from octavo.server.generate.answer_events import AnswerPiece, WholeAnswer
+from octavo.server.generate.chat_request import ChatRequest
+from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.generation import PromptProgress, Usage
 from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
 from octavo.server.generate.offload import offload
-from octavo.server.generate.requests import build_requests
 from octavo.server.http.sse import DONE, Frames, event
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content
@@ -31,54 +31,22 @@ from octavo.text.parsers import Content
 class ChatWriter:
     """The choices of one completion."""
 
-    def __init__(
-        self,
-        service: Service,
-        fields: ChatRequest,
-        response_id: str,
-        prompt: ChatPrompt,
-        arrived: float,
-        grammar: str = "",
-    ) -> None:
-        text = service.text
-        (request,) = build_requests(
-            response_id,
-            [prompt],
-            fields,
-            report=service.report,
-            text=text,
-            logprobs=num_logprobs(fields),
-            default_max_tokens=None,
-            arrived=arrived,
-            grammar=grammar,
-        )
+    def __init__(self, service: Service, fields: ChatRequest, task: ChatTask) -> None:
+        self._fields, self._text, self._task = fields, service.text, task
+        self.request_ids = task.request_ids
         self._is_plain = not (fields.logprobs or fields.return_token_ids)
-        self.request_ids = [request.id]
-        self._answers = Answers(
-            service,
-            request,
-            prompt.chat.shape(
-                text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
-            ),
-            every_token=not self._is_plain,
-            tokens_per_event=fields.tokens_per_event(service.config.server),
-            num_kept=fields.num_kept,
-        )
-        self._fields, self._text, self._prompt = fields, text, prompt
-        self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
+        self._head = (task.response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        answers, fields = self._answers, self._fields
+        task, fields = self._task, self._fields
         every = fields.wants_usage_in_every_chunk
         quiet: UnsetType | None = None if fields.wants_usage else UNSET
         before = b"".join(
-            self._event(
-                ChunkChoice(index, Delta("assistant", "")), answers.usage() if every else quiet, self._prompt_ids()
-            )
-            for index in range(answers.num_choices)
+            self._event(ChunkChoice(index, Delta("assistant", "")), task.usage if every else quiet, self._prompt_ids())
+            for index in range(task.num_choices)
         )
         frames = Frames(lambda index, text: ChatChunk(*self._head, [ChunkChoice(index, Delta(content=text))], quiet))
-        async with aclosing(answers.pieces()) as steps:
+        async with aclosing(task.pieces()) as steps:
             async for pieces in steps:
                 chunks = []
                 for piece in pieces:
@@ -86,24 +54,24 @@ class ChatWriter:
                     if text is not None and not every:
                         chunks.append(frames.event(piece.index, text))
                     else:
-                        usage = answers.usage() if every else quiet
+                        usage = task.usage if every else quiet
                         progress = piece.progress or UNSET
                         chunks += [self._event(choice, usage, UNSET, progress) for choice in self._chunk_choices(piece)]
                 yield before + b"".join(chunks)
                 before = b""
         if fields.wants_usage:
-            before += event(ChatChunk(*self._head, [], answers.usage()))
+            before += event(ChatChunk(*self._head, [], task.usage))
         yield before + DONE
 
     async def collect(self) -> ChatCompletion:
-        answers = await self._answers.whole()
+        answers = await self._task.whole()
         size = sum(num_told(answer.logprobs) for answer in answers)
         choices = await offload(size, lambda: [self._choice(answer) for answer in answers])
         scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
         if self._fields.prompt_logprobs is not None:
-            entries = self._answers.generation.prompt_logprobs[0]
+            entries = self._task.generation.prompt_logprobs[0]
             scores = await offload(num_told(entries), lambda: prompt_logprobs(self._text, entries))
-        return ChatCompletion(*self._head, choices, self._answers.usage(), scores, self._prompt_ids())
+        return ChatCompletion(*self._head, choices, self._task.usage, scores, self._prompt_ids())
 
     def _choice(self, answer: WholeAnswer) -> Choice:
         return Choice(
@@ -154,4 +122,4 @@ class ChatWriter:
         return token_ids if self._fields.return_token_ids else UNSET
 
     def _prompt_ids(self) -> list[int] | UnsetType:
-        return self._prompt.ids if self._fields.return_token_ids else UNSET
+        return self._task.prompt.ids if self._fields.return_token_ids else UNSET

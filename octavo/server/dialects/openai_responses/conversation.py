@@ -9,7 +9,6 @@ from octavo.server.dialects.openai_responses.items import chat_messages, read_in
 from octavo.server.dialects.openai_responses.request import NAMES, InputRequest
 from octavo.server.dialects.openai_responses.store import KeptResponses, not_found
 from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import parse_cut
 from octavo.server.state.service import Service
 
 MAX_REFERENCES = 256  # to earlier items, in one request: another process may have to be asked for each
@@ -48,5 +47,5 @@ class Conversation(msgspec.Struct, frozen=True):
         messages = chat_messages(fields.instructions, items)
         with NAMES.in_errors():
             chat_fields = requests.chat_request(fields, messages)
-            parse = parse_cut if fields.truncation == "auto" else chat_request.parse
+            parse = chat_request.parse_cut if fields.truncation == "auto" else chat_request.parse
             return Conversation(items, chat_fields, await parse(service, chat_fields))
