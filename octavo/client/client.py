@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import msgspec
 import zmq
@@ -44,8 +44,21 @@ log = logging.getLogger("octavo.engine")
 _LAST_WORDS_SECONDS = 0.05
 
 
+class EngineObserver:
+    """What may be of interest about the engine, beside the deltas of requests. Does nothing by itself."""
+
+    def travelled(self, journey_part: bytes) -> None:
+        """A request has ended in the engine: its way through it, an encoded EngineJourney. Comes before its last tokens."""
+
+    def lost(self) -> None:
+        """The engine has ended. The requests that it had go on in the next one."""
+
+    def found(self) -> None:
+        """Another engine has taken over."""
+
+
 class EngineClient(ABC):
-    """Five verbs: submit, abort, deltas, control, close. Used from one event loop."""
+    """Six verbs: submit, abort, deltas, release, control, close. Used from one event loop."""
 
     def __init__(self, origin: int = 0) -> None:
         self.report: EngineReport | None = None  # None until the engine is ready
@@ -54,11 +67,7 @@ class EngineClient(ABC):
         self.num_restarts = 0
         self.can_be_replaced = False  # whether another engine would take over
         self.origin = origin
-        # Whoever keeps journeys names a request's, and hears of its way through the engine before its last tokens come.
-        self.on_submit: Callable[[GenerateRequest], GenerateRequest] = lambda request: request
-        self.on_travelled: Callable[[bytes], None] = lambda journey: None
-        self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
-        self.on_found: Callable[[], None] = lambda: None  # another one has taken over
+        self.observer = EngineObserver()
         self._streams = Streams()
         self._inflight_limit: InflightLimit | None = None  # None: whoever comes is sent on
         self._is_ready = asyncio.Event()
@@ -86,7 +95,7 @@ class EngineClient(ABC):
         return self.report
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises EngineUnavailable, EngineDead or Overloaded; otherwise its deltas will come."""
+        """Raises EngineUnavailable, EngineDead or Overloaded; otherwise its deltas will come, and are to be read or released."""
         if self._failure is not None:
             raise self._failure
         if self.report is None:
@@ -94,7 +103,7 @@ class EngineClient(ABC):
         if self._inflight_limit is not None:
             rows = self.report.max_num_seqs
             self._inflight_limit.check(request, rows, self.is_recovering, self._streams.without_tokens)
-        request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
+        request = msgspec.structs.replace(request, origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
         if self._inflight_limit is not None:
             self._inflight_limit.hold(request)
@@ -108,17 +117,21 @@ class EngineClient(ABC):
         self._send(Abort(request_id, index, reason))
 
     async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
-        """To be read once, right after submit, until every choice has ended. Leaving early aborts the request."""
+        """To be read once, after submit, until every choice has ended. Leaving early aborts the request."""
         try:
             while deltas := await self._streams.next(request_id):
                 yield deltas
         finally:
-            for timer in self._timers.pop(request_id, ()):
-                timer.cancel()
-            if self._inflight_limit is not None:
-                self._inflight_limit.drop(request_id)
-            if self._streams.close(request_id):
-                self._send(Abort(request_id))
+            self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request, and abort it if it has not ended. Does nothing where it was released before."""
+        for timer in self._timers.pop(request_id, ()):
+            timer.cancel()
+        if self._inflight_limit is not None:
+            self._inflight_limit.drop(request_id)
+        if self._streams.close(request_id):
+            self._send(Abort(request_id))
 
     async def control(self, control: Control) -> str:
         if self._failure is not None:
@@ -135,7 +148,7 @@ class EngineClient(ABC):
             del self._calls[call]
 
     def answered(self, answered: Answered) -> None:
-        """For the engine process to keep. Where there is none, `on_found` is the time to say it again."""
+        """For the engine process to keep. Where there is none, `EngineObserver.found` is the time to say it again."""
         if self.report is not None:
             self._send(answered)
 
@@ -175,7 +188,7 @@ class EngineClient(ABC):
             case StepDeltas():
                 self._streams.deliver(message.deltas)
             case Travelled():
-                self.on_travelled(message.journey)
+                self.observer.travelled(message.journey)
             case Reply():
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():
@@ -258,7 +271,7 @@ class ZmqClient(EngineClient):
                 was_lost, self.is_recovering = self.is_recovering, False
                 super()._receive(message)
                 if was_lost:
-                    self.on_found()
+                    self.observer.found()
             case _:
                 super()._receive(message)
 
@@ -311,7 +324,7 @@ class ZmqClient(EngineClient):
                 await asyncio.sleep(_LAST_WORDS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
-                self.on_lost()
+                self.observer.lost()
                 self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
                 for name in self._streams.strike(order.seated):
                     log.error("request %s is given up: it was alone in the engine each time that ended", name)

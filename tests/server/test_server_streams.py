@@ -270,7 +270,9 @@ def _generation(app: object, engine: ScriptedEngine) -> object:
     from octavo.server.generate.requests import Prompt
 
     fields = CompletionRequest(prompt="p", max_tokens=100)
-    return CompletionWriter(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0).stream()  # type: ignore[attr-defined]
+    writer = CompletionWriter(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0)  # type: ignore[attr-defined]
+    writer.generation.submit()
+    return writer.stream()
 
 
 class TestShutdown:

@@ -9,7 +9,7 @@ from octavo.server.dialects.openai_chat.writer import ChatWriter
 from octavo.server.generate.chat_request import ChatRequest, parse
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.requests import new_id
-from octavo.server.http.respond import respond
+from octavo.server.http.respond import submit_and_respond
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
@@ -48,6 +48,7 @@ def router(service: Service) -> APIRouter:
         prompt = await parse(service, fields)
         response_id = new_id("chatcmpl")
         task = await ChatTask.prepare(service, fields, prompt, response_id=response_id, arrived=arrived)
-        return await respond(service, request, fields, response_id, ChatWriter(service, fields, task))
+        writer = ChatWriter(service, fields, task)
+        return await submit_and_respond(service, request, fields, response_id, task, writer, ignored=fields.ignored)
 
     return router

@@ -9,7 +9,7 @@ from octavo.server.dialects.openai_completions.request import NOT_OFFERED, Compl
 from octavo.server.dialects.openai_completions.writer import CompletionWriter
 from octavo.server.generate.requests import new_id
 from octavo.server.generate.structured import read_grammar
-from octavo.server.http.respond import respond
+from octavo.server.http.respond import submit_and_respond
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.service import Service
@@ -32,6 +32,8 @@ def router(service: Service) -> APIRouter:
         grammar = await read_grammar(service, fields, fields.response_format)
         response_id = new_id("cmpl")
         writer = CompletionWriter(service, fields, response_id, await parse(service, fields), arrived, grammar)
-        return await respond(service, request, fields, response_id, writer)
+        return await submit_and_respond(
+            service, request, fields, response_id, writer.generation, writer, ignored=fields.ignored
+        )
 
     return router

@@ -78,6 +78,7 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
+        service.submit(requests)
         body = await until_gone(service, request.receive, collect(service, requests, fields))
         return json_answer(body, fields.ignored)
 
@@ -165,9 +166,7 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
 
 
 async def _vector(service: Service, request: GenerateRequest) -> bytes:
-    engine = service.engine
-    engine.submit(request)
-    async with aclosing(engine.deltas(request.id)) as steps:
+    async with aclosing(service.engine.deltas(request.id)) as steps:
         async for deltas in steps:
             service.heard()
             for delta in deltas:

@@ -12,7 +12,8 @@ from octavo.server.dialects.anthropic.writer import MessageWriter
 from octavo.server.generate.chat_task import ChatTask
 from octavo.server.generate.requests import new_id
 from octavo.server.http.errors import ERROR_SHAPES
-from octavo.server.http.sse import EventStream, typed_event, until_gone
+from octavo.server.http.respond import submit_and_respond
+from octavo.server.http.sse import typed_event
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.ignored_fields import json_answer
@@ -47,23 +48,18 @@ def router(service: Service) -> APIRouter:
             task = await ChatTask.prepare(
                 service, asked, prompt, response_id=message_id, max_tokens=fields.max_tokens, arrived=arrived
             )
-        writer = MessageWriter(message_id, service.model_name, task)
-        ignored = NAMES.ignored(fields, asked)
-        headers = {"request-id": request.scope["octavo.request_id"]}
-        if fields.stream:
-            ping = typed_event(Ping())
-            return EventStream(
-                service,
-                writer.stream(),
-                ignored,
-                tell=error_event,
-                keep_alive=ping,
-                headers=headers,
-                queued=task.request_ids if fields.wants_queue else (),
-            )
-        response = json_answer(await until_gone(service, request.receive, writer.collect()), ignored)
-        response.headers.update(headers)
-        return response
+        return await submit_and_respond(
+            service,
+            request,
+            fields,
+            message_id,
+            task,
+            MessageWriter(message_id, service.model_name, task),
+            ignored=NAMES.ignored(fields, asked),
+            error_event=error_event,
+            keep_alive=typed_event(Ping()),
+            headers={"request-id": request.scope["octavo.request_id"]},
+        )
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:

@@ -19,7 +19,8 @@ from octavo.server.dialects.openai_responses.writer import ResponseWriter
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
 from octavo.server.generate.chat_task import ChatTask
-from octavo.server.http.sse import EventStream, owner_of, stream_answer, until_gone
+from octavo.server.http.respond import submit_and_respond
+from octavo.server.http.sse import EventStream, owner_of
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.state.ignored_fields import json_answer
@@ -85,19 +86,16 @@ def router(service: Service) -> APIRouter:
             )
         writer = ResponseWriter(service, own, fields, conversation, task, response_id, owner, is_inside(request.scope))
         being_made[response_id] = writer
-        ignored = NAMES.ignored(fields, conversation.fields)
-        if fields.stream:
-            return stream_answer(
-                service,
-                request,
-                response_id,
-                writer.stream(),
-                ignored=ignored,
-                resumable=fields.wants_resumable,
-                queued=task.request_ids if fields.wants_queue else (),
-                tell=writer.error_event,
-            )
-        return json_answer(await until_gone(service, request.receive, writer.collect()), ignored)
+        return await submit_and_respond(
+            service,
+            request,
+            fields,
+            response_id,
+            task,
+            writer,
+            ignored=NAMES.ignored(fields, conversation.fields),
+            error_event=writer.error_event,
+        )
 
     @router.post("/v1/responses/input_tokens")
     async def count(request: Request) -> HttpResponse:

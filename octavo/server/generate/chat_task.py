@@ -101,8 +101,13 @@ class ChatTask:
         num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
         return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_reasoning))
 
+    def submit(self) -> None:
+        """Give the request to the engine. Raises where it refuses it."""
+        self.generation.submit()
+
     async def pieces(self) -> AsyncGenerator[list[AnswerPiece], None]:
-        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
+        """Lists of new pieces until every choice has finished. To be read once, after submit; leaving early aborts what
+        still runs."""
         async with aclosing(self.generation.pieces()) as steps:
             async for pieces in steps:
                 read = [self._readers[piece.index].read(piece) for piece in pieces]

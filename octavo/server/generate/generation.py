@@ -141,8 +141,13 @@ class Generation:
             kept += likeliest(choices[start : start + num_each], num_kept, len(kept))
         return kept
 
+    def submit(self) -> None:
+        """Give the requests to the engine. Raises where it refuses one."""
+        self._service.submit(self._requests)
+
     def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
+        """Lists of new pieces until every choice has finished. To be read once, after submit; leaving early aborts what
+        still runs."""
         return self._follow(0) if len(self._requests) == 1 else self._together()
 
     async def _together(self) -> AsyncGenerator[list[Piece], None]:
@@ -168,6 +173,7 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._service.release(self.request_ids)  # of tasks that had not begun to read
 
     async def _pump(self, number: int, arrivals: asyncio.Queue[list[Piece] | Exception | None]) -> None:
         try:
@@ -179,12 +185,10 @@ class Generation:
             arrivals.put_nowait(error)
 
     async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
-        engine, request = self._service.engine, self._requests[number]
-        engine.submit(request)
-        journey = current.get()
+        request, journey = self._requests[number], current.get()
         waiting: list[TokenDelta] = []
         is_first = True
-        async with aclosing(engine.deltas(request.id)) as steps:
+        async with aclosing(self._service.engine.deltas(request.id)) as steps:
             async for deltas in steps:
                 self._service.heard()
                 if self._tokens_per_event > 1:

@@ -54,6 +54,8 @@ class RequestMiddleware:
         try:
             await passage.walk(self._app)
         finally:
+            if passage.journey.making != "going on":
+                self._service.release(passage.journey.requests)  # what was submitted and not read to its end
             self._service.leave()
             current.reset(token)
             passage.end()

@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
-from octavo.observe.journeys.journey import current
 from octavo.server.http.errors import ClientGone, error_event, note
 from octavo.server.state.ignored_fields import name_back
 from octavo.server.state.loopback import OWNER
@@ -29,6 +28,9 @@ DONE = b"data: [DONE]\n\n"
 QUEUE_SECONDS = 0.5  # between two comments that tell the place in the queue
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it, proxies see that the stream lives
 T = TypeVar("T")
+
+ErrorEvent = Callable[[Exception, str], bytes]
+"""(what ended a stream that had begun, request id) → the stream's last event."""
 
 _encode = msgspec.json.Encoder().encode
 _MARK = os.urandom(16).hex()  # a text that no other field holds
@@ -78,55 +80,6 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def stream_answer(
-    service: Service,
-    request: Request,
-    stream_id: str,
-    events: AsyncGenerator[bytes, None],
-    *,
-    ignored: Sequence[str] = (),
-    resumable: bool = False,
-    queued: Sequence[str] = (),
-    tell: Callable[[Exception, str], bytes] = error_event,
-) -> "EventStream":
-    """`events` as a response; resumable: they are numbered, and go on where the connection does not. `queued`: requests whose
-    place in the queue is told meanwhile."""
-    if not resumable:
-        return EventStream(service, events, ignored, tell=tell, queued=queued)
-    log = service.logs.open(stream_id, owner_of(request))
-    if tell is not error_event:  # whoever reads on, in whichever process, knows no dialect
-        events = _to_its_end(events, tell, request.scope["octavo.request_id"])
-    log.filling = asyncio.create_task(log.fill(events, ignored))
-    service.enter()  # a server that drains waits for it, as for any answer
-    log.filling.add_done_callback(lambda _: service.leave())
-    service.track(log.filling)
-    if (journey := current.get()) is not None:
-        journey.making = "going on"
-        log.filling.add_done_callback(
-            lambda filling: service.journeys.made(journey, log.failure, is_given_up=filling.cancelled())
-        )
-    return EventStream(service, log.read(0), tell=tell, headers={"x-stream-id": stream_id}, queued=queued)
-
-
-async def _to_its_end(
-    events: AsyncGenerator[bytes, None], tell: Callable[[Exception, str], bytes], request_id: str
-) -> AsyncGenerator[bytes, None]:
-    """What ends a stream that has begun becomes the last of its events."""
-    has_begun = False
-    async with aclosing(events):
-        try:
-            async for chunk in events:
-                has_begun = True
-                yield chunk
-        except Exception as error:
-            if not has_begun:
-                raise
-            if not isinstance(error, OctavoError):
-                log.exception("request %s failed in its stream", request_id)
-            note(error)
-            yield tell(error, request_id)
-
-
 def owner_of(request: Request) -> bytes:
     """Who may resume what the request began: whoever comes with the same key. Empty: nobody needs one here."""
     owner: bytes = request.scope.get(OWNER, b"")
@@ -137,7 +90,7 @@ class EventStream(Response):
     """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
 
     Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it.
-    `tell`: how the dialect says, in a stream that has begun, what ended it."""
+    `error_event`: how the dialect writes what ended a stream that had begun."""
 
     media_type = "text/event-stream"
 
@@ -147,7 +100,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         ignored_fields: Sequence[str] = (),
         *,
-        tell: Callable[[Exception, str], bytes] = error_event,
+        error_event: ErrorEvent = error_event,
         keep_alive: bytes = KEEP_ALIVE,
         headers: Mapping[str, str] | None = None,
         queued: Sequence[str] = (),
@@ -159,7 +112,7 @@ class EventStream(Response):
         self._service = service
         self._events = events
         self._ignored_fields = ignored_fields
-        self._tell = tell
+        self._error_event = error_event
         self._keep_alive_bytes = keep_alive
         self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
         self._queued = queued  # none of them has been heard of
@@ -204,7 +157,7 @@ class EventStream(Response):
 
     def _last_words(self, error: Exception, request_id: str) -> bytes:
         note(error)
-        return self._tell(error, request_id)
+        return self._error_event(error, request_id)
 
     async def _send_head(self, send: Send) -> None:
         async with self._head:

@@ -44,6 +44,11 @@ class StreamFields(LimitFields):
     def wants_queue(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_queue)
 
+    @property
+    def wants_resumable(self) -> bool:
+        """Whether the stream can be read on at another connection. Not every dialect has this."""
+        return False
+
     def check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 from starlette.types import Message, Send
 
-from octavo.client.client import EngineClient
+from octavo.client.client import EngineClient, EngineObserver
 from octavo.messages import Answered, GenerateRequest
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.journeys.stages import EngineJourney
@@ -43,7 +43,7 @@ class Told:
         return iter(self._kept)
 
 
-class Journeys:
+class Journeys(EngineObserver):
     def __init__(
         self, engine: EngineClient, api_process: int = 0, keeps_prompts: bool = False, max_bytes: int = 0
     ) -> None:
@@ -58,10 +58,8 @@ class Journeys:
         self._over: dict[OpenJourney, asyncio.TimerHandle] = {}  # to be told once the engine has told, or then
         self._left: set[OpenJourney] = set()  # their connection is over, their making is not
         self.on_told: list[Callable[[Journey, OpenJourney], None]] = []
-        engine.on_submit = self._submitted
-        engine.on_travelled = self._travelled
         self._told = Told(max_bytes)
-        engine.on_lost, engine.on_found = self._lost, self._found
+        engine.observer = self
 
     def begin(self, id: str, method: str, path: str, received: float) -> OpenJourney:
         journey = OpenJourney(id, method, path, self._api_process, received)
@@ -135,30 +133,31 @@ class Journeys:
         for hear in self.on_told:
             hear(told, journey)
 
-    def _lost(self) -> None:
-        """The engine has ended. Those that it had go on in the next."""
+    def lost(self) -> None:
         for journey in {*self._by_request.values()}:
             journey.lose_engine()
 
-    def _found(self) -> None:
+    def found(self) -> None:
         for journey in {*self._by_request.values()}:
             journey.find_engine()
         for answered in self._told:
             self._engine.answered(answered)
 
-    def _submitted(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as the engine gets it: with the name and the time of its HTTP request."""
+    def submit(self, request: GenerateRequest) -> None:
+        """Give a request to the engine, with the name and the time of its HTTP request."""
         journey = current.get()
         if journey is None:
-            return request
-        journey.submit(request)
+            self._engine.submit(request)
+            return
+        now = time.monotonic()
+        self._engine.submit(msgspec.structs.replace(request, http_id=journey.id, arrived=journey.received))
+        journey.submit(request, now)
         if self._keeps_prompts:
             journey.prompts.append(request.prompt_ids)
         self._by_request[request.id] = journey
-        return msgspec.structs.replace(request, http_id=journey.id, arrived=journey.received)
 
-    def _travelled(self, encoded: bytes) -> None:
-        travelled = self._decoder.decode(encoded)
+    def travelled(self, journey_part: bytes) -> None:
+        travelled = self._decoder.decode(journey_part)
         journey = self._by_request.get(travelled.id)
         if journey is not None:
             journey.travelled[travelled.id] = travelled

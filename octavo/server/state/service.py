@@ -6,14 +6,14 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from octavo.client.client import EngineClient
 from octavo.config import Config
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.ipc.launch import Patience
-from octavo.messages import Control, EngineReport
+from octavo.messages import Control, EngineReport, GenerateRequest
 from octavo.observe.journeys.journey import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
@@ -103,6 +103,21 @@ class Service:
         """None and the empty string mean the one model that is served."""
         if name and name != self.model_name:
             raise ModelNotFound(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; when
+        the HTTP request is over, what was not is released."""
+        try:
+            for request in requests:
+                self.journeys.submit(request)
+        except BaseException:
+            self.release([request.id for request in requests])
+            raise
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Abort those that have not ended, and forget them all."""
+        for request_id in request_ids:
+            self.engine.release(request_id)
 
     def enter(self) -> None:
         self._num_in_flight += 1

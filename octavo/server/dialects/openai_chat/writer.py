@@ -33,7 +33,6 @@ class ChatWriter:
 
     def __init__(self, service: Service, fields: ChatRequest, task: ChatTask) -> None:
         self._fields, self._text, self._task = fields, service.text, task
-        self.request_ids = task.request_ids
         self._is_plain = not (fields.logprobs or fields.return_token_ids)
         self._head = (task.response_id, int(time.time()), service.model_name, service.fingerprint)
 

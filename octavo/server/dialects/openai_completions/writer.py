@@ -57,14 +57,13 @@ class CompletionWriter:
         self._is_plain = not (wants_tokens or fields.echo)
         self._tells_prompt = of_prompt is not None
         per_event = fields.tokens_per_event(service.config.server)
-        self.request_ids = [each.id for each in requests]
-        self._generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
+        self.generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
         self._offsets: dict[int, int] = {}  # of each choice that has begun: characters of its tokens so far
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        generation, fields = self._generation, self._fields
+        generation, fields = self.generation, self._fields
         every = fields.wants_usage_in_every_chunk
         quiet: UnsetType | None = None if fields.wants_usage else UNSET
         frames = Frames(lambda index, text: Completion(*self._head, [Choice(index, text)], quiet))
@@ -87,7 +86,7 @@ class CompletionWriter:
         yield last + DONE
 
     async def collect(self) -> Completion:
-        wholes = await self._generation.whole()
+        wholes = await self.generation.whole()
         pieces = [whole.as_piece() for whole in wholes]
         size = self._num_scored(pieces) + sum(num_told(piece.logprobs) for piece in pieces)
         choices = await offload(size, lambda: [self._choice(piece) for piece in pieces])
@@ -100,7 +99,7 @@ class CompletionWriter:
         """What these tell of prompts' tokens: the first of each choice does."""
         if not self._tells_prompt:
             return 0
-        n, offsets, scores = self._fields.n or 1, self._offsets, self._generation.prompt_logprobs
+        n, offsets, scores = self._fields.n or 1, self._offsets, self.generation.prompt_logprobs
         return sum(num_told(scores[piece.index // n]) for piece in pieces if piece.index not in offsets)
 
     def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
@@ -109,7 +108,7 @@ class CompletionWriter:
         return event(Completion(*self._head, [choice], usage, piece.progress or UNSET))
 
     def _usage(self) -> Usage:
-        usage = self._generation.usage()
+        usage = self.generation.usage()
         if not self._is_echo_only:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
@@ -126,7 +125,7 @@ class CompletionWriter:
         if self._is_echo_only:
             text, token_ids, entries = "", (), ()
         number = piece.index // (fields.n or 1)
-        prompt, scores = self._prompts[number], self._generation.prompt_logprobs[number]
+        prompt, scores = self._prompts[number], self.generation.prompt_logprobs[number]
         is_first = piece.index not in self._offsets
         if is_first and fields.echo:
             words = prompt.text if prompt.text is not None else self._text.decode(prompt.ids)
