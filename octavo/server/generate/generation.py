@@ -12,7 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.searches import likeliest
-from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
+from octavo.client.streams import joined
+from octavo.messages import FinishReason, GenerateRequest, Logprobs, TokenDelta
 from octavo.observe.journeys.journey import current
 from octavo.server.state.service import Service
 from octavo.text.stream import TextDelta, TextStream
@@ -210,6 +211,8 @@ class Generation:
         base = number * len(self._choices[number])  # n is the same for every prompt
         progress: PromptProgress | None = None
         for delta in deltas:
+            if delta.finish is not None and delta.finish.reason == "error":
+                raise failure_of(delta.finish)
             if delta.prompt_logprobs and not self.prompt_logprobs[number]:
                 self.prompt_logprobs[number] = delta.prompt_logprobs
             if delta.progress is not None:  # the newest is enough for a reader that lags
@@ -218,13 +221,15 @@ class Generation:
                 progress = PromptProgress(num_prompt, told.num_computed, told.num_cached)
         if progress is not None:
             pieces.append(Piece(base, TextDelta("", None, None, 0), progress=progress))
-        for index, token_ids, finish, logprobs in _by_choice(deltas):
+        # What waited for one choice becomes one piece: a reader that lags gets fewer, larger events.
+        for delta in deltas if len(deltas) == 1 else joined(deltas):
+            index, finish = delta.index, delta.finish
             choice = self._choices[number][index]
             if finish is not None:
                 self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
             if choice.finished:
                 continue
-            text = choice.stream.push(token_ids, finish)
+            text = choice.stream.push(delta.token_ids, finish)
             num_new = text.num_tokens - choice.num_tokens  # what came behind a stop string is void
             choice.num_tokens = text.num_tokens
             choice.finished = text.finish_reason is not None
@@ -233,7 +238,7 @@ class Generation:
             if text.finish_reason is not None and (journey := current.get()) is not None:
                 journey.finish(self._requests[number].id, index, text.finish_reason, choice.num_tokens)
             if text.text or choice.finished or (self._every_token and num_new):
-                pieces.append(Piece(base + index, text, token_ids[:num_new], logprobs[:num_new]))
+                pieces.append(Piece(base + index, text, delta.token_ids[:num_new], delta.logprobs[:num_new]))
         return pieces
 
 
@@ -245,22 +250,3 @@ def _is_due(deltas: list[TokenDelta], num_tokens: int) -> bool:
         if delta.finish is not None or counts[delta.index] >= num_tokens:
             return True
     return False
-
-
-_Arrived = tuple[int, list[int], Finish | None, tuple[Logprobs, ...]]
-
-
-def _by_choice(deltas: list[TokenDelta]) -> list[_Arrived]:
-    """(choice, tokens, end, logprobs). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
-    for delta in deltas:
-        if delta.finish is not None and delta.finish.reason == "error":
-            raise failure_of(delta.finish)
-    if len(deltas) == 1:
-        return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish, deltas[0].logprobs)]
-    together: dict[int, _Arrived] = {}
-    for delta in deltas:
-        before = together.get(delta.index)
-        token_ids = delta.token_ids if before is None else before[1] + delta.token_ids
-        logprobs = delta.logprobs if before is None else before[3] + delta.logprobs
-        together[delta.index] = (delta.index, token_ids, delta.finish, logprobs)
-    return list(together.values())

@@ -3,8 +3,8 @@ Knows nothing of what the events say."""
 
 import asyncio
 import contextlib
+import functools
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
 from octavo.server.http.errors import ClientGone, error_event, note
+from octavo.server.state.encoded_json import around_text
 from octavo.server.state.ignored_fields import name_back
 from octavo.server.state.loopback import OWNER
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
@@ -33,7 +34,6 @@ ErrorEvent = Callable[[Exception, str], bytes]
 """(what ended a stream that had begun, request id) → the stream's last event."""
 
 _encode = msgspec.json.Encoder().encode
-_MARK = os.urandom(16).hex()  # a text that no other field holds
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -57,8 +57,8 @@ class Frames:
     def event(self, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
-            before, after = event(self._build(index, _MARK)).split(_encode(_MARK))
-            frame = self._frames[index] = (before, after)
+            before, after = around_text(functools.partial(self._build, index))
+            frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
         return frame[0] + _encode(text) + frame[1]
 
 

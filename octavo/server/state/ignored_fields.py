@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import msgspec
 from starlette.responses import Response
 
+from octavo.server.state.encoded_json import add_member
+
 
 def json_answer(body: msgspec.Struct, ignored: Sequence[str] = ()) -> Response:
     return Response(name_back(msgspec.json.encode(body), ignored), media_type="application/json")
@@ -19,5 +21,4 @@ def name_back(body: bytes, ignored: Sequence[str]) -> bytes:
     if not ignored:
         return body
     head, gap, rest = body.partition(b"\n\n")  # JSON as msgspec writes it holds no line breaks
-    assert head.endswith(b"}") and not head.endswith(b"{}")
-    return head[:-1] + b',"ignored_fields":' + msgspec.json.encode(list(ignored)) + b"}" + gap + rest
+    return add_member(head, "ignored_fields", msgspec.json.encode(list(ignored))) + gap + rest

@@ -15,6 +15,7 @@ from octavo.messages import Answered, GenerateRequest
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.journeys.stages import EngineJourney
 from octavo.observe.logs import stage_seconds
+from octavo.server.state.encoded_json import add_member
 
 log = logging.getLogger("octavo.server")
 
@@ -194,7 +195,7 @@ class JourneySender:
     async def _with_member(self, head: Message, message: Message) -> Message:
         body: bytes = message.get("body", b"")
         if body.endswith(b"}") and body != b"{}":
-            body = body[:-1] + b',"journey":' + await self._told() + b"}"
+            body = add_member(body, "journey", await self._told())
         length = str(len(body)).encode()
         headers = [
             (name, length if bytes(name).lower() == b"content-length" else value) for name, value in head["headers"]

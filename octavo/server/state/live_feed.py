@@ -12,6 +12,7 @@ from octavo.errors import OctavoError
 from octavo.messages import ReadLive
 from octavo.observe.history import EVERY_SECONDS, NUM_KEPT, past_of
 from octavo.observe.live_state import LiveEnd, LivePast, LiveState, changes
+from octavo.server.state.encoded_json import add_member
 
 INTERVAL_SECONDS = 0.25
 MAX_WATCHERS = 32
@@ -22,10 +23,6 @@ MAX_BEHIND = 40
 
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(LiveState)
-
-
-class _Change(msgspec.Struct, frozen=True, gc=False):
-    changes: list[tuple[int, list[int]]]
 
 
 class LiveFeed:
@@ -100,6 +97,5 @@ def _event(state: LiveState, before: LiveState | None) -> bytes:
     """With the whole map of pages, or with what changed in it since the state `before`."""
     if before is None or len(before.pages) != len(state.pages):
         return b"data: " + _encode(state) + b"\n\n"
-    changed = _encode(_Change(changes(before.pages, state.pages)))
-    plain = _encode(msgspec.structs.replace(state, pages=b""))
-    return b"data: " + plain[:-1] + b"," + changed[1:] + b"\n\n"
+    body = _encode(msgspec.structs.replace(state, pages=b""))
+    return b"data: " + add_member(body, "changes", _encode(changes(before.pages, state.pages))) + b"\n\n"
