@@ -10,8 +10,8 @@ from fastapi.openapi.utils import get_openapi
 
 from octavo.server.endpoints import endpoint_modules
 from octavo.server.http.errors import ErrorBody
-from octavo.server.schema.fields import Dialect, RequestFields
-from octavo.server.schema.shapes import Shape, ranges
+from octavo.server.schema.fields import Dialect, RequestFields, ranges
+from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service, version
 
 REF = "#/components/schemas/{name}"

@@ -16,8 +16,7 @@ from octavo.errors import Field, InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.requests import LONG_TEXT, new_id
 from octavo.server.http.sse import until_gone
-from octavo.server.schema.fields import Dialect, RequestFields, read_fields
-from octavo.server.schema.limits import LimitFields
+from octavo.server.schema.fields import Dialect, LimitFields, RequestFields, read_fields
 from octavo.server.schema.shapes import Prompts, Shape
 from octavo.server.state.ignored_fields import json_answer
 from octavo.server.state.service import Service

@@ -14,7 +14,7 @@ from octavo.errors import OctavoError
 from octavo.observe.journeys.journey import current
 from octavo.server.http import errors
 from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of, until_gone
-from octavo.server.schema.limits import StreamFields
+from octavo.server.schema.fields import StreamFields
 from octavo.server.state.ignored_fields import json_answer
 from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service

@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,9 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from octavo.config import ServerConfig
 from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.messages import RepetitionDetectionParams
 from octavo.observe.journeys.journey import current
-from octavo.server.schema.limits import LimitFields, QueueOptions, StreamFields
-from octavo.server.schema.search import RepetitionDetection, SearchFields, moot
 from octavo.server.schema.shapes import ResponseFormat, Stops, StructuredOutputs
 from octavo.server.schema.unknown import MAX_FOUND, Found, Inside, Stranger, grow, look
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
@@ -34,17 +33,11 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     64,
     512,
 )  # entries, characters: OpenAI's limits where it is kept
+MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
 MAX_REFUSED = 8  # fields that an error tells one by one
 MAX_LOGGED = 1000  # names that are remembered as told
 MAX_SPELLED = 200  # characters of a field that an error names
 LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
-
-
-class StreamOptions(QueueOptions):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
-    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
-    resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
 class RequestFields(BaseModel):
@@ -75,6 +68,20 @@ class RequestFields(BaseModel):
             raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
         log.info("field without effect: %s", field)
         self._ignored = (*self._ignored, field)
+
+
+class RepetitionDetection(BaseModel):
+    """vLLM's. null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+    def params(self) -> RepetitionDetectionParams:
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        return RepetitionDetectionParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class SamplingFields(RequestFields):
@@ -132,6 +139,92 @@ class SamplingFields(RequestFields):
             if not (key.isascii() and key.isdecimal() and len(key) < 19):
                 raise PydanticCustomError("logit_bias", "Names should be token ids, not {key}", {"key": _short(key)})
         return {int(key): bias for key, bias in value.items()}
+
+
+class LimitFields(BaseModel):
+    deadline_ms: int | None = None  # ours: from its arrival, after which the request is ended
+    max_queue_ms: int | None = None  # ours: the same, if it has no row by then
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """By their names, for another dialect's fields."""
+        return {name: getattr(self, name) for name in LimitFields.model_fields}
+
+    def times(self, arrived: float) -> dict[str, float]:
+        """By the names of a GenerateRequest; empty for most."""
+        given = (("deadline", self.deadline_ms), ("queue_until", self.max_queue_ms))
+        return {name: arrived + limit / 1000 for name, limit in given if limit is not None}
+
+    def check_limits(self) -> None:
+        for name, limit in self.limits.items():
+            if limit is not None and not 1 <= limit <= MAX_MILLISECONDS:
+                raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {limit}", param=name)
+
+
+class QueueOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    include_queue: bool | None = None  # ours: comments that tell the place in the queue, until there is a row
+
+
+class StreamFields(LimitFields):
+    """Of a dialect whose answers can be streamed. It may have more stream_options than these."""
+
+    stream: bool | None = None
+    stream_options: QueueOptions | None = None
+
+    @property
+    def wants_queue(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_queue)
+
+    @property
+    def wants_resumable(self) -> bool:
+        """Whether the stream can be read on at another connection. Not every dialect has this."""
+        return False
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
+
+
+class SearchFields(BaseModel):
+    """How many answers chat and completions give, and of how many."""
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None  # transformers': true, false or "never"
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of each prompt's choices are the answer, where the best of several are asked for. None: all. (Of beams the
+        engine sends the best alone.)"""
+        return (self.n or 1) if self.best_of is not None and not self.use_beam_search else None
+
+    def check_search(self, server: ServerConfig) -> None:
+        for name in ("n", "best_of"):
+            count = getattr(self, name)
+            if count is not None and count > server.max_n:
+                raise InvalidRequest(f"{name} must be at most {server.max_n} (--max-n), got {count}", param=name)
+        if getattr(self, "stream", None) and (self.num_kept or 0) and (self.best_of or 0) > (self.n or 1):
+            raise InvalidRequest(
+                "the best of several is known when all have ended: leave stream or best_of out", param="best_of"
+            )
+
+    @field_validator("early_stopping", mode="after")
+    @classmethod
+    def _one_of_three(cls, value: object) -> object:
+        if value is None or isinstance(value, bool) or value == "never":
+            return value
+        raise PydanticCustomError("early_stopping", 'Input should be true, false or "never"')
+
+
+class StreamOptions(QueueOptions):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
+    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
+    resumable: bool | None = None  # ours: the stream can be read on at another connection
 
 
 class GenerationFields(SamplingFields, SearchFields, StreamFields):
@@ -309,6 +402,55 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
             "prompt_logprobs come with a whole answer only: leave stream or prompt_logprobs out",
             param="prompt_logprobs",
         )
+
+
+_DRAWS: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: value in (0, 1),
+    "top_p": lambda value: value == 1,
+    "top_k": lambda value: value in (-1, 0),
+    "min_p": lambda value: value == 0,
+}
+"""How tokens are drawn: a beam search draws none. With the values that say nothing anyway."""
+
+_OF_BEAMS: dict[str, Callable[[Any], bool]] = {
+    "length_penalty": lambda value: value == 1,
+    "early_stopping": lambda value: value is False,
+}
+"""How beams compare: nothing to others. With the values that say nothing anyway."""
+
+
+def moot(fields: object) -> Iterator[tuple[str, str]]:
+    """Fields that the request gives and that have no effect beside its others, and why."""
+    loops = getattr(fields, "repetition_detection", None)
+    if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
+        yield "repetition_detection", "for max_pattern_size is 0 and nothing is looked for"
+    is_search = bool(getattr(fields, "use_beam_search", None))
+    why = "a beam search weighs tokens by the model's own logprobs" if is_search else "it is for use_beam_search"
+    for name, says_nothing in (_DRAWS if is_search else _OF_BEAMS).items():
+        value = getattr(fields, name, None)
+        if value is not None and not says_nothing(value):
+            yield name, why
+
+
+def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
+    """What SamplingParams and the server's limits allow, field by field, where it is a number."""
+    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
+    return {
+        "temperature": {"minimum": 0, "maximum": 100},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+        "top_k": {"minimum": -1},
+        "n": {"minimum": 1, "maximum": server.max_n},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+        "min_tokens": {"minimum": 0},
+        "stream_interval": {"minimum": 1},
+        **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
+        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
+    }
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:

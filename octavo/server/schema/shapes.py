@@ -6,9 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from octavo.config import ServerConfig
 from octavo.messages.params import StructuredOutputsParams
-from octavo.server.schema.limits import MAX_MILLISECONDS, LimitFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,24 +281,3 @@ OutputFormat = Annotated[
 ]
 CacheControl = Annotated[dict[str, Any] | None, WithJsonSchema(_CACHE_CONTROL)]
 TurnMetadata = Annotated[dict[str, Any] | None, WithJsonSchema(_any_of(_object((), user_id=_MAYBE_TEXT), _NULL))]
-
-
-def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
-    """What SamplingParams and the server's limits allow, field by field, where it is a number."""
-    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
-    return {
-        "temperature": {"minimum": 0, "maximum": 100},
-        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-        "min_p": {"minimum": 0, "maximum": 1},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
-        "top_k": {"minimum": -1},
-        "n": {"minimum": 1, "maximum": server.max_n},
-        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-        "min_tokens": {"minimum": 0},
-        "stream_interval": {"minimum": 1},
-        **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
-        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
-        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
-    }

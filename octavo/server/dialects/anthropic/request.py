@@ -8,8 +8,7 @@ from octavo.errors import Field, InvalidRequest
 from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
 from octavo.server.generate import chat_request
 from octavo.server.generate.field_names import FieldNames
-from octavo.server.schema.fields import RequestFields, make_fields
-from octavo.server.schema.limits import StreamFields
+from octavo.server.schema.fields import RequestFields, StreamFields, make_fields
 from octavo.server.schema.shapes import (
     CacheControl,
     OutputFormat,

@@ -10,8 +10,14 @@ from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.types import ResponseTool
 from octavo.server.generate.chat_request import ChatRequest
 from octavo.server.generate.field_names import FieldNames
-from octavo.server.schema.fields import RequestFields, SamplingFields, check_metadata, make_fields
-from octavo.server.schema.limits import QueueOptions, StreamFields
+from octavo.server.schema.fields import (
+    QueueOptions,
+    RequestFields,
+    SamplingFields,
+    StreamFields,
+    check_metadata,
+    make_fields,
+)
 from octavo.server.schema.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.chat.tools import parse_tools
 
