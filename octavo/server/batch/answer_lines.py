@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from octavo.server.batch.lines import BadLine, Line
 from octavo.server.batch.records import Record, answer_record, bad_line_record
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 
 MAX_PAUSE_SECONDS = 30
 LOOK_SECONDS = 0.05  # how often a line that stands aside looks whether it may go
 BREATH = 256  # lines that were answered before, after which others get their turn
 
-Ask = Callable[[str, bytes], Awaitable[Answer]]
+Ask = Callable[[str, bytes], Awaitable[LoopbackResponse]]
 Write = Callable[[Record], Awaitable[None]]
 
 

@@ -19,7 +19,7 @@ from octavo.server.endpoints.files import check_expiry
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import Dialect, RequestFields, check_metadata, read_fields
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -90,7 +90,7 @@ def router(service: Service) -> APIRouter:
         except NotFound as error:
             raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
-        return json_answer(batch, fields.ignored)
+        return json_response(batch, fields.ignored)
 
     @router.get("/v1/batches")
     async def list_batches(limit: int = 20, after: str | None = None) -> Response:
@@ -103,17 +103,17 @@ def router(service: Service) -> APIRouter:
             batches = [batch for batch in batches if batch.id < after]
         page = batches[:limit]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return json_answer(BatchList(page, first, last, len(batches) > limit))
+        return json_response(BatchList(page, first, last, len(batches) > limit))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str) -> Response:
-        return json_answer(await asyncio.to_thread(stores().batches.get, batch_id))
+        return json_response(await asyncio.to_thread(stores().batches.get, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str) -> Response:
         batch = await asyncio.to_thread(stores().batches.cancel, batch_id)
         wake()
-        return json_answer(batch)
+        return json_response(batch)
 
     return router
 

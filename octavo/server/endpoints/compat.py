@@ -13,7 +13,7 @@ from octavo.server.schema import unknown as unknown_fields
 from octavo.server.schema.fields import Dialect
 from octavo.server.schema.shapes import Shape
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
@@ -53,7 +53,7 @@ def router(service: Service) -> APIRouter:
             for dialect in all_dialects()
         ]
         unknown: Any = "refused" if server.strict_fields else "named back in ignored_fields"
-        return json_answer(Compat(server.strict_fields, unknown, dialects))
+        return json_response(Compat(server.strict_fields, unknown, dialects))
 
     return router
 

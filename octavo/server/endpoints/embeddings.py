@@ -18,7 +18,7 @@ from octavo.server.generate.requests import LONG_TEXT, new_id
 from octavo.server.http.sse import until_gone
 from octavo.server.schema.fields import Dialect, LimitFields, RequestFields, read_fields
 from octavo.server.schema.shapes import Prompts, Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 MAX_INPUTS = 2048
@@ -79,7 +79,7 @@ def router(service: Service) -> APIRouter:
         requests = await parse(service, fields, arrived)
         service.submit(requests)
         body = await until_gone(service, request.receive, collect(service, requests, fields))
-        return json_answer(body, fields.ignored)
+        return json_response(body, fields.ignored)
 
     return router
 

@@ -14,7 +14,7 @@ from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, Stor
 from octavo.server.batch.stores import open_stores
 from octavo.server.http.multipart import Form, read_form
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 FORM_BYTES = 2**20  # what surrounds the file in its form
@@ -79,11 +79,11 @@ def router(service: Service) -> APIRouter:
         files = [
             file for file in await asyncio.to_thread(stores().files.newest_first) if purpose in (None, file.purpose)
         ]
-        return json_answer(_page(files, limit, order, after))
+        return json_response(_page(files, limit, order, after))
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(file_id: str) -> Response:
-        return json_answer(await asyncio.to_thread(stores().files.get, file_id))
+        return json_response(await asyncio.to_thread(stores().files.get, file_id))
 
     @router.get("/v1/files/{file_id}/content")
     async def file_content(file_id: str) -> Response:
@@ -96,7 +96,7 @@ def router(service: Service) -> APIRouter:
     @router.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(stores().files.delete, file_id)
-        return json_answer(DeletedFile(file_id))
+        return json_response(DeletedFile(file_id))
 
     return router
 
@@ -117,7 +117,7 @@ async def _upload(request: Request, files: FileStore, is_strict: bool) -> Respon
     finally:
         for upload in uploads:
             upload.discard()
-    return json_answer(file, ignored)
+    return json_response(file, ignored)
 
 
 def _check_page(limit: int, order: str, after: str | None) -> None:

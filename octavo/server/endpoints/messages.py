@@ -16,7 +16,7 @@ from octavo.server.http.respond import submit_and_respond
 from octavo.server.http.sse import typed_event
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 DIALECTS: list[Dialect[Any]] = [
@@ -66,6 +66,6 @@ def router(service: Service) -> APIRouter:
         fields: CountRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
         asked, prompt = await parse(service, fields)
-        return json_answer(TokenCount(len(prompt.ids)), NAMES.ignored(fields, asked))
+        return json_response(TokenCount(len(prompt.ids)), NAMES.ignored(fields, asked))
 
     return router

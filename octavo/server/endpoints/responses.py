@@ -23,7 +23,7 @@ from octavo.server.http.respond import submit_and_respond
 from octavo.server.http.sse import EventStream, owner_of
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.loopback import is_inside
 from octavo.server.state.service import Service
 
@@ -102,7 +102,9 @@ def router(service: Service) -> APIRouter:
         fields: InputRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
         conversation = await Conversation.read(service, kept, fields, owner_of(request))
-        return json_answer(types.InputTokens(len(conversation.prompt.ids)), NAMES.ignored(fields, conversation.fields))
+        return json_response(
+            types.InputTokens(len(conversation.prompt.ids)), NAMES.ignored(fields, conversation.fields)
+        )
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
@@ -120,7 +122,7 @@ def router(service: Service) -> APIRouter:
     async def delete(response_id: str, request: Request) -> HttpResponse:
         if not await kept.delete(response_id, owner_of(request)):
             raise not_found(response_id)
-        return json_answer(types.Deleted(response_id))
+        return json_response(types.Deleted(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: Request) -> HttpResponse:
@@ -135,7 +137,7 @@ def router(service: Service) -> APIRouter:
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str, request: Request) -> HttpResponse:
         _check_query(request, {"include", "include[]", "limit", "order", "after"})
-        return json_answer(_page((await _found(kept, response_id, request)).read_input(), request))
+        return json_response(_page((await _found(kept, response_id, request)).read_input(), request))
 
     return router
 

@@ -15,7 +15,7 @@ from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import LONG_TEXT
 from octavo.server.schema.fields import Dialect, RequestFields, read_fields
 from octavo.server.schema.shapes import Messages, Shape, Tools
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 from octavo.text.chat.tools import parse_tool_choice, parse_tools
 
@@ -75,7 +75,7 @@ def router(service: Service) -> APIRouter:
 
         def tell() -> Response:
             names = service.text.token_names(ids) if fields.return_token_strs else None
-            return json_answer(Tokens(len(ids), longest, ids, names), fields.ignored)
+            return json_response(Tokens(len(ids), longest, ids, names), fields.ignored)
 
         return await offload(len(ids), tell)
 
@@ -88,7 +88,7 @@ def router(service: Service) -> APIRouter:
 
         def tell() -> Response:
             check_ids(fields.tokens, report, Field("tokens"))
-            return json_answer(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
+            return json_response(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
 
         return await offload(len(fields.tokens), tell)
 

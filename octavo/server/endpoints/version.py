@@ -5,7 +5,7 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service, version
 
 
@@ -25,7 +25,7 @@ def router(service: Service) -> APIRouter:
     async def read_version() -> Response:
         report = service.engine.report
         if report is None:
-            return json_answer(Version(version()))
-        return json_answer(Version(version(), report.system_fingerprint, report.fingerprint))
+            return json_response(Version(version()))
+        return json_response(Version(version(), report.system_fingerprint, report.fingerprint))
 
     return router

@@ -15,7 +15,7 @@ from octavo.observe.journeys.journey import current
 from octavo.server.http import errors
 from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of, until_gone
 from octavo.server.schema.fields import StreamFields
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service
 
@@ -63,7 +63,7 @@ async def submit_and_respond(
             service.logs.end(kept.id, kept.owner)
         raise
     if not fields.stream:
-        response = json_answer(await until_gone(service, request.receive, writer.collect()), ignored)
+        response = json_response(await until_gone(service, request.receive, writer.collect()), ignored)
         response.headers.update(headers or {})
         return response
     events = writer.stream()

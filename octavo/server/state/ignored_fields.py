@@ -9,7 +9,7 @@ from starlette.responses import Response
 from octavo.server.state.encoded_json import add_member
 
 
-def json_answer(body: msgspec.Struct, ignored: Sequence[str] = ()) -> Response:
+def json_response(body: msgspec.Struct, ignored: Sequence[str] = ()) -> Response:
     return Response(name_back(msgspec.json.encode(body), ignored), media_type="application/json")
 
 

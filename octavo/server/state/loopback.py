@@ -13,7 +13,7 @@ OWNER = "octavo.owner"
 """In a scope: who may see what outlives the request, a digest of the key that it came with. Empty: nobody needs a key here."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class LoopbackResponse(msgspec.Struct, frozen=True):
     status: int
     request_id: str
     retry_after: int | None
@@ -25,7 +25,7 @@ def is_inside(scope: Scope) -> bool:
     return INSIDE in scope
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answer:
+async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> LoopbackResponse:
     """POST `body` to `path`, as if with the key of `owner`. Cancelling ends the work, as a client that leaves would."""
     chunks: list[bytes] = []
     head: dict[str, Any] = {}
@@ -47,7 +47,9 @@ async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answe
     await app(_scope(path, len(body), owner), receive, send)
     assert "status" in head, f"{path} gave no answer"
     wait = head.get("retry-after", "")
-    return Answer(head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks))
+    return LoopbackResponse(
+        head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks)
+    )
 
 
 def _scope(path: str, num_bytes: int, owner: bytes) -> Scope:

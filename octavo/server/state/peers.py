@@ -29,7 +29,7 @@ class _Question(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Reply(msgspec.Struct, frozen=True):
     is_found: bool
     refusal: str = ""  # found, but not to be had as it was asked for
     param: str | None = None  # what the refusal is about
@@ -87,8 +87,8 @@ class Peers:
             try:
                 chunks = None if answerer is None else answerer(question.body)
             except InvalidRequest as error:
-                return writer.write(_line(_Answer(True, error.message, error.param)))
-            writer.write(_line(_Answer(chunks is not None)))
+                return writer.write(_line(_Reply(True, error.message, error.param)))
+            writer.write(_line(_Reply(chunks is not None)))
             if chunks is None:
                 return None
             sending = asyncio.create_task(_send(chunks, writer, question.kind))
@@ -99,11 +99,11 @@ class Peers:
             await asyncio.gather(sending, gone, return_exceptions=True)
 
 
-async def _put(question: bytes, path: Path) -> tuple[_Answer, asyncio.StreamReader, asyncio.StreamWriter]:
+async def _put(question: bytes, path: Path) -> tuple[_Reply, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(question)
-        return msgspec.json.decode(await reader.readline(), type=_Answer), reader, writer
+        return msgspec.json.decode(await reader.readline(), type=_Reply), reader, writer
     except BaseException:
         writer.close()
         raise
@@ -133,5 +133,5 @@ async def _chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             raise EngineUnavailable(CONNECTION_LOST) from None
 
 
-def _line(answer: _Answer) -> bytes:
+def _line(answer: _Reply) -> bytes:
     return msgspec.json.encode(answer) + b"\n"

@@ -19,7 +19,7 @@ from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
 from octavo.server.state.traces import Traces
@@ -31,7 +31,7 @@ ANSWER_SECONDS = 10.0  # what Prometheus waits for a scrape, by default
 DRAIN_RETRY_AFTER = 5
 """Seconds after which a client that met a draining server should find its successor."""
 
-Ask = Callable[[str, bytes, bytes], Awaitable[Answer]]
+Ask = Callable[[str, bytes, bytes], Awaitable[LoopbackResponse]]
 """A request from within: route, body, whose it is (inside.py)."""
 
 
