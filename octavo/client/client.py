@@ -1,5 +1,4 @@
-"""EngineClient: how anything asynchronous reaches an engine: over ZMQ in its own process; inside.py has the other way.
-Knows nothing of HTTP or text."""
+"""EngineClient: asyncio access to an engine. ZmqClient reaches one in another process; engine/in_process_client.py has the other."""
 
 import asyncio
 import itertools
@@ -45,10 +44,10 @@ _LAST_WORDS_SECONDS = 0.05
 
 
 class EngineObserver:
-    """What may be of interest about the engine, beside the deltas of requests. Does nothing by itself."""
+    """Is called about the engine, beside the deltas of requests. The methods do nothing here."""
 
     def travelled(self, journey_part: bytes) -> None:
-        """A request has ended in the engine: its way through it, an encoded EngineJourney. Comes before its last tokens."""
+        """A request has ended in the engine. `journey_part`: an encoded EngineJourney; it comes before the last tokens."""
 
     def lost(self) -> None:
         """The engine has ended. The requests that it had go on in the next one."""
@@ -62,17 +61,17 @@ class EngineClient(ABC):
 
     def __init__(self, origin: int = 0) -> None:
         self.report: EngineReport | None = None  # None until the engine is ready
-        self.heartbeat: Heartbeat | None = None  # None: the engine can only be asked
-        self.is_recovering = False  # the engine has ended, another starts: requests are taken, and wait for it
+        self.heartbeat: Heartbeat | None = None  # None: the engine can only be queried
+        self.is_recovering = False  # the engine has ended, another starts: requests are accepted and wait for it
         self.num_restarts = 0
         self.can_be_replaced = False  # whether another engine would take over
         self.origin = origin
         self.observer = EngineObserver()
         self._streams = Streams()
-        self._inflight_limit: InflightLimit | None = None  # None: whoever comes is sent on
+        self._inflight_limit: InflightLimit | None = None  # None: no limit
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
-        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests that do not wait for ever
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests with a deadline or a queue limit
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
 
@@ -83,7 +82,7 @@ class EngineClient(ABC):
 
     @property
     def num_running(self) -> int:
-        """Of these, those that the engine has not ended; the others are being read."""
+        """Open requests that the engine has not ended; the others are still being read."""
         return self._streams.num_growing
 
     async def ready(self) -> EngineReport:
@@ -148,12 +147,12 @@ class EngineClient(ABC):
             del self._calls[call]
 
     def answered(self, answered: Answered) -> None:
-        """For the engine process to keep. Where there is none, `EngineObserver.found` is the time to say it again."""
+        """Send a journey for the engine process to keep. Where there is no engine, it is to be sent again at `found`."""
         if self.report is not None:
             self._send(answered)
 
     def _set_timers(self, request: GenerateRequest) -> None:
-        """Kept here, so that they hold even while there is no engine."""
+        """The timers run here, so that they hold even while there is no engine."""
         loop = asyncio.get_running_loop()
         self._timers[request.id] = [
             loop.call_later(max(0.0, when - request.submitted), act, request)
@@ -212,11 +211,10 @@ class EngineClient(ABC):
 
 
 class ZmqClient(EngineClient):
-    """To the engine process. `engine_address` is where that listens, `reply_address` where this one will.
+    """The client of an engine process, which listens at `engine_address`; this process listens at `reply_address`.
 
-    Where a supervisor speaks at `orders_address`, an engine that ends is not the end: open requests wait, and the next engine
-    is told what it needs to go on with them. Each engine has addresses of its own, so that nothing meant for one, or said by
-    one, is ever taken for another's."""
+    With a supervisor at `orders_address`, open requests survive the end of an engine: they wait, and the next engine continues
+    them. Each engine has its own addresses, so that messages of different engines are never confused."""
 
     def __init__(
         self,
@@ -260,13 +258,13 @@ class ZmqClient(EngineClient):
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
-        if self._to_engine is not None:  # else the next engine's Hello will say it
+        if self._to_engine is not None:  # else the next engine's Hello contains it
             self._to_engine.send(self._encoder.encode(message))
 
     def _receive(self, message: FromEngine) -> None:
         match message:
             case Dying() if self._orders is not None:
-                log.warning("%s", message.message)  # the supervisor says what comes next
+                log.warning("%s", message.message)  # the supervisor decides what follows
             case EngineReport():
                 was_lost, self.is_recovering = self.is_recovering, False
                 super()._receive(message)
@@ -282,10 +280,10 @@ class ZmqClient(EngineClient):
         return socket
 
     def _connect(self, engine_address: str, reply_address: str) -> None:
-        """To a new engine, which is told what there is to go on with. What follows may be sent before it has loaded."""
+        """Connect to a new engine, and send it the requests to continue. Further messages may be sent before it has loaded."""
         self._from_engine = self._listen(reply_address)
         self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # the anteroom is what bounds it
+        self._to_engine.set_hwm(0)  # InflightLimit bounds it
         self._to_engine.connect(engine_address)
         self._reader = asyncio.create_task(self._read(self._from_engine))
         self._reader.add_done_callback(self._reader_ended)
@@ -294,7 +292,7 @@ class ZmqClient(EngineClient):
         self._send(Hello(self.origin, reply_address, survivors, newcomers))
 
     def _disconnect(self, linger: int = 0) -> None:
-        """Tokens of the old engine that did not come this far never were: the next engine computes the same ones."""
+        """Tokens of the old engine that have not arrived are dropped: the next engine computes the same ones."""
         if self._reader is not None:
             self._reader.cancel()
         for socket in (self._from_engine, self._to_engine):
@@ -303,7 +301,7 @@ class ZmqClient(EngineClient):
         self._reader = self._from_engine = self._to_engine = None
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        """Nobody listens to the engine any more: say so, rather than let every request wait."""
+        """The reading task failed: fail every request rather than let it wait."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
             self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
 
@@ -320,7 +318,7 @@ class ZmqClient(EngineClient):
     async def _obey(self, order: FromSupervisor) -> None:
         match order:
             case EngineLost():
-                # Its last tokens may lie in the socket: they need not be computed again, and they tell who moved on.
+                # Its last tokens may still be in the socket: they need not be computed again, and show which requests advanced.
                 await asyncio.sleep(_LAST_WORDS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
@@ -329,7 +327,7 @@ class ZmqClient(EngineClient):
                 for name in self._streams.strike(order.seated):
                     log.error("request %s is given up: it was alone in the engine each time that ended", name)
             case EngineStarted():
-                self._disconnect()  # from one that had ended before this process came
+                self._disconnect()  # from one that ended before this process started
                 self.num_restarts += 1
                 self._connect(order.engine_address, order.reply_address)
             case EngineGone():

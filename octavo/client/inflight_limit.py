@@ -1,9 +1,8 @@
-"""InflightLimit: the requests of one API process that no engine has taken in yet, and who is refused because there are too many.
-Knows nothing of sockets, and of the engine only what its pulse tells.
+"""InflightLimit: bounds the requests of one API process that no engine has admitted yet.
 
-An engine checks its backlog as it takes requests in. What lies before it while it computes, hangs or is started again would have no
-bound. While it turns, one process may have as much on the way as an engine without work would take: it would refuse the rest. While
-it does not, all who have no token yet are counted, and each process has its share of what may wait."""
+An engine checks its queue limit as it admits requests. What waits before it while it computes, hangs or restarts would be
+unbounded. While the engine runs, one process may have as much in flight as an idle engine would admit: it would refuse the rest.
+While it does not, all requests without a token are counted, and each process has its share of the limit."""
 
 import time
 from collections import OrderedDict
@@ -15,22 +14,22 @@ from octavo.ipc.heartbeat import Heartbeat
 from octavo.messages import GenerateRequest
 
 AWAY_SECONDS = 1.5
-"""An engine that has nothing to do says so every second, and others in each step: one that is silent for longer is away."""
+"""An idle engine beats every second, a busy one in each step: one that is silent for longer counts as away."""
 RECOUNT_SECONDS = 0.1
-"""Between two counts of those without a token: where there are many, counting takes a while."""
+"""Seconds between two counts of requests without a token: counting many takes a while."""
 
 
 class InflightLimit:
     def __init__(self, heartbeat: Heartbeat, origin: int, max_requests: int, max_tokens: int, num_servers: int) -> None:
-        """Requests, and prompt tokens of theirs, that may wait, of all API processes together; 0: any number."""
+        """`max_requests`, `max_tokens`: requests that may wait, and their prompt tokens, over all API processes; 0: no limit."""
         self._heartbeat, self._origin, self._num_servers = heartbeat, origin, num_servers
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._sent: OrderedDict[str, tuple[float, int]] = OrderedDict()  # → (submitted, prompt tokens), oldest first
         self._num_sent_tokens = 0
-        # While the engine is away: those without a token. Who leaves is noticed at the next count.
+        # While the engine is away: requests without a token, as of the last count.
         self._counted = float("-inf")  # when
         self._num_quiet = 0
-        self._num_quiet_tokens = 0  # of those for whom there would be no row
+        self._num_quiet_tokens = 0  # of requests beyond the available rows
         self._num_rows = 0  # this process's share of them
 
     def check(
@@ -40,7 +39,7 @@ class InflightLimit:
         is_recovering: bool,
         quiet: Callable[[], Collection[GenerateRequest]],
     ) -> None:
-        """Raises Overloaded. `quiet`: this process's requests that have no token yet, oldest first."""
+        """Raise Overloaded where the limit is reached. `quiet`: this process's requests without a token, oldest first."""
         if not (self._max_requests or self._max_tokens):
             return
         self._let_in()
@@ -61,7 +60,7 @@ class InflightLimit:
         raise Overloaded(excess.words + why, retry_seconds(waiting * share * self._heartbeat.seconds_per_request))
 
     def hold(self, request: GenerateRequest) -> None:
-        """It was checked, and is on its way."""
+        """Count a request that was checked and is sent."""
         num_tokens = len(request.prompt_ids)
         self._sent[request.id] = (request.submitted, num_tokens)
         self._num_sent_tokens += num_tokens
@@ -70,12 +69,12 @@ class InflightLimit:
             self._num_quiet_tokens += num_tokens
 
     def drop(self, request_id: str) -> None:
-        """It has ended, whether an engine has seen it or not."""
+        """Stop counting a request, which has ended."""
         if (sent := self._sent.pop(request_id, None)) is not None:
             self._num_sent_tokens -= sent[1]
 
     def was_taken(self, request: GenerateRequest) -> bool:
-        """Whether an engine, this one or one before it, has taken it in, and so must not refuse it any more."""
+        """Whether an engine, this one or an earlier one, has admitted it, and so must not refuse it any more."""
         return self._heartbeat.has_taken(self._origin, request.submitted)
 
     def _let_in(self) -> None:

@@ -1,7 +1,6 @@
-"""Open requests of one asyncio process: deltas come in for all of them at once, each reader takes its own.
-Knows nothing of how the deltas got here.
+"""The open requests of one asyncio process: deltas arrive for all of them at once, each reader takes its own.
 
-For every open request it keeps the tokens that have come, which is all that another engine needs to go on with it."""
+For every open request all tokens so far are kept, which is all that another engine needs to continue it."""
 
 import asyncio
 import time
@@ -15,15 +14,15 @@ from octavo.ipc.heartbeat import is_named
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 
 PROOF_TOKENS = 8
-"""A request that came this much further, in all of its choices together, had no part in the end of the engine before: it would
-have ended the next one on the way."""
+"""A request that advanced this much, over all of its choices, did not cause the end of the previous engine: it would have ended
+this one on the way."""
 MAX_ALONE = 2
-"""A request that was alone in so many engines when they ended is not given to another one."""
+"""A request that was alone in this many engines when they ended is given up."""
 BAN_SECONDS = 600.0
-"""For so long a request is refused that is the same as one that was given up: clients ask again by themselves."""
+"""How long a request that equals one given up is refused: clients retry by themselves."""
 _MAX_BANNED = 64
 _MANY_DELTAS = 256
-"""A reader that lags so far behind gets them as one: waiting tokens then cost no more than their ids."""
+"""Deltas that wait for a slow reader are joined at this number: waiting tokens then cost no more than their ids."""
 
 
 class _Stream:
@@ -32,11 +31,11 @@ class _Stream:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.open_choices = set(range(request.params.n))
-        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # every token that has come
-        self.deltas: list[TokenDelta] = []  # those that the reader has not taken
-        self.reader: asyncio.Future[None] | None = None  # what the reader waits for, while it does
-        self.strikes = 0  # engines that ended while it ran, since it last moved on
-        self.alone = 0  # those of them in which nobody else ran
+        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # every token so far
+        self.deltas: list[TokenDelta] = []  # not yet taken by the reader
+        self.reader: asyncio.Future[None] | None = None  # set while the reader waits
+        self.strikes = 0  # engines that ended while it ran, since it last advanced
+        self.alone = 0  # those of them in which it ran alone
         self.mark = 0  # tokens that it had at the last of them
 
     def wake(self) -> None:
@@ -46,7 +45,7 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing has come of it, and all of it is still wanted."""
+        """Whether it has no tokens yet, and all of its choices are still wanted."""
         return len(self.open_choices) == len(self.outputs) and not any(self.outputs)
 
     def strike(self, seated: Collection[str]) -> None:
@@ -70,14 +69,14 @@ class Streams:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
         self._failure: OctavoError | None = None
-        self._banned: dict[bytes, tuple[float, str]] = {}  # what was given up → (until when, its id)
+        self._banned: dict[bytes, tuple[float, str]] = {}  # digest of a request given up → (until when, its id)
 
     def __len__(self) -> int:
         return len(self._streams)
 
     @property
     def num_growing(self) -> int:
-        """Those that more is to come for."""
+        """Requests that the engine has not ended."""
         return sum(1 for stream in self._streams.values() if stream.open_choices)
 
     def open(self, request: GenerateRequest) -> None:
@@ -116,7 +115,7 @@ class Streams:
             stream.wake()
 
     async def next(self, request_id: str) -> list[TokenDelta]:
-        """What arrived since the last look, in however many steps; waits for it. Empty: every choice has ended."""
+        """Wait for deltas, and take all that have arrived. Empty: every choice has ended."""
         stream = self._streams[request_id]
         while not stream.deltas:
             if not stream.open_choices:
@@ -149,7 +148,8 @@ class Streams:
     # ── when an engine has ended ──
 
     def strike(self, seated: Collection[str]) -> list[str]:
-        """Note who had a row in the engine that ended. → ids of requests that have ended too many, alone: they are failed."""
+        """Record which requests had a row in the engine that ended. → ids of requests that were alone in too many such engines: they
+        are failed."""
         failed = []
         for name, stream in self._streams.items():
             if not stream.open_choices:
@@ -178,17 +178,17 @@ class Streams:
             )
 
     def without_tokens(self) -> list[GenerateRequest]:
-        """Those that are open and have had none, oldest first."""
+        """Open requests without a token, oldest first."""
         return [stream.request for stream in self._streams.values() if stream.open_choices and not any(stream.outputs)]
 
     def untaken(self, was_taken: Callable[[GenerateRequest], bool]) -> list[GenerateRequest]:
-        """What no engine has ever taken in, and so may refuse. All else is among the survivors."""
+        """Requests that no engine has admitted, and the next may refuse. All others are among the survivors."""
         return [
             stream.request for stream in self._streams.values() if stream.is_whole and not was_taken(stream.request)
         ]
 
     def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:
-        """What another engine can go on with."""
+        """Requests that another engine can continue."""
         return [
             stream.as_survivor()
             for name, stream in self._streams.items()
@@ -197,13 +197,13 @@ class Streams:
 
 
 def _likeness(request: GenerateRequest) -> bytes:
-    """The same for requests that ask the same, whatever seeds they were given."""
+    """A digest that is equal for equal requests, whatever their seeds."""
     params = msgspec.structs.replace(request.params, seed=0)
     return blake2b(msgspec.msgpack.encode([request.prompt_ids, params, request.stop_ids]), digest_size=16).digest()
 
 
 def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
-    """The same, as one delta for each choice. Vectors come alone and stay so."""
+    """The deltas joined to one per choice. Vectors are not joined."""
     together: dict[int, TokenDelta] = {}
     rest = []
     for delta in deltas:

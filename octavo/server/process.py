@@ -1,9 +1,8 @@
-"""An API process: loads the text room and makes the application while the engine loads, then serves what it is handed, then drains.
-Knows nothing of endpoints. Started by the supervisor with one JSON line on standard input.
+"""An API process: builds the application while the engine loads, then serves the connections it receives, then drains.
 
-Standard input stays open for as long as the supervisor lives; its end means that nobody is left to serve for. One line on
-standard output says that requests are taken. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was
-lost, 2 a start-up mistake."""
+Started by the supervisor with one JSON line on standard input, which stays open for as long as the supervisor lives. One line on
+standard output says that requests are accepted. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was lost,
+2 a start-up mistake."""
 
 import asyncio
 import contextlib
@@ -37,19 +36,19 @@ from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 
-TURN_SECONDS = 0.5  # between two words to the supervisor that the event loop turns
-IDLE_OBJECTS = 1000  # new ones, that are worth a look of about a tenth of a millisecond
-RESTED_TURNS = 3  # without a request, before memory is given back
+TURN_SECONDS = 0.5  # between two heartbeats of the event loop
+IDLE_OBJECTS = 1000  # new objects that justify a garbage collection of about 0.1 ms
+RESTED_TURNS = 3  # without a request, before free memory is returned
 DRAIN_LOOK_SECONDS = 0.1
-FAREWELL_SECONDS = 1.0  # what a response that is cut off gets to say so
-ORPHAN_SECONDS = 4.0  # without a supervisor: an end in order takes less
+FAREWELL_SECONDS = 1.0  # for a cancelled response to send its error
+ORPHAN_SECONDS = 4.0  # without a supervisor: an orderly end takes less
 
 
 class StopOrder:
-    """SIGTERM and SIGINT ask to drain; the supervisor's death asks to stop at once, and does not wait for an event loop that hangs."""
+    """SIGTERM and SIGINT ask to drain; the supervisor's death asks to stop at once, even if the event loop hangs."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the sockets. The supervisor removes it; if that was killed, and the engine with it, nobody but us is left."""
+        """`folder`: of the sockets, normally removed by the supervisor, and by this process if the supervisor was killed."""
         self.given = asyncio.Event()
         self.abandoned = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -60,7 +59,7 @@ class StopOrder:
     def _watch_supervisor(self, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        with contextlib.suppress(RuntimeError):  # closed: the process ends as it is
+        with contextlib.suppress(RuntimeError):  # closed: the process is ending already
             loop.call_soon_threadsafe(self._abandon)
         time.sleep(ORPHAN_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +72,7 @@ class StopOrder:
 
 def main() -> int:
     keep_one_heap()
-    signal_at_parents_end(signal.SIGCONT)  # one that was stopped shall see that its standard input has ended
+    signal_at_parents_end(signal.SIGCONT)  # a stopped process must notice the end of its standard input
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
     level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
     logs.install(level, order.config.server.log_format)
@@ -89,7 +88,7 @@ def main() -> int:
 
 
 async def _run(order: ApiLaunch) -> int:
-    drop_library_pages()  # of importing; what serving needs of it comes back while the engine loads
+    drop_library_pages()  # read for imports; what serving needs faults back in while the engine loads
     folder = Path(order.reply_address.removeprefix("ipc://")).parent
     stop = StopOrder(folder)
     heartbeat = Heartbeat(order.heartbeat_fd) if order.heartbeat_fd >= 0 else None
@@ -119,7 +118,7 @@ async def _run(order: ApiLaunch) -> int:
 
 
 async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
-    """None: the order to stop came first."""
+    """`work`'s result. None: the order to stop came first."""
     task = asyncio.ensure_future(work)
     order = asyncio.ensure_future(stop.given.wait())
     await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,8 +130,8 @@ async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -
 
 
 async def _turn(service: Service, origin: int) -> None:
-    """Say that this event loop turns; and while nobody waits, drop what past requests have left: about fifty objects in cycles each.
-    When nobody has come for a while, give back the memory too."""
+    """Beat while this event loop runs. While idle, collect the garbage of past requests, about fifty objects in cycles each; after
+    a while without requests, return free memory to the system, too."""
     heartbeat, num_seen, num_rests = service.engine.heartbeat, 0, 0
     while True:
         if heartbeat is not None:
@@ -147,10 +146,10 @@ async def _turn(service: Service, origin: int) -> None:
 
 
 def settle_collector() -> None:
-    # What is alive now stays alive: the collector need not look at it again.
+    # What is alive now stays alive: exempt it from garbage collection.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 100)  # what a token makes and drops has no cycles: look rarely; see _turn()
+    gc.set_threshold(10_000, 20, 100)  # per-token objects have no cycles: collect rarely; see _turn()
 
 
 async def _serve(order: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
@@ -173,7 +172,7 @@ async def _serve(order: ApiLaunch, service: Service, server: HttpServer, stop: S
 
 
 async def _drain(service: Service, server: HttpServer, seconds: float, stop: StopOrder) -> bool:
-    """Refuse what is new, let what runs finish and what was said be read. False: some of it was cut off."""
+    """Refuse new requests, let running ones finish and their responses be read. False: some were cut off."""
     service.draining = True
     service.live.close()
     num_hung_up = 0
@@ -181,7 +180,7 @@ async def _drain(service: Service, server: HttpServer, seconds: float, stop: Sto
     while (left := until - time.monotonic()) > 0 and not stop.abandoned.is_set():
         if service.idle.is_set() and not server.has_unsent:
             break
-        if not service.engine.num_running:  # only readers are waited for: those who do not read are not
+        if not service.engine.num_running:  # only slow readers are left: those that read nothing are closed
             num_hung_up += server.hang_up(service.patience.farewell)
         awaited = [stop.abandoned] if service.idle.is_set() else [stop.abandoned, service.idle]
         await _any_of(*awaited, seconds=min(left, DRAIN_LOOK_SECONDS))
@@ -202,7 +201,7 @@ async def _any_of(*events: asyncio.Event, seconds: float) -> None:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # not made for every platform
+    except ImportError:  # not available on every platform
         return None
     return uvloop.new_event_loop
 

@@ -1,5 +1,6 @@
 """`octavo run-batch`: a file of requests in, a file of answers out, by an engine process of its own and without a socket.
-Knows nothing of any endpoint: requests are answered by the application that would serve them."""
+
+Requests are answered by the application that would serve them."""
 
 import asyncio
 import fcntl
@@ -25,17 +26,17 @@ from octavo.server.state.loopback import ask
 from octavo.supervisor.standalone_engine import StandaloneEngine
 
 EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
-EXIT_REFUSED = 2  # by the engine, which has said what to change
+EXIT_REFUSED = 2  # by the engine, which has printed what to change
 LINES_PER_ROW = 2
-"""Lines under way for each row of the engine: while one set is computed, the next is parsed and waits."""
+"""Lines in progress per row of the engine: while one set is computed, the next is parsed and waits."""
 
 
 class Stopped(Exception):
-    """SIGTERM: what is written stays."""
+    """SIGTERM came. Written records stay."""
 
 
 def run_batch(config: Config, input_path: str, output_path: str, max_concurrency: int | None) -> int:
-    """Returns the exit code: 0 all answered, 3 some lines have an error for an answer, 1 stopped before the end."""
+    """Returns the exit code: 0 all answered, 3 some lines have an error as their answer, 1 stopped before the end."""
     with _open_input(input_path) as lines, _open_output(output_path, input_path) as output:
         tally, seen = Tally(), Seen()
         read_back(output, output_path, seen, tally)
@@ -69,7 +70,7 @@ def _open_input(path: str) -> BinaryIO:
 
 
 def _open_output(path: str, input_path: str) -> BinaryIO:
-    """For reading what is there and appending. Two runs would write every answer twice: the second is refused."""
+    """Open for reading existing records and appending. A second run on the same file is refused: it would write every answer twice."""
     try:
         if os.path.exists(path) and os.path.samefile(path, input_path):
             raise ConfigError(f"the output {path} is the input: name another file")
@@ -119,7 +120,7 @@ class _Job:
     async def _run(self) -> int | None:
         num_lines = await asyncio.to_thread(_count_lines, self._lines)
         if all(line is None for line in self._unanswered()):
-            return None  # no need to load a model in order to ask it nothing
+            return None  # nothing to ask: do not load the model
         self._lines.seek(0)
         async with StandaloneEngine(self._config) as engine:
             try:
@@ -145,7 +146,7 @@ class _Job:
         return None
 
     def _unanswered(self) -> Iterator[Line | BadLine | None]:
-        """Duplicates among those, too: the first line with a custom_id is its request."""
+        """Lines without a record, duplicates included: the first line with a custom_id counts."""
         server = self._config.server
         rules = Rules(
             batch_routes(), int(server.max_body_bytes), server.strict_fields, seeded_routes(), self._config.model.seed
@@ -156,7 +157,7 @@ class _Job:
                 if isinstance(line, Line) and not here.add(line.custom_id):
                     message = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
                     line = BadLine(line.number, "duplicate_custom_id", message, "custom_id")
-                if isinstance(line, BadLine):  # where two lines have the same custom_id, it is the first good one's
+                if isinstance(line, BadLine):  # of lines with the same custom_id, it belongs to the first good one
                     line = msgspec.structs.replace(line, custom_id=None)
                 key = line.number if line.custom_id is None else line.custom_id
                 yield None if key in self._seen else line

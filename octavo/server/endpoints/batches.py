@@ -1,5 +1,6 @@
 """/v1/batches: create, list, retrieve, cancel: OpenAI's shapes; the runner in the background does the rest.
-Knows nothing of how lines are answered. Whoever has a key of this server sees every batch."""
+
+Every key of this server gives access to every batch."""
 
 import asyncio
 import functools
@@ -26,7 +27,7 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/resp
 MAX_LIMIT = 100
 MAX_HOURS = 14 * 24
 ROWS_PER_SLOT = 4
-"""Batches get one row in so many: however many lines they have, three quarters of the engine are for those who wait."""
+"""Batches get one row in so many: three quarters of the rows are left for interactive requests."""
 
 
 class OutputExpiresAfter(BaseModel):
@@ -119,18 +120,18 @@ def router(service: Service) -> APIRouter:
 
 
 def batch_routes() -> tuple[str, ...]:
-    """Those of ROUTES that this server has."""
+    """The routes of ROUTES that this server has."""
     return tuple(route for route in ROUTES if route in _dialects())
 
 
 def seeded_routes() -> frozenset[str]:
-    """Those whose requests take a seed."""
+    """The routes whose requests take a seed."""
     return frozenset(path for path, dialect in _dialects().items() if "seed" in dialect.schema.model_fields)
 
 
 @functools.cache
 def _dialects() -> dict[str, Dialect[Any]]:
-    from octavo.server.endpoints.compat import all_dialects  # which reads this file, among the others
+    from octavo.server.endpoints.compat import all_dialects  # which imports this file, among others
 
     return {dialect.path: dialect for dialect in all_dialects()}
 

@@ -1,5 +1,4 @@
-"""POST /v1/embeddings: schema, parse, collect. A vector is whole or it is not there: nothing is streamed.
-Knows nothing of the engine beyond its client's submit and deltas."""
+"""POST /v1/embeddings. Nothing is streamed."""
 
 import asyncio
 import base64
@@ -35,11 +34,11 @@ class EmbeddingRequest(RequestFields, LimitFields):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes
+    truncate_prompt_tokens: int | None = None  # vLLM's: truncate to this many tokens; -1: to the model's limit
     normalize: bool | None = None  # vLLM's
     pooling: str | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
-    # A label for the caller's own books: taken, and without effect here.
+    # A label for the caller's own use: accepted, without effect.
     user: str | None = None
 
 
@@ -90,7 +89,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
     longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     inputs = _inputs(fields.input)
-    # Many inputs hold up the streams of this process as one long one does: what counts is all of their text.
+    # Many inputs take as long to encode as one long one: the size of all counts.
     size = sum(len(item) for item in inputs.values() if isinstance(item, str))
 
     def encode() -> dict[str, list[int]]:
@@ -116,7 +115,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
 
 
 def _inputs(given: Any) -> dict[str, str | list[int]]:
-    """Each input by the name of its place, for messages."""
+    """Inputs by their field names, for errors."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
         return {"input": given}
     if not isinstance(given, list):
@@ -151,7 +150,7 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
     tasks = [asyncio.create_task(_vector(service, request)) for request in requests]
     try:
         vectors = await asyncio.gather(*tasks)
-    finally:  # one that fails, or a client that leaves, ends the others too
+    finally:  # one that fails, or a client that disconnects, ends the others
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,5 +1,6 @@
 """/v1/files: upload, list, retrieve, content, delete: OpenAI's shapes, for the inputs and outputs of batches.
-Knows nothing of batches, which keep what they need. Whoever has a key of this server sees every file."""
+
+Every key of this server gives access to every file."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -17,7 +18,7 @@ from octavo.server.schema.shapes import Shape
 from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
-FORM_BYTES = 2**20  # what surrounds the file in its form
+FORM_BYTES = 2**20  # of a form beside its file
 PIECE = 256 * 1024
 FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))
 MIN_EXPIRY, MAX_EXPIRY = 3600, 30 * 24 * 3600
@@ -180,5 +181,5 @@ def check_expiry(seconds: int, param: str) -> int:
 
 
 def _printable(name: str) -> str:
-    """A label, never a path: what is stored on disk is named by us."""
+    """A label, never a path: the server names files on disk itself."""
     return "".join(character for character in name if character.isprintable())[:MAX_FILENAME_LEN] or "file"

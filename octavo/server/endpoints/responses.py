@@ -47,7 +47,7 @@ SHAPES = {
     "POST /v1/responses/{response_id}/cancel": Shape(types.Response),
     "GET /v1/responses/{response_id}/input_items": Shape(types.ItemList),
 }
-MAX_ITEMS = 100  # in one page of a response's input
+MAX_ITEMS = 100  # per page of a response's input
 
 
 def router(service: Service) -> APIRouter:
@@ -57,7 +57,7 @@ def router(service: Service) -> APIRouter:
     being_made: WeakValueDictionary[str, ResponseWriter] = WeakValueDictionary()
 
     def cancel_here(response_id: str, owner: bytes) -> bytes | None:
-        """One whose stream goes on without its client: whoever wants another to end closes its connection."""
+        """Cancel a response whose stream is resumable. Others end when their client disconnects."""
         log, writer = service.logs.find(response_id, owner), being_made.get(response_id)
         if log is None or log.is_ended or writer is None:
             return None
@@ -142,7 +142,7 @@ def router(service: Service) -> APIRouter:
     return router
 
 
-# ── what is kept ────────────────────────────────────────────────────────────────────────────────────
+# ── stored responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _found(kept: KeptResponses, response_id: str, request: Request) -> StoredResponse:
@@ -161,7 +161,7 @@ def _check_query(request: Request, known: set[str]) -> None:
 
 
 def _first_event(request: Request) -> int | None:
-    """Of a stream that is read on: events are numbered as it is kept, by sequence_number. None: the response is wanted whole."""
+    """The first event to send of a resumed stream, by sequence_number. None: the whole response is requested."""
     after, is_stream = request.query_params.get("starting_after"), _switch(request, "stream")
     if _switch(request, "include_obfuscation"):
         raise Unsupported("include_obfuscation: streams are sent as they are", param="include_obfuscation")
@@ -177,7 +177,7 @@ def _first_event(request: Request) -> int | None:
 
 
 def _switch(request: Request, name: str) -> bool:
-    """OpenAI's clients write true and false; people write 1 and 0 too, or True."""
+    """A boolean of the query: true, false, 1 or 0 in any case."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "1", "false", "0"):
         raise InvalidRequest(f"{name} must be true or false, got {value[:60]!r}", param=name)

@@ -1,5 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back.
-Knows nothing of the engine beyond the length of its context."""
+"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back."""
 
 import asyncio
 from typing import Any
@@ -28,7 +27,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 class TokenizeRequest(RequestFields):
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
+    add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages, whose template writes them
     add_generation_prompt: bool | None = None  # messages only; None: yes
     continue_final_message: bool | None = None  # messages only
     return_token_strs: bool | None = None
@@ -96,7 +95,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
-    """However long it is: people ask in order to learn whether it fits."""
+    """The tokens, however many: this is how clients learn whether they fit."""
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if fields.prompt is not None:

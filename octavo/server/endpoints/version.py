@@ -1,5 +1,4 @@
-"""GET /version: Octavo's own, and what the bytes of answers depend on, once the engine has said it.
-Knows nothing of how either is found out."""
+"""GET /version: Octavo's version, and what the bytes of answers depend on, once the engine has reported it."""
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -12,7 +11,7 @@ from octavo.server.state.service import Service, version
 class Version(msgspec.Struct, frozen=True, omit_defaults=True):
     version: str
     system_fingerprint: str = ""  # absent while the engine starts
-    fingerprint: dict[str, str] = {}  # its parts: two servers in which they are the same give the same bytes
+    fingerprint: dict[str, str] = {}  # its parts: servers in which they are equal give equal bytes
 
 
 SHAPES = {"GET /version": Shape(Version)}

@@ -27,28 +27,28 @@ from octavo.text.parsers import (
 from octavo.text.parsers.thinking import ThinkParser
 
 _NUM_LAST_IDS = 32
-"""Of a prompt: enough to see whether its template has opened the reasoning."""
+"""Last tokens of a prompt that are checked for an opened reasoning block."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
     """How to read the answers to one request."""
 
-    tool_format: ToolFormat | None = None  # None: there are no tools, or none may be called
+    tool_format: ToolFormat | None = None  # None: no tools, or none may be called
     tools: Schemas = field(default_factory=dict)
     think_format: ThinkFormat | None = None
-    is_parallel: bool = True  # False: what comes after the first call is not given
-    is_calls_alone: bool = False  # a grammar has it so: what is left of a call that was cut is no content
+    is_parallel: bool = True  # False: only the first call is returned
+    is_calls_alone: bool = False  # enforced by a grammar: the rest of a truncated call is not content
     include_reasoning: bool = True
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Special tokens that are part of the text to be read."""
+        """Special tokens that the parsers need to see."""
         return tuple(mark for format in (self.tool_format, self.think_format) if format for mark in format.marks)
 
 
 class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
-    """What one choice has to say next. Where several tokens are asked for one by one, `events` may be empty."""
+    """New events of one choice. `events` may be empty where every token is wanted."""
 
     index: int
     events: list[Event]  # no two of the same kind of text in a row
@@ -56,7 +56,7 @@ class AnswerPiece(msgspec.Struct, frozen=True, gc=False):
     stop_reason: str | int | None
     token_ids: Sequence[int]
     logprobs: Sequence[Logprobs]
-    progress: PromptProgress | None = None  # of the prompt: then nothing else is new
+    progress: PromptProgress | None = None  # of the prompt; the rest is empty then
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class AnswerReader:
         )
 
     def _tidy(self, events: list[Event]) -> list[Event]:
-        """Without what was not asked for; of neighbours of one kind makes one."""
+        """Drop what was not requested, and merge neighbours of one kind."""
         kept: list[Event] = []
         for event in events:
             match event, kept[-1] if kept else None:
@@ -127,8 +127,8 @@ class AnswerReader:
 
 
 class _ReasoningCount:
-    """How many tokens of one choice are reasoning, its marks included. It reads token by token, so that the count does not
-    depend on how many of them came at once."""
+    """Counts the reasoning tokens of one choice, including the marks. It reads token by token, so that the count does not depend
+    on how many arrive at once."""
 
     def __init__(self, text: Text, prompt_ids: Sequence[int], format: ThinkFormat, prompt: str) -> None:
         self._stream = text.stream(SamplingParams(), prompt_ids, format.marks)

@@ -1,5 +1,4 @@
-"""A chat request in its one internal form, whatever dialect it came in: its fields, and its prompt with what that was made of.
-Every dialect maps its own JSON to ChatRequest; parse() makes the prompt."""
+"""ChatRequest: the one internal form of a chat request, to which every dialect maps its own JSON; parse() makes the prompt."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
 
 
 async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
-    """The prompt of as much of the conversation as fits: whole turns are left out, the oldest first, never what opens it."""
+    """The prompt of as much of the conversation as fits: whole turns are dropped, oldest first, but never the system message."""
     chat = parse_chat(service, fields, service.text)
     messages, longest = chat.messages, service.report.max_model_len
     num_kept = 1 if messages[0]["role"] == "system" else 0
@@ -65,13 +64,13 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
             ids = await encode(service, shorter, max_tokens=longest)
         except ContextTooLong:
             if start == starts[-1]:
-                raise  # nothing is left to leave out
+                raise  # nothing left to drop
             return None
         fits = len(ids) < longest or start == starts[-1]
         return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
 
     tried = {0: await try_from(starts[0])}
-    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first place that fits is one of these
+    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first start that fits is in this range
     while low < high and tried.get(low) is None:
         middle = (low + high) // 2
         tried[middle] = await try_from(starts[middle])
@@ -97,7 +96,7 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:
-    """None: none are wanted."""
+    """Logprobs per token. None: not wanted."""
     top = fields.top_logprobs
     if top and not fields.logprobs:
         raise InvalidRequest(Field("top_logprobs") + " needs logprobs to be true")

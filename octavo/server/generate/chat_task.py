@@ -19,7 +19,7 @@ from octavo.text.parsers import Content, Event
 
 class Part(msgspec.Struct, frozen=True, gc=False):
     event: Event
-    logprobs: Sequence[TokenLogprob] = ()  # of the tokens behind it, where asked for
+    logprobs: Sequence[TokenLogprob] = ()  # of the tokens behind it, where requested
 
 
 class ChatTask:
@@ -67,7 +67,7 @@ class ChatTask:
         )
         self.response_id, self.prompt = response_id, prompt
         self.params: SamplingParams = request.params
-        self.finish_reason: str | None = None  # ┐ of the one choice: set when `parts` has ended
+        self.finish_reason: str | None = None  # ┐ of the one choice, set when `parts` has ended
         self.stop_reason: str | int | None = None  # ┘
         self._service, self._max_tokens = service, max_tokens
         self._wants_logprobs = bool(fields.logprobs)
@@ -85,7 +85,7 @@ class ChatTask:
 
     @property
     def request_ids(self) -> list[str]:
-        """Of what the engine is asked for."""
+        """Ids of the engine's requests."""
         return self.generation.request_ids
 
     @property
@@ -139,7 +139,7 @@ class ChatTask:
 
     @property
     def is_cut(self) -> bool:
-        """Not the model ended it: a limit did, or that it went round in circles."""
+        """Whether a limit or repetition detection ended the answer, not the model."""
         return self.finish_reason not in ("stop", "tool_calls")
 
     @property
@@ -148,13 +148,13 @@ class ChatTask:
 
     @property
     def filled_context(self) -> bool:
-        """It is cut because the context was full, before the limit that was asked for."""
+        """Whether the full context ended the answer, before the requested limit."""
         used = self.usage
         is_full = used.total_tokens >= self._service.report.max_model_len
         return self.is_cut and is_full and used.completion_tokens != self._max_tokens
 
     async def parts(self) -> AsyncGenerator[list[Part], None]:
-        """Until the answer ends. Leaving early aborts it."""
+        """The answer's events until it ends. Leaving early aborts it."""
         unclaimed: list[Logprobs] = []
         async with aclosing(self.pieces()) as steps:
             async for pieces in steps:
@@ -169,7 +169,7 @@ class ChatTask:
                     unclaimed = []
 
     def _claim(self, events: list[Event], entries: list[Logprobs]) -> list[Part]:
-        """Tokens belong to the content that comes with them or next; those of reasoning and of calls are told nowhere."""
+        """Give logprobs to the content that comes with them or next; those of reasoning and calls are not returned."""
         parts = [Part(event) for event in events]
         if self._wants_logprobs and entries:
             last = max((at for at, event in enumerate(events) if isinstance(event, Content)), default=None)

@@ -39,5 +39,5 @@ class FieldNames:
             raise
 
     def ignored(self, fields: RequestFields, chat: ChatRequest) -> list[str]:
-        """What an answer names back: of the request's own fields, and of those of the chat that it became."""
+        """Names of the fields without effect: the request's own, and those of the chat request made from it."""
         return [*fields.ignored, *(str(self.of(field)) for field in chat.passed_over)]

@@ -1,5 +1,6 @@
-"""The messages of a chat request as templates know them: roles, names, tool calls with their arguments, results of tools.
-Knows nothing of templates or of HTTP, nor of fields beside those it reads; the text room checks what the content says."""
+"""Parses the messages of a chat request into the form that templates expect: roles, names, tool calls, results of tools.
+
+octavo/text checks the content."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,10 @@ from octavo.errors import Field, InvalidRequest, Unsupported
 
 MESSAGES = Field("messages")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""developer is OpenAI's newer name of system; the templates of open models know only the older one."""
+"""developer is OpenAI's newer name of system; templates of open models know only the older one."""
 
 REASONING = ("reasoning_content", "reasoning")
-"""Two names of one thing: what a model thought before it answered. Templates read either."""
+"""Two names for a model's reasoning before an answer. Templates read either."""
 _OF_ROLE = {
     "assistant": {"tool_calls", "refusal", *REASONING},
     "tool": {"tool_call_id"},
@@ -29,7 +30,7 @@ def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls", ()):
             name_of[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and (name := name_of.get(message.get("tool_call_id", ""))):
-            message.setdefault("name", name)  # some templates write which tool it was that answered
+            message.setdefault("name", name)  # some templates write the name of the tool that answered
     return messages
 
 
@@ -63,7 +64,7 @@ def _check_role(message: Mapping[str, Any], where: Field) -> None:
 
 
 def _with_refusals(message: Mapping[str, Any], content: object, where: Field) -> object:
-    """What an assistant said in refusing is what it said: templates know one kind of words."""
+    """The content with refusals as plain text: templates know no other kind."""
     if isinstance(content, list):
         return [
             {"type": "text", "text": _string(part, "refusal", where / "content" / at) or ""}
@@ -88,7 +89,7 @@ def _of_assistant(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
 
 
 def _call(call: Any, where: Field) -> dict[str, Any]:
-    """With its arguments as an object: templates want to look into them, or write them in their own way."""
+    """A call with its arguments as an object, which templates iterate or format themselves."""
     match call:
         case {"function": {"name": str(name), **function}} if call.get("type", "function") == "function":
             call_id = call.get("id", "")

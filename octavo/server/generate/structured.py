@@ -1,5 +1,4 @@
-"""What a request says of its answer's form → the grammar that the engine keeps to.
-Knows nothing of grammars themselves: text/grammar/build.py makes and checks them."""
+"""Structured output: a request's fields → the grammar that constrains its answer, built by text/grammar/build.py."""
 
 import asyncio
 import functools
@@ -24,7 +23,7 @@ from octavo.text.tokenize.vocabulary import Vocabulary
 
 
 async def read_grammar(service: Service, fields: SamplingFields, response_format: object = None) -> str:
-    """Empty: the answer may be anything. `response_format`: as OpenAI's chat API has it."""
+    """The grammar that the request asks for; empty: none. `response_format`: as OpenAI's chat API has it."""
     found = _wishes(fields, response_format)
     if not found:
         return ""
@@ -45,8 +44,7 @@ async def grammar_of_schema(
     frame: tuple[str, str] | None = None,
     can_repeat: bool = False,
 ) -> str:
-    """For answers whose form an endpoint decides by itself: a call of a tool that is required. `frame`: what stands around the
-    JSON; with one, the answer can be several of them."""
+    """The grammar of a required tool call. `frame`: the text around the JSON; with one, the answer can hold several calls."""
     vocabulary, max_bytes = _vocabulary(service, field), _max_bytes(service)
     if frame is None:
         make = functools.partial(schema_grammar, schema, vocabulary, field=field, max_bytes=max_bytes)
@@ -58,7 +56,7 @@ async def grammar_of_schema(
 
 
 def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field, Field | None, Mapping[str, Any]]]:
-    """(field, the part of it that says so, vLLM's structured_outputs) of each field that says something."""
+    """(field, the part of it that holds the constraint, the same as vLLM's structured_outputs) of each field that is set."""
     found: list[tuple[Field, Field | None, Mapping[str, Any]]] = []
     wish = wish_of_response_format(response_format)
     if wish is not None:
@@ -69,7 +67,7 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field
             where = where / "json_schema" / "schema"
         found.append((RESPONSE_FORMAT, where, wish))
     if fields.structured_outputs is not None:
-        known = StructuredOutputsParams.__annotations__  # what else it has was named back, or refused
+        known = StructuredOutputsParams.__annotations__  # other members were refused, or listed as ignored
         wish = {name: value for name, value in fields.structured_outputs.items() if name in known}
         found.append((STRUCTURED_OUTPUTS, None, wish))
     for kind in ("json", "regex", "choice", "grammar"):
@@ -81,7 +79,7 @@ def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field
 
 
 async def _beside(compile: Callable[[], str]) -> str:
-    """In a thread, whatever its size: a few characters can take a second, and other streams must not wait for it."""
+    """Compile in a thread, whatever the size: a short grammar can take a second."""
     started = time.monotonic()
     grammar = await asyncio.to_thread(compile)
     if (journey := current.get()) is not None:

@@ -52,7 +52,7 @@ async def submit_and_respond(
     keep_alive: bytes = KEEP_ALIVE,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Raises what the engine refuses a request with. `error_event`: how the dialect writes what ended a stream that had begun.
+    """Raises the error with which the engine refuses a request. `error_event`, `keep_alive`: as for an EventStream.
 
     What is submitted here and not read to its end is aborted when the HTTP request is over (RequestMiddleware)."""
     kept = service.logs.open(response_id, owner_of(request)) if fields.stream and fields.wants_resumable else None
@@ -68,7 +68,7 @@ async def submit_and_respond(
         return response
     events = writer.stream()
     if kept is not None:
-        if error_event is not errors.error_event:  # another process may read the log, and knows no dialect
+        if error_event is not errors.error_event:  # a process that resumes the stream does not know the dialect
             events = _with_error_event(events, error_event, request.scope["octavo.request_id"])
         _fill(service, kept, events, ignored)
         events, ignored, headers = kept.read(0), (), {"x-stream-id": response_id, **(headers or {})}
@@ -84,9 +84,9 @@ async def submit_and_respond(
 
 
 def _fill(service: Service, kept: StreamLog, events: AsyncGenerator[bytes, None], ignored: Sequence[str]) -> None:
-    """Have a task of its own write `events` into the log: they go on where the client's connection does not."""
+    """Write `events` into the log in a task of its own, which outlives the client's connection."""
     filling = kept.filling = asyncio.create_task(kept.fill(events, ignored))
-    service.enter()  # a server that drains waits for it, as for any answer
+    service.enter()  # a draining server waits for it, as for any response
     filling.add_done_callback(lambda _: service.leave())
     service.track(filling)
     if (journey := current.get()) is not None:
@@ -102,7 +102,7 @@ def _fill(service: Service, kept: StreamLog, events: AsyncGenerator[bytes, None]
 async def _with_error_event(
     events: AsyncGenerator[bytes, None], error_event: Callable[[Exception, str], bytes], request_id: str
 ) -> AsyncGenerator[bytes, None]:
-    """`events`, with what ends a stream that has begun as the last of them."""
+    """`events`; an error after the first becomes the last of them."""
     has_begun = False
     async with aclosing(events):
         try:

@@ -1,5 +1,4 @@
-"""The request fields that completions and chat share, and how a body is read: see Dialect.
-Knows nothing of prompts, messages or the engine."""
+"""The request fields that dialects share, and how a body is read: see Dialect."""
 
 import asyncio
 import difflib
@@ -26,18 +25,20 @@ from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, H
 log = logging.getLogger("octavo.server")
 
 MAX_STOPS = 64
-MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
+MAX_STOP_LEN = 1024  # characters of one stop string: a stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     16,
     64,
     512,
-)  # entries, characters: OpenAI's limits where it is kept
-MAX_MILLISECONDS = 10**12  # far beyond any use: what is larger would not fit a clock
-MAX_REFUSED = 8  # fields that an error tells one by one
-MAX_LOGGED = 1000  # names that are remembered as told
-MAX_SPELLED = 200  # characters of a field that an error names
-LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
+)  # entries, characters: OpenAI's limits for stored objects
+MAX_MILLISECONDS = 10**12  # far beyond any use, and fits a clock
+MAX_REFUSED = 8  # fields that one error lists by name
+MAX_LOGGED = 1000  # field names remembered as logged
+MAX_SPELLED = 200  # characters of a field's name in an error
+LARGE_BODY = (
+    256 * 1024
+)  # bytes: larger bodies are parsed in a thread, so that other streams of this process do not wait
 
 
 class RequestFields(BaseModel):
@@ -51,19 +52,19 @@ class RequestFields(BaseModel):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields of the body that have no effect and that the answer names back: an answer does not grow with the rubbish in
-        its request, so after so many only how many more there are."""
+        """Names of fields without effect, which the answer lists: at most MAX_FOUND, then how many more there are."""
         names = map(str, self._ignored[:MAX_FOUND])
         num_more = max(0, len(self._ignored) - MAX_FOUND) + self._num_more
         return (*names, f"and {num_more} more") if num_more else tuple(names)
 
     @property
     def passed_over(self) -> tuple[Field, ...]:
-        """As `ignored`, of fields that no client named: another dialect's, which may call them something else."""
+        """Paths of all fields without effect."""
         return self._ignored
 
     def pass_over(self, field: Field, server: ServerConfig) -> None:
-        """A field of the schema turns out to have no effect on this model, or beside the request's others."""
+        """Record that a field of the schema has no effect with this model, or beside the request's other fields. Strict mode
+        refuses it."""
         if server.strict_fields:
             raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
         log.info("field without effect: %s", field)
@@ -85,8 +86,7 @@ class RepetitionDetection(BaseModel):
 
 
 class SamplingFields(RequestFields):
-    """How tokens are chosen, by vLLM's names: for every dialect. Ranges are checked by SamplingParams, which has the limits
-    and the words."""
+    """How tokens are sampled, by vLLM's names. SamplingParams checks the ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -100,13 +100,13 @@ class SamplingFields(RequestFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
+    logit_bias: dict[str, float] | None = None  # a validator turns the keys into numbers
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    # What the answer must look like: vLLM's field, and the names that it had before.
+    # Structured output: vLLM's field, and its older names.
     structured_outputs: StructuredOutputs = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -142,16 +142,16 @@ class SamplingFields(RequestFields):
 
 
 class LimitFields(BaseModel):
-    deadline_ms: int | None = None  # ours: from its arrival, after which the request is ended
-    max_queue_ms: int | None = None  # ours: the same, if it has no row by then
+    deadline_ms: int | None = None  # ours: from arrival; the request is ended then
+    max_queue_ms: int | None = None  # ours: from arrival; the request is ended then if it has no row
 
     @property
     def limits(self) -> dict[str, int | None]:
-        """By their names, for another dialect's fields."""
+        """By name, for another dialect's fields."""
         return {name: getattr(self, name) for name in LimitFields.model_fields}
 
     def times(self, arrived: float) -> dict[str, float]:
-        """By the names of a GenerateRequest; empty for most."""
+        """As fields of a GenerateRequest. Empty where no limit is set."""
         given = (("deadline", self.deadline_ms), ("queue_until", self.max_queue_ms))
         return {name: arrived + limit / 1000 for name, limit in given if limit is not None}
 
@@ -164,11 +164,11 @@ class LimitFields(BaseModel):
 class QueueOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
-    include_queue: bool | None = None  # ours: comments that tell the place in the queue, until there is a row
+    include_queue: bool | None = None  # ours: SSE comments with the place in the queue, until the request has a row
 
 
 class StreamFields(LimitFields):
-    """Of a dialect whose answers can be streamed. It may have more stream_options than these."""
+    """Fields of a dialect whose answers can be streamed. It may have more stream_options than these."""
 
     stream: bool | None = None
     stream_options: QueueOptions | None = None
@@ -179,7 +179,7 @@ class StreamFields(LimitFields):
 
     @property
     def wants_resumable(self) -> bool:
-        """Whether the stream can be read on at another connection. Not every dialect has this."""
+        """Whether the stream can be resumed on another connection. Not every dialect offers this."""
         return False
 
     def check_stream(self) -> None:
@@ -188,7 +188,7 @@ class StreamFields(LimitFields):
 
 
 class SearchFields(BaseModel):
-    """How many answers chat and completions give, and of how many."""
+    """How many choices are answered, and out of how many."""
 
     n: int | None = None
     best_of: int | None = None
@@ -198,8 +198,7 @@ class SearchFields(BaseModel):
 
     @property
     def num_kept(self) -> int | None:
-        """How many of each prompt's choices are the answer, where the best of several are asked for. None: all. (Of beams the
-        engine sends the best alone.)"""
+        """How many of each prompt's `best_of` choices are returned. None: all. (Of beams the engine returns only the best.)"""
         return (self.n or 1) if self.best_of is not None and not self.use_beam_search else None
 
     def check_search(self, server: ServerConfig) -> None:
@@ -223,8 +222,8 @@ class SearchFields(BaseModel):
 class StreamOptions(QueueOptions):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
-    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
-    resumable: bool | None = None  # ours: the stream can be read on at another connection
+    include_progress: bool | None = None  # ours: chunks without text that report how far the prompt is computed
+    resumable: bool | None = None  # ours: the stream can be resumed on another connection
 
 
 class GenerationFields(SamplingFields, SearchFields, StreamFields):
@@ -234,14 +233,14 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     prompt_logprobs: int | None = None
-    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
+    # Both values are honoured: decoding never adds spaces between special tokens.
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat = None
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
-    # Labels for the caller's own books: taken, and without effect here.
+    stream_interval: int | None = None  # vLLM's: tokens of a choice per stream event, after the first token
+    # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -264,7 +263,7 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
         return bool(self.stream_options and self.stream_options.resumable)
 
     def tokens_per_event(self, server: ServerConfig) -> int:
-        """1 for a whole answer: nobody watches it grow."""
+        """1 for an answer that is not streamed."""
         return (self.stream_interval or server.stream_interval) if self.stream else 1
 
 
@@ -272,8 +271,8 @@ Body = TypeVar("Body", bound=RequestFields)
 
 
 def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
-    """From another dialect's values, checked as if they had come in a body. What the schema does not have is refused: nobody
-    would name it back."""
+    """Build fields from another dialect's values, validated as a body would be. Unknown fields are refused: the answer could
+    not list them."""
     try:
         fields = schema.model_validate(values)
     except ValidationError as error:
@@ -285,8 +284,8 @@ def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
 
 @dataclass(frozen=True, eq=False)
 class Dialect(Generic[Body]):
-    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown:
-    those within others too, which go by their paths."""
+    """What one route accepts. Every field, nested ones by their paths, is in the schema, in `not_offered` (with the values that
+    ask for nothing), or unknown."""
 
     name: str
     path: str
@@ -299,8 +298,8 @@ class Dialect(Generic[Body]):
 
 
 async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
-    """The body's fields. Those without effect are logged, once for each name, and in the answer it is for the endpoint to
-    name them back (`fields.ignored`)."""
+    """Read and check a body. Fields without effect are logged, once per name; the endpoint lists them in its answer
+    (`fields.ignored`)."""
     body = await request.body()
     is_large = len(body) > LARGE_BODY
     fields = (
@@ -314,7 +313,8 @@ async def read_fields(request: Request, dialect: Dialect[Body], server: ServerCo
 
 
 def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Body:
-    """Every field is honoured, refused by name, or among the result's `ignored`; in strict mode the last are refused too."""
+    """Parse and check a body: every field is honoured, refused by name, or in the result's `ignored`, which strict mode refuses
+    too."""
     try:
         fields = dialect.schema.model_validate_json(body)
     except ValidationError as error:
@@ -335,7 +335,7 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
 
 
 def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> None:
-    """Raises Unsupported where a field cannot be passed over: with all such fields, or as many as a message holds."""
+    """Raise Unsupported with the fields that must not be ignored, at most MAX_REFUSED of them."""
     told = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
     num_all = len(found.refused)
     if server.strict_fields:
@@ -363,7 +363,7 @@ def _not_offered(field: Stranger) -> str:
 
 
 def _row(path: str) -> str:
-    """A field's name in the tables: without the numbers of entries."""
+    """A path as the tables write it: tools[3].type is tools[].type."""
     return re.sub(r"\[\d+\]", "[]", path)
 
 
@@ -410,17 +410,17 @@ _DRAWS: dict[str, Callable[[Any], bool]] = {
     "top_k": lambda value: value in (-1, 0),
     "min_p": lambda value: value == 0,
 }
-"""How tokens are drawn: a beam search draws none. With the values that say nothing anyway."""
+"""Fields of random sampling, which a beam search ignores; with a test for values that mean the default."""
 
 _OF_BEAMS: dict[str, Callable[[Any], bool]] = {
     "length_penalty": lambda value: value == 1,
     "early_stopping": lambda value: value is False,
 }
-"""How beams compare: nothing to others. With the values that say nothing anyway."""
+"""Fields of beam search, which sampling ignores; with a test for values that mean the default."""
 
 
 def moot(fields: object) -> Iterator[tuple[str, str]]:
-    """Fields that the request gives and that have no effect beside its others, and why."""
+    """Yield the given fields that have no effect beside the request's others, and why."""
     loops = getattr(fields, "repetition_detection", None)
     if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
         yield "repetition_detection", "for max_pattern_size is 0 and nothing is looked for"
@@ -433,7 +433,7 @@ def moot(fields: object) -> Iterator[tuple[str, str]]:
 
 
 def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
-    """What SamplingParams and the server's limits allow, field by field, where it is a number."""
+    """Ranges of numeric fields, as SamplingParams and the server's limits have them, for the OpenAPI document."""
     logprobs = {"minimum": 0, "maximum": server.max_logprobs}
     return {
         "temperature": {"minimum": 0, "maximum": 100},
@@ -454,7 +454,7 @@ def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Of objects that are kept, and tell it back."""
+    """Check the metadata of an object that is stored."""
     if (
         len(metadata) > MAX_METADATA
         or any(len(key) > MAX_METADATA_KEY for key in metadata)
@@ -471,9 +471,9 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _is_old_news(path: str, fields: tuple[Field, ...]) -> bool:
-    """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
+    """Whether all of these were logged before: a client that sends a field with every request gets one log line."""
     new = {(path, _row(str(field))) for field in fields} - _logged
-    if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
+    if not new or len(_logged) >= MAX_LOGGED:  # made-up names must not grow the log
         return True
     _logged.update(new)
     return False
@@ -494,6 +494,6 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
 
 
 def _short(value: object, most: int = 60) -> str:
-    """A value as JSON, cut to what fits in a message."""
+    """A value as JSON, cut to fit into a message."""
     text = msgspec.json.encode(value, enc_hook=str).decode()
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -1,5 +1,5 @@
-"""Shape: what a route gives back, for the OpenAPI document. An endpoint's module names its routes' in SHAPES.
-Knows nothing of the document. Beside it, the schemas of fields whose values are checked by hand: what they may hold."""
+"""Shape: what a route returns, for the OpenAPI document (an endpoint's module lists its routes in SHAPES); and the JSON schemas
+of fields whose values are checked by hand."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from octavo.messages.params import StructuredOutputsParams
 @dataclass(frozen=True, slots=True)
 class Shape:
     answer: Any = None  # a msgspec type; None: no JSON
-    media: tuple[str, ...] = ()  # of answers that are no JSON
+    media: tuple[str, ...] = ()  # of answers that are not JSON
     form: dict[str, Any] | None = None  # what a multipart body holds, as a JSON schema
     error: dict[str, Any] | None = None  # where a dialect has error bodies of its own
     leads_to: tuple[str, ...] = ()  # routes whose path takes the id of this answer
@@ -23,8 +23,8 @@ EVENTS = ("text/event-stream",)
 
 Schema = dict[str, Any]
 
-# Objects that are read by hand. What their `properties` do not name is unknown, and told as such (field_tree.py); an object
-# without properties may hold anything: a JSON schema, a call's arguments.
+# Objects that are checked by hand. A member that is not in `properties` counts as unknown (unknown.py); an object without
+# properties may hold anything: a JSON schema, a call's arguments.
 
 
 def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
@@ -113,14 +113,14 @@ ResponseFormat = Annotated[
     WithJsonSchema(
         _any_of(
             _object(("type",), type=_one_of("text")),
-            # Others than OpenAI take a schema here.
+            # Servers other than OpenAI's accept a schema here.
             _object(("type",), type=_one_of("json_object"), schema=_ANYTHING),
             _object(
                 ("type", "json_schema"),
                 type=_one_of("json_schema"),
                 json_schema=_object(("name", "schema"), **_SCHEMA),
             ),
-            # A language of its own, as schemas are: whoever reads it refuses the words that it does not have.
+            # A language of its own, as schemas are: its parser refuses unknown members.
             _object(
                 ("type",),
                 type=_one_of("structural_tag"),
@@ -132,7 +132,7 @@ ResponseFormat = Annotated[
         )
     ),
 ]
-"""What an answer must look like. Of several kinds, of which one is read by its type."""
+"""What an answer must look like: one of several kinds, by its type."""
 StructuredOutputs = Annotated[
     dict[str, Any] | None,
     WithJsonSchema(_any_of(_object((), **{name: {} for name in StructuredOutputsParams.__annotations__}), _NULL)),
@@ -144,7 +144,7 @@ _INPUT_TEXT = _object(("type", "text"), type=_one_of("input_text"), text=_TEXT)
 _OUTPUT_TEXT = _object(("type", "text"), type=_one_of("output_text"), text=_TEXT)
 _ITEM = _any_of(
     _object(
-        ("role", "content"),  # its type may be left out
+        ("role", "content"),  # type is optional
         type=_one_of("message"),
         id=_TEXT,
         role=_one_of("user", "assistant", "system", "developer"),
@@ -177,7 +177,7 @@ _ITEM = _any_of(
     _object(("type", "id"), type=_one_of("item_reference"), id=_TEXT),
 )
 Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]
-"""A string, or a list of items: response_items.py reads it."""
+"""A string, or a list of items, which openai_responses/items.py reads."""
 ResponseTools = Annotated[
     list[dict[str, Any]] | None,
     WithJsonSchema(_any_of(_list_of(_object(("type", "name"), type=_one_of("function"), **_FUNCTION)), _NULL)),

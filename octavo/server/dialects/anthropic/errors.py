@@ -33,7 +33,7 @@ def error_body(status: int, detail: ErrorDetail, request_id: str) -> AnthropicEr
 
 
 def error_event(error: Exception, request_id: str) -> bytes:
-    """What ended a stream that had begun."""
+    """The last event of a stream that failed after it had begun."""
     status, body = describe(error, request_id)
     return typed_event(error_body(status, body.error, request_id))
 

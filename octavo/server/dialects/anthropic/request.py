@@ -33,7 +33,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "thinking.display": ("summarized",),
 }
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which templates have a model think, or not."""
+"""Template variables that switch thinking on or off."""
 NAMES = FieldNames(
     {
         "response_format.json_schema": "output_config.format",
@@ -69,7 +69,7 @@ class CountRequest(RequestFields):
     tool_choice: TurnToolChoice = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl = None  # a label here: equal prefixes are shared without it
+    cache_control: CacheControl = None  # without effect: equal prefixes are always shared
 
 
 class MessagesRequest(CountRequest, StreamFields):
@@ -96,7 +96,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
         is_wanted = fields.thinking.type != "disabled"
         if is_wanted and service.text.formats.thinking is None and not any(map(service.text.template_reads, SWITCHES)):
             fields.pass_over(Field("thinking"), service.config.server)
-        # Where a template has no switch and the model thinks all the same, its thoughts are left out.
+        # Where the template has no switch and the model thinks anyway, its reasoning is left out of the answer.
         values |= {
             "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
             "include_reasoning": is_wanted,
@@ -116,7 +116,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
 
 
 def _check_prefill(fields: CountRequest, choice: object) -> None:
-    """An answer that goes on from the assistant's words begins in the middle: nothing else may say how it begins."""
+    """Refuse fields that decide how an answer begins where it continues the assistant's text."""
     is_thinking = fields.thinking is not None and fields.thinking.type != "disabled"
     is_formed = fields.output_config is not None and fields.output_config.format is not None
     is_call = choice not in (None, "auto", "none")

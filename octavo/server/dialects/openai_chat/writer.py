@@ -92,7 +92,7 @@ class ChatWriter:
         return event(ChatChunk(*self._head, [choice], usage, prompt_ids, progress))
 
     def _only_text(self, piece: AnswerPiece) -> str | None:
-        """Of a piece that is nothing but content, as nearly all are."""
+        """The text of a piece that is content alone, as nearly all are. None: it holds more."""
         if self._is_plain and piece.finish_reason is None and len(piece.events) == 1:
             match piece.events[0]:
                 case Content(text):
@@ -100,11 +100,12 @@ class ChatWriter:
         return None
 
     def _chunk_choices(self, piece: AnswerPiece) -> list[ChunkChoice]:
-        """One for each event; the tokens behind a piece go with its first, its end with its last. Where there is no event, one
-        without text: clients that look into every chunk's first choice find one."""
+        """One per event; the piece's tokens go with the first, its finish reason with the last. A piece without events gives an
+        empty one: clients look into the first choice of every chunk."""
         made = deltas(piece.events)
         is_last = piece.finish_reason is not None
-        if not made or (is_last and made[-1].tool_calls):  # clients look for calls and for the end in different chunks
+        # Clients expect calls and the finish reason in different chunks.
+        if not made or (is_last and made[-1].tool_calls):
             made.append(Delta())
         choices = [ChunkChoice(piece.index, delta) for delta in made]
         choices[0] = replace(

@@ -21,7 +21,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 class CompletionRequest(GenerationFields):
     prompt: Prompts
     echo: bool | None = None
-    logprobs: int | None = None  # even 0 asks for the chosen token's
+    logprobs: int | None = None  # 0 asks for the chosen token's alone
 
 
 async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
@@ -52,7 +52,7 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
             found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
         return found
 
-    # Many prompts hold up the other streams as one long one does: what counts is all of their text.
+    # Many prompts take as long to encode as one long one: the size of all counts.
     size = sum(len(item) for item in prompts.values() if isinstance(item, str))
     return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
 

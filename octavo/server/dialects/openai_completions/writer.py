@@ -34,7 +34,7 @@ class CompletionWriter:
         grammar: str = "",
     ) -> None:
         text = service.text
-        # An echo of the prompt alone: a token must be computed all the same, and nobody sees it.
+        # An echo of the prompt alone: one token must be computed all the same, and is not returned.
         self._is_echo_only = bool(fields.echo) and fields.max_tokens == 0
         if self._is_echo_only:
             fields = fields.model_copy(update={"max_tokens": 1})
@@ -59,7 +59,7 @@ class CompletionWriter:
         per_event = fields.tokens_per_event(service.config.server)
         self.generation = Generation(service, requests, per_event, wants_tokens, num_kept=fields.num_kept)
         self._fields, self._text, self._prompts = fields, text, prompts
-        self._offsets: dict[int, int] = {}  # of each choice that has begun: characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # choice that has begun → characters of its tokens so far
         self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -96,14 +96,14 @@ class CompletionWriter:
         return b"".join([self._event(piece, usage) for piece in pieces])
 
     def _num_scored(self, pieces: list[Piece]) -> int:
-        """What these tell of prompts' tokens: the first of each choice does."""
+        """Prompt tokens whose logprobs these pieces carry: the first piece of each choice does."""
         if not self._tells_prompt:
             return 0
         n, offsets, scores = self._fields.n or 1, self._offsets, self.generation.prompt_logprobs
         return sum(num_told(scores[piece.index // n]) for piece in pieces if piece.index not in offsets)
 
     def _event(self, piece: Piece, usage: Usage | UnsetType | None) -> bytes:
-        # A choice without text, beside progress: clients that look into every chunk's first choice find one.
+        # Progress comes with an empty choice: clients look into the first choice of every chunk.
         choice = self._choice(piece) if piece.progress is None else Choice(piece.index, "")
         return event(Completion(*self._head, [choice], usage, piece.progress or UNSET))
 
@@ -118,7 +118,7 @@ class CompletionWriter:
         return UNSET if count is None else prompt_logprobs(self._text, [entry.cut_to(count) for entry in scores])
 
     def _choice(self, piece: Piece) -> Choice:
-        """The next of a stream, or the whole: both begin with what is said of the prompt."""
+        """The next chunk of a choice, or the whole one: both begin with the echoed prompt."""
         fields, delta = self._fields, piece.delta
         text, token_ids = delta.text, piece.token_ids
         entries: Sequence[Logprobs | None] = piece.logprobs

@@ -1,4 +1,4 @@
-"""What a request to the Responses API asks, with all that was said before: its items, and the same as a chat request."""
+"""A request to the Responses API with the conversation before it: its items, and the same as a chat request."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ from octavo.server.dialects.openai_responses.store import KeptResponses, not_fou
 from octavo.server.generate import chat_request
 from octavo.server.state.service import Service
 
-MAX_REFERENCES = 256  # to earlier items, in one request: another process may have to be asked for each
+MAX_REFERENCES = 256  # to earlier items, in one request: each may need a query to another process
 
 
 class Conversation(msgspec.Struct, frozen=True):

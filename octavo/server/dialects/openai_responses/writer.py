@@ -36,7 +36,7 @@ class ResponseWriter:
     ) -> None:
         if fields.store and not store.is_on:
             raise Unsupported("store: this server keeps no responses (--max-stored-responses)", param="store")
-        # What a batch asked is in its output file: it is kept here only where its line says so.
+        # A batch has its answers in its output file: they are stored here only on request.
         is_wanted = not is_of_batch if fields.store is None else fields.store
         self._store = store if is_wanted and store.is_on else None
         self._is_of_batch = is_of_batch
@@ -99,7 +99,7 @@ class ResponseWriter:
         yield before + told + typed_event(last(output.next_number(), response)) + DONE
 
     def error_event(self, error: Exception, request_id: str) -> bytes:
-        """What ended a stream that had begun."""
+        """The last events of a stream that failed after it had begun."""
         _, body = describe(error, request_id)
         response = msgspec.structs.replace(
             self._begun,
@@ -112,7 +112,7 @@ class ResponseWriter:
         return typed_event(types.Failed(self._output.next_number(), response)) + DONE
 
     def cancelled(self) -> types.Response:
-        """What there is of it. It is kept, where it would have been."""
+        """The response as far as it came, stored if the complete one would have been."""
         response = msgspec.structs.replace(
             self._begun, status="cancelled", output=self._output.items_so_far, usage=self._usage()
         )
@@ -143,7 +143,7 @@ class ResponseWriter:
         stored = StoredResponse(response.id, self._owner, msgspec.json.encode(response), items, len(response.output))
         if self._store.put(stored, [item.id for item in response.output], is_spare=self._is_of_batch):
             return response
-        return msgspec.structs.replace(response, store=False)  # there is no room for it
+        return msgspec.structs.replace(response, store=False)  # no room
 
     def _usage(self) -> types.ResponseUsage:
         used = self._task.usage
