@@ -1,5 +1,5 @@
-# `make serve` and `make test` are all a newcomer needs; both set up what they use, once.
-# Variables: ARGS (for octavo), PYTEST_ARGS, TEST_PROCESSES (0: none besides pytest's own, for a debugger), PYTHON (3.11 to 3.13),
+# `make serve` and `make test` are all a newcomer needs; both install what they need on the first run.
+# Variables: ARGS (for octavo), PYTEST_ARGS, TEST_PROCESSES (0: only pytest's own process, for a debugger), PYTHON (3.11 to 3.13),
 # PIP_ARGS (for every pip install).
 
 VENV := .venv
@@ -9,44 +9,57 @@ TEST_READY := $(VENV)/.octavo-test-ready
 CLIENTS := .venv-clients
 NODE_CLIENT := tests/clients/openai_node
 CLIENTS_READY := $(CLIENTS)/.octavo-clients-ready
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 TEST_PROCESSES ?= 2
 export PIP_ARGS PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: serve test test-clients test-browser check bench fuzz-api torture clean help
+.PHONY: serve test test-clients test-browser check docs docs-serve reference bench fuzz-api torture clean help
 
 serve: $(READY)  ## set up and serve the embedded model on 127.0.0.1:8000 (ARGS="MODEL --port 9000 ...")
 	@exec $(BIN)/octavo serve $(ARGS)
 
-# A file stays with one process, for what its tests share: a server, a model. In the order of the folders, whose last files are
-# short: then both processes end at about the same time.
+# All tests of a file run in one process, because they share a server or a model. Files run in the order of the folders, whose last
+# files are short, so that both processes end at about the same time.
 test: $(TEST_READY)  ## set up and run the tests (PYTEST_ARGS="tests/schedule -x")
 	@exec $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# The server runs in its own environment; conftest.py of the other tests, which wants torch, is left aside.
-test-clients: $(READY) $(CLIENTS_READY)  ## install the clients people bring and run them against a real server
+# The server runs in its own environment; the conftest.py of the other tests is not loaded, because it imports torch.
+test-clients: $(READY) $(CLIENTS_READY)  ## install third-party API clients and run them against a real server
 	@OCTAVO_PYTHON=$(CURDIR)/$(BIN)/python exec $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients \
 		-p no:cacheprovider -W ignore tests/clients $(PYTEST_ARGS)
 
-test-browser: $(TEST_READY)  ## the cockpit and the playground in the system's chromium (screenshots: build/screenshots)
+test-browser: $(TEST_READY)  ## test the cockpit and the playground in the system's chromium (screenshots: build/screenshots)
 	@$(BIN)/python -c "import playwright" 2>/dev/null || $(BIN)/python -m pip install -q $(PIP_ARGS) playwright
 	@exec $(BIN)/python -m pytest -rs tests/browser $(PYTEST_ARGS)
 
-check: $(TEST_READY)  ## linter, formatter, type checker, architecture, sizes
+check: $(TEST_READY)  ## linter, formatter, type checker, architecture, documentation, sizes
 	@echo "── ruff" && $(BIN)/ruff check && $(BIN)/ruff format --check
 	@echo "── mypy" && $(BIN)/mypy
 	@echo "── architecture" && $(BIN)/python -m pytest -q tests/test_architecture.py
+	@echo "── reference" && $(BIN)/python -m scripts.reference --check
+	@echo "── docs" && $(MKDOCS) build --strict --quiet
 	@echo "── sizes" && $(BIN)/python -m scripts.sizes
 
-bench: $(READY)  ## host time per step, and 32 requests at once against one after another
+docs: $(TEST_READY)  ## build the documentation: build/site/index.html
+	@$(MKDOCS) build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-serve: $(TEST_READY)  ## show the documentation on 127.0.0.1:8001 and rebuild it as files change
+	@$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
+reference: $(TEST_READY)  ## write the generated pages of docs/ anew
+	@$(BIN)/python -m scripts.reference
+
+bench: $(READY)  ## host time per step, and 32 concurrent requests against sequential ones
 	@$(BIN)/python benchmarks/host_step.py
 	@$(BIN)/octavo bench throughput --compare-sequential $(ARGS)
 
-fuzz-api: $(TEST_READY)  ## schemathesis against a real server on a tiny model (ARGS="--max-examples 500 --document other.json")
+fuzz-api: $(TEST_READY)  ## run schemathesis against a real server on a tiny model (ARGS="--max-examples 500 --document other.json")
 	@[ -x .venv-fuzz/bin/schemathesis ] || { $${PYTHON:-python3} -m venv .venv-fuzz && .venv-fuzz/bin/pip install -q $(PIP_ARGS) 'schemathesis>=4'; }
 	@$(BIN)/python -m scripts.fuzz_api --schemathesis .venv-fuzz/bin/schemathesis $(ARGS)
 
-torture: $(READY)  ## kill, freeze and starve a real server under load: what clients saw (ARGS="--only kill_engine")
+torture: $(READY)  ## kill, freeze and starve a real server under load, and report what clients saw (ARGS="--only kill_engine")
 	@$(BIN)/python -m benchmarks.torture $(ARGS)
 
 clean:  ## remove the virtual environment, caches and build outputs
@@ -60,7 +73,7 @@ $(CLIENTS_READY): tests/clients/requirements.txt $(NODE_CLIENT)/package.json | $
 	@$(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r tests/clients/requirements.txt
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-package-lock --prefix $(NODE_CLIENT); \
-		else echo "npm is not there: openai for Node will be skipped" >&2; fi
+		else echo "npm is not installed: the tests of openai for Node are skipped" >&2; fi
 	@touch $@
 
 $(READY): pyproject.toml setup.py
@@ -68,5 +81,5 @@ $(READY): pyproject.toml setup.py
 	@touch $@
 
 $(TEST_READY): pyproject.toml setup.py
-	@bash scripts/setup.sh $(VENV) '.[test]'
+	@bash scripts/setup.sh $(VENV) '.[test,docs]'
 	@touch $(READY) $@

@@ -1,5 +1,5 @@
 """Octavo: an LLM inference server. `from octavo import LLM, SamplingParams` is the Python API.
-Importing it loads nothing: each name brings its room along when it is first used."""
+`import octavo` loads nothing else: each name imports its module on first use."""
 
 from typing import TYPE_CHECKING, Any
 

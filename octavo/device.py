@@ -1,5 +1,4 @@
-"""Device: where tensors live; streams, events and pinned memory, with null versions on the CPU.
-Knows nothing of models, batches or steps."""
+"""Device: where tensors live. Streams, events and pinned memory on a GPU, and their no-op versions on the CPU."""
 
 import math
 import os
@@ -16,14 +15,14 @@ import torch
 from octavo.errors import ConfigError
 
 PATIENCE_SECONDS = 1.0
-"""For so long a wait may keep a core busy. What takes longer can as well be noticed a hundredth of that later; and one that never ends
-must not look, to whoever counts processor time, as if something was computed."""
-_SHARE_SLEPT = 0.01  # of what it has taken so far
-_let_others: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
+"""How long a wait may busy-poll. After that it sleeps between polls, which delays the result by at most about 1 %; and a wait that never
+ends uses no processor time, so that it cannot be mistaken for computation."""
+_SHARE_SLEPT = 0.01  # each sleep, as a share of the time waited so far
+_release_gil: Callable[[int], object] = select.poll().poll if hasattr(select, "poll") else time.sleep
 
 
 class Event:
-    """Marks a point in a device's queue. On the CPU work is done when its call returns, so there is nothing to wait for."""
+    """A mark in a device's queue. On the CPU all work is done when its call returns, so there is nothing to wait for."""
 
     def __init__(self, cuda: bool = False) -> None:
         self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
@@ -33,19 +32,19 @@ class Event:
             self._event.record()
 
     def wait(self) -> None:
-        """Return once everything before the mark is done."""
+        """Block the host until everything before the mark is done."""
         if self._event is None:
             return
         query, started = self._event.query, time.monotonic()
         while not query():  # type: ignore[no-untyped-call]
             elapsed = time.monotonic() - started
             if elapsed < PATIENCE_SECONDS:
-                _let_others(0)  # other threads, to the interpreter: asking does not
+                _release_gil(0)  # release the GIL to other threads, which query() does not
             else:
                 time.sleep(elapsed * _SHARE_SLEPT)
 
     def hold(self) -> None:
-        """What is queued on the current stream from now on runs once everything before the mark is done. The host goes on."""
+        """Make later work on the current stream wait for the mark, without blocking the host."""
         if self._event is not None:
             self._event.wait()
 
@@ -58,12 +57,12 @@ class MemoryUse:
     """A GPU's memory at one moment, in bytes."""
 
     total: int
-    free: int  # nobody holds it
-    reserved: int  # this process's tensors, and what its allocator keeps for the next ones
+    free: int
+    reserved: int  # by this process: its tensors, and what its allocator keeps for later ones
 
 
 class Device:
-    """One place to compute. `kind` is "cpu" or "cuda"; `index` is the GPU's number."""
+    """A CPU or one GPU. `kind` is "cpu" or "cuda"; `index` is the GPU's number."""
 
     def __init__(self, kind: str, index: int = 0) -> None:
         self.kind = kind
@@ -79,7 +78,7 @@ class Device:
         return torch.cuda.get_device_name(self.torch_device) if self.is_cuda else ""
 
     def describe(self, num_threads: int) -> str:
-        """In words, for people: "cpu (2 threads)"."""
+        """Describe the device for people, for example "cpu (2 threads)"."""
         if self.is_cuda:
             return f"{self.torch_device} ({self.chip})"
         return f"cpu ({num_threads} thread{'s' if num_threads != 1 else ''})"
@@ -92,25 +91,25 @@ class Device:
         return min(_host_available(), _group_available())
 
     def memory_total(self) -> int:
-        """Bytes there are in all."""
+        """Bytes of memory that the device has."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch_device)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def memory_use(self) -> MemoryUse:
-        """What is held now, once all queued work is done and the allocator has given back what no tensor needs."""
-        assert self.is_cuda, "a host's memory is nobody's in particular"
+        """Measure the GPU's memory after all queued work is done and the allocator has freed its unused blocks."""
+        assert self.is_cuda, "only a GPU's memory is measured"
         self.synchronize()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return MemoryUse(total, free, torch.cuda.memory_reserved(self.torch_device))
 
     def start_peak(self) -> None:
-        """Forget the peak of what was reserved: peak_reserved() counts from here."""
+        """Reset the peak that peak_reserved() returns."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def peak_reserved(self) -> int:
-        """The most bytes that were reserved at any moment since start_peak()."""
+        """Most bytes that were reserved at any moment since start_peak()."""
         self.synchronize()
         return torch.cuda.max_memory_reserved(self.torch_device)
 
@@ -123,7 +122,7 @@ class Device:
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Queue what follows beside the main stream, for copies to and from the host. On the CPU: in line."""
+        """Queue the block's work on a second stream, for copies to and from the host. On the CPU it runs in line."""
         if self._side_stream is None:
             yield
             return
@@ -131,30 +130,30 @@ class Device:
             yield
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Large and zero. On the CPU the kernel hands out zeroed memory page by page, when it is first written to:
-        nothing is filled at start, and what is never used is never taken."""
+        """Allocate a large zero-filled tensor. On the CPU the system hands out zeroed memory page by page on first write:
+        nothing is filled at start, and memory that is never used is never taken."""
         if self.is_cuda:
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
         num_bytes = math.prod(shape) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can copy from and to without waiting. Up to twice as much is taken: torch's
-        allocator rounds the size up to a power of two."""
+        """Allocate host memory for asynchronous copies from and to the device. It may take twice the size: torch's allocator
+        rounds up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.is_cuda)
 
     def release_pinned(self) -> None:
-        """Give back pinned memory that no tensor uses any more: its allocator would keep it for the next of that size."""
+        """Free pinned memory that no tensor uses any more; torch's allocator would keep it for later tensors."""
         if not self.is_cuda:
             return
-        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than the oldest torch we take
+        if hasattr(torch.accelerator, "empty_host_cache"):  # newer than the oldest torch that we support
             torch.accelerator.empty_host_cache()
         else:
             torch._C._host_emptyCache()
 
 
 def pick(name: str = "auto", index: int = 0) -> Device:
-    """The device of that name; auto: a GPU where there is one."""
+    """Return the device of that name; auto: a GPU if there is one."""
     has_gpu = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
@@ -173,7 +172,7 @@ def pick(name: str = "auto", index: int = 0) -> Device:
 
 
 def device_of(place: torch.device | str) -> Device:
-    """The device behind torch's name for it."""
+    """Return the Device for a torch device."""
     place = torch.device(place)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
@@ -187,12 +186,12 @@ def _host_available() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # Not Linux: physical memory is the nearest number that every system gives.
+    # Not Linux: physical memory is the closest number that every system reports.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _group_available() -> int:
-    """What the control group (a container's limit) leaves; without a limit, more than any machine has."""
+    """Bytes left under the control group's limit (a container's); without a limit, more than any machine has."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -209,7 +208,7 @@ def _group_available() -> int:
 
 
 def _group_file_cache(stat: Path) -> int:
-    """Bytes of a control group's use that are cached files, which the kernel gives back on demand."""
+    """Bytes of a control group's usage that are cached files, which the kernel reclaims on demand."""
     for line in stat.read_text().splitlines():
         key, _, value = line.partition(" ")
         if key in ("inactive_file", "total_inactive_file"):

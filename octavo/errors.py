@@ -1,25 +1,26 @@
-"""Every error Octavo raises, as one tree. `status` is the HTTP status that a server answers with.
+"""Every error Octavo raises, as one tree.
+`status` is the HTTP status that a server should respond with.
 
 OctavoError
 ├── RequestError            the caller can fix it; carries .param
 │   ├── InvalidRequest 400      a field is missing, of the wrong type or out of range
 │   ├── ContextTooLong 400      prompt (+ max_tokens) does not fit the context or the KV store
-│   ├── Unsupported 400         a field or value that Octavo knows of and does not offer
+│   ├── Unsupported 400         a known field or value that Octavo does not support
 │   ├── Unauthorized 401        missing or wrong API key
 │   ├── ModelNotFound 404       the model named in the request is not served here
-│   ├── NotFound 404            an object named by its id is not, or no longer, here
-│   ├── RequestTimeout 408      the request has not come whole in time
+│   ├── NotFound 404            an object named by its id does not exist, or no longer does
+│   ├── RequestTimeout 408      the request did not arrive completely in time
 │   ├── TooLarge 413            the request body is over the limit
-│   ├── Overloaded 429          refused at the door, or left the queue unserved; carries .retry_after
+│   ├── Overloaded 429          the queue is full, or the request left it unserved; carries .retry_after
 │   └── DeadlineExceeded 504     the request's own deadline_ms has passed
 ├── EngineError
-│   ├── RequestFailed 500       this request only
+│   ├── RequestFailed 500       this request failed; others continue
 │   ├── EngineUnavailable 503   starting or draining; carries .retry_after
 │   └── EngineDead 503          the engine process ended
-└── ConfigError             start-up: one line, what to change, exit 2, no traceback
+└── ConfigError             start-up: one line that says what to change, exit code 2, no traceback
 
-A RequestError that is about a field holds the field's path as data (`Field`), in its message too. Dialects of the HTTP API
-that spell the field differently rename the path, and the message is made from the renamed one.
+A RequestError about a field holds the field's path as data (`Field`), in its message too. Dialects of the HTTP API that spell the
+field differently rename the path, and the message is made from the renamed one.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,8 +100,8 @@ class OctavoError(Exception):
 
 
 class RequestError(OctavoError):
-    """The caller can fix it. `param` names the offending field in the request body: by default the first field that the
-    message refers to."""
+    """An error that the caller can fix. `param` names the offending field in the request body: by default the first field that
+    the message refers to."""
 
     status = 400
     type = "invalid_request_error"
@@ -128,18 +129,18 @@ class InvalidRequest(RequestError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or the prompt plus what was asked for, cannot fit."""
+    """The prompt, or the prompt plus max_tokens, does not fit."""
 
 
 class Unsupported(RequestError):
-    """A field or value that is known and not offered: never ignored in silence."""
+    """A known field or value that Octavo does not support. It is never ignored silently."""
 
 
 class Unauthorized(RequestError):
     """The API key is missing or wrong."""
 
     status = 401
-    challenge = "Bearer"  # the ways to show one that the answer offers, as HTTP names them
+    challenge = "Bearer"  # value of the WWW-Authenticate header
     type = "authentication_error"
 
 
@@ -151,14 +152,14 @@ class ModelNotFound(RequestError):
 
 
 class NotFound(RequestError):
-    """An object that the request names by its id is not, or no longer, here."""
+    """The object that the request names by id does not exist, or no longer does."""
 
     status = 404
     type = "not_found_error"
 
 
 class RequestTimeout(RequestError):
-    """The client does not send what it has announced."""
+    """The client did not send the announced request in time."""
 
     status = 408
 
@@ -170,7 +171,7 @@ class TooLarge(RequestError):
 
 
 class Overloaded(RequestError):
-    """Refused at the door because of the backlog."""
+    """The queue is full, or the request left it unserved."""
 
     status = 429
     type = "rate_limit_error"
@@ -181,18 +182,18 @@ class Overloaded(RequestError):
 
 
 class DeadlineExceeded(RequestError):
-    """The request's own deadline has passed before it was done."""
+    """The request's own deadline passed before it finished."""
 
     status = 504
     type = "timeout_error"
 
 
 class EngineError(OctavoError):
-    """The caller did nothing wrong."""
+    """An error on the server's side."""
 
 
 class RequestFailed(EngineError):
-    """This request failed; the others go on."""
+    """This request failed; the others continue."""
 
 
 class EngineUnavailable(EngineError):
@@ -206,7 +207,7 @@ class EngineUnavailable(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine process ended; what it was computing is lost to this process."""
+    """The engine process ended; the results of its current step are lost."""
 
     status = 503
 

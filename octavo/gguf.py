@@ -1,5 +1,4 @@
-"""The GGUF container: metadata and the directory of tensors, memory-mapped.
-Knows nothing of models, tokenizers, torch, or what the packed bytes mean."""
+"""The GGUF container: metadata and the tensor directory of a memory-mapped file. quants/ decodes the packed bytes."""
 
 import math
 import mmap
@@ -31,13 +30,13 @@ TYPES: dict[int, tuple[str, int, int]] = {
 class TensorEntry:
     name: str
     shape: tuple[int, ...]  # torch order: outermost first
-    type: str  # a name of TYPES
+    type: str  # a name in TYPES
     offset: int  # bytes from the start of the file
     num_bytes: int
 
 
 class GGUFFile:
-    """An open file. `metadata` maps keys to str, int, float, bool or lists of those; `tensors` maps names to entries."""
+    """An open GGUF file. `metadata` maps keys to str, int, float, bool or lists of those; `tensors` maps names to entries."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -45,7 +44,7 @@ class GGUFFile:
             with open(path, "rb") as file:
                 self.size = file.seek(0, 2)
                 if self.size < 24:
-                    raise ConfigError(f"{path} is no GGUF file: it has only {self.size} bytes")
+                    raise ConfigError(f"{path} is not a GGUF file: it has only {self.size} bytes")
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
@@ -63,7 +62,7 @@ class GGUFFile:
 
     def _read_header(self) -> None:
         if self._map[:4] != b"GGUF":
-            raise ConfigError(f"{self.path} is no GGUF file: it starts with {self._map[:4]!r}")
+            raise ConfigError(f"{self.path} is not a GGUF file: it starts with {self._map[:4]!r}")
         self._at = 4
         version, num_tensors, num_keys = self._scalar("<I"), self._scalar("<Q"), self._scalar("<Q")
         if version not in (2, 3):
@@ -99,7 +98,7 @@ class GGUFFile:
         if kind not in TYPES:
             raise ConfigError(f"{self.path}: tensor {name} has the unknown type {kind}")
         type_name, block, block_bytes = TYPES[kind]
-        # Blocks never cross a row; decoders reinterpret bytes in place, which needs the alignment the format promises.
+        # Blocks never cross a row. Decoders reinterpret bytes in place, which needs the alignment that the format promises.
         if 0 in shape or (shape[-1] if shape else 1) % block or offset % 8:
             raise ConfigError(
                 f"{self.path} is corrupt: tensor {name} ({type_name}, {shape}) is misplaced; fetch it again"
@@ -146,7 +145,7 @@ class GGUFFile:
         return self._strings(1)[0]
 
     def _strings(self, count: int) -> list[str]:
-        # A vocabulary is 100,000 of these and every process reads it: one tight loop halves the time of opening a file.
+        # A vocabulary has 100,000 strings, and every process reads it: one tight loop halves the time to open a file.
         unpack, data, at, end = struct.Struct("<Q").unpack_from, self._map, self._at, self.size
         strings = []
         for _ in range(count):

@@ -1,5 +1,5 @@
-"""What every `auto` of the configuration becomes for one model on one kind of device: resolve().
-Knows nothing of argparse, files or measurements; memory may still shorten what it gives."""
+"""resolve(): the value of every `auto` in the configuration, for one model on one kind of device.
+Nothing is measured here: the context may still be shortened when memory is."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,11 +10,13 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every `auto` became. max_model_len may still shrink when memory is measured and it was auto."""
+    """The resolved values. If max_model_len was `auto`, it may still shrink when memory is measured."""
 
     dtype: str
-    keeps_packed: bool  # weights that come packed stay so, where there are kernels that multiply them
-    decodes_packed: bool  # … in float32, as if they had been decoded
+    keeps_packed: (
+        bool  # weights that are packed in the checkpoint stay packed if there are kernels that multiply by them
+    )
+    decodes_packed: bool  # … and the kernels decode them to float32 as they multiply
     max_model_len: int
     max_model_len_is_auto: bool
     max_num_seqs: int
@@ -25,12 +27,12 @@ class Limits:
 def resolve(
     config: Config, *, device: str, stored_dtype: str, context_len: int, num_cores: int, longest_len: int = 0
 ) -> Limits:
-    """`device` is "cpu" or "cuda"; `stored_dtype` is what the checkpoint holds ("float32", "bfloat16", "float16").
-    `longest_len`: a context that the model allows for where it is asked for, beyond its own."""
+    """Resolve the limits. `device` is "cpu" or "cuda"; `stored_dtype` is the checkpoint's dtype ("float32", "bfloat16" or
+    "float16"). `longest_len`: a context beyond the model's own that --max-model-len may ask for; 0: none."""
     on_cpu = device == "cpu"
     wanted = config.model.max_model_len
     if isinstance(wanted, int) and wanted > max(context_len, longest_len):
-        stretched = f", which can be stretched to {longest_len}" if longest_len > context_len else ""
+        stretched = f", which can be extended to {longest_len}" if longest_len > context_len else ""
         raise ConfigError(
             f"--max-model-len {wanted} is beyond the model's context of {context_len}{stretched}; lower it"
         )
@@ -40,8 +42,8 @@ def resolve(
     return Limits(
         # 16-bit arithmetic is emulated, and slower than float32, on most CPUs.
         dtype=_or_text(config.model.dtype, "float32" if on_cpu else stored_dtype),
-        # A person who names a type wants its arithmetic; only who leaves both open gets what rounds activations, too. A CPU's
-        # kernels need no more than the packed weights to give float32's very bits.
+        # A named dtype asks for that arithmetic; kernels that also round activations are used only if both dtype and
+        # quantization are auto. With --dtype float32 the CPU kernels compute from packed weights with float32's exact bits.
         keeps_packed=config.model.quantization == AUTO and (config.model.dtype == AUTO or is_exact),
         decodes_packed=config.model.quantization == AUTO and is_exact,
         max_model_len=or_else(wanted, context_len),
@@ -53,7 +55,7 @@ def resolve(
 
 
 def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
-    """For a model that computes a prompt in one step: no prompt is longer than a step."""
+    """Adjust the limits for a model that computes a prompt in one step: no prompt may be longer than a step."""
     longest, tokens = limits.max_model_len, limits.max_num_batched_tokens
     if longest <= tokens:
         return limits
@@ -63,7 +65,7 @@ def hold_whole_prompts(limits: Limits, config: Config) -> Limits:
         return dataclasses.replace(limits, max_model_len=tokens)
     raise ConfigError(
         f"--max-model-len {longest} is beyond --max-num-batched-tokens {tokens}, and this model computes a prompt in one step: "
-        "raise the one or lower the other"
+        "lower the first or raise the second"
     )
 
 

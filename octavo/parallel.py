@@ -1,5 +1,4 @@
-"""Group: the ranks that share every layer, and what they say to each other.
-Knows nothing of layers or models: only tensors to add up or to join."""
+"""Group: the tensor-parallel ranks and their collectives."""
 
 from datetime import timedelta
 
@@ -12,7 +11,8 @@ _TIMEOUT = timedelta(minutes=10)
 
 
 class Group:
-    """`size` ranks; this process is number `rank`. Every rank makes the same calls in the same order."""
+    """A group of `size` ranks; this process is number `rank`. Every rank makes the same calls in the same order.
+    `in_order`: add up in rank order, so that the sum does not depend on the tensor's size."""
 
     def __init__(
         self, rank: int, size: int, process_group: dist.ProcessGroup | None = None, in_order: bool = False
@@ -22,15 +22,15 @@ class Group:
         self.rank = rank
         self.size = size
         self._process_group = process_group
-        self._in_order = in_order and size > 2  # of two numbers the sum is the same both ways
+        self._in_order = in_order and size > 2  # the sum of two numbers is the same in both orders
 
     @classmethod
     def single(cls) -> "Group":
         return cls(0, 1)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place. In order: rank by rank, where a ring would begin with another rank in each of its
-        pieces, and cut those by the size of the whole."""
+        """Sum over the ranks, in place. With `in_order` the parts are added rank by rank; a ring would begin with a different
+        rank in each of its pieces, and the pieces depend on the tensor's size."""
         if self._in_order:
             parts = self._gather(tensor)
             total = parts[0].float()
@@ -42,7 +42,7 @@ class Group:
         return tensor
 
     def all_gather_last(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Every rank's tensor, joined along the last dimension in rank order."""
+        """Concatenate every rank's tensor along the last dimension, in rank order."""
         if self.size == 1:
             return tensor
         return torch.cat(self._gather(tensor), dim=-1)
@@ -64,8 +64,8 @@ class Group:
 
 
 def init_group(rank: int, size: int, address: str, device: torch.device, is_deterministic: bool = False) -> Group:
-    """Join the ranks that meet at `address` ("tcp://127.0.0.1:29500" or "file:///…"): gloo on the CPU, NCCL on GPUs.
-    `is_deterministic`: what ranks add up does not depend on how much they add up at once; always so on the CPU."""
+    """Join the ranks at the rendezvous `address` ("tcp://127.0.0.1:29500" or "file:///…"): gloo on the CPU, NCCL on GPUs.
+    `is_deterministic`: a sum does not depend on how much is summed at once; always so on the CPU."""
     if size == 1:
         return Group.single()
     backend = "nccl" if device.type == "cuda" else "gloo"

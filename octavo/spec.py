@@ -1,5 +1,4 @@
-"""ModelSpec: what the rest of the house must know of a model, as plain integers.
-Knows nothing of any family, file format or device."""
+"""ModelSpec: the sizes and properties of a model that other packages need, whatever its family or file format."""
 
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ _MOST_LAYERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    family: str  # the file in models/ that runs it
+    family: str  # the module in models/ that implements it
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -19,72 +18,73 @@ class ModelSpec:
     intermediate_size: int
     vocab_size: int
     context_len: int  # positions the model was trained for
-    longest_len: int = 0  # positions it can be stretched to where that is asked for; 0: no more than context_len
-    windows: tuple[
-        int, ...
-    ] = ()  # each layer's: it sees its own position and the window − 1 before it; 0, or empty: all
-    has_softcap: bool = False  # some layer bounds its scores
-    is_encoder: bool = (
-        False  # every token sees every other of its prompt, nothing is kept for later, and there is no head
-    )
-    has_sinks: bool = False  # some layer's heads have a share of the softmax that goes to no token
+    longest_len: int = 0  # positions that rope scaling can extend it to on request; 0: no more than context_len
+    # Attention window of each layer: a token sees its own position and the window − 1 before it. 0, or an empty tuple: all.
+    windows: tuple[int, ...] = ()
+    has_softcap: bool = False  # some layer soft-caps its attention scores
+    # Every token sees every other token of its prompt, no KV is kept between steps, and there is no LM head.
+    is_encoder: bool = False
+    has_sinks: bool = False  # some layer has attention sinks: a share of the softmax that goes to no token
 
     def __post_init__(self) -> None:
-        # A damaged or hostile configuration would have layers built until memory ends.
+        # A damaged or hostile configuration could otherwise make us build layers until memory runs out.
         if self.num_layers > _MOST_LAYERS:
             raise ConfigError(
-                f"the model has {self.num_layers} layers: more than {_MOST_LAYERS} are taken for a mistake"
+                f"the model has {self.num_layers} layers, and at most {_MOST_LAYERS} are supported: check its configuration"
             )
 
     @property
     def has_window(self) -> bool:
-        """Some layer sees only the latest positions."""
+        """Whether some layer has an attention window."""
         return any(self.windows)
 
     def rank_kv_heads(self, tensor_parallel: int) -> int:
-        """KV heads that one rank holds. A single one, as of a model whose heads share it, is whole on every rank."""
+        """KV heads that one rank holds. A single KV head (multi-query attention) is replicated on every rank."""
         return max(1, self.num_kv_heads // tensor_parallel)
 
     def kv_bytes_per_token(self, element_bytes: int, tensor_parallel: int = 1) -> int:
-        """Bytes one token's keys and values take on one rank, over all layers."""
+        """Bytes of one token's keys and values on one rank, over all layers."""
         heads = self.rank_kv_heads(tensor_parallel)
         return 2 * self.num_layers * heads * self.head_size * element_bytes
 
     def page_layout(self, max_model_len: int) -> "PageLayout":
-        """How its layers share pages, when no sequence is longer than that."""
+        """How the model's layers share pages if no sequence is longer than `max_model_len`."""
         return PageLayout.of(self.windows or (0,) * self.num_layers, max_model_len)
 
 
-_MAX_GROUPS = 8  # page tables a sequence: each costs the host some time when a page is full
-_MAX_PADDING = 1 / 8  # of a kind's bytes: places in its pages that none of its layers fills
+_MAX_GROUPS = 8  # page tables per sequence: each costs host time whenever a page fills up
+_MAX_PADDING = 1 / 8  # share of a kind's bytes that may be places in pages that no layer of it fills
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Which layers share a page table. Layers that see equally far back are of one kind; a kind's layers are cut into
-    groups of at most `num_places`, so that a page, which holds some tokens of one group's layers, is of the same size in
-    all groups, and any group can have any page."""
+    """Which layers share a page table. Layers with the same window are of one kind. Each kind is cut into groups of at most
+    `num_places` layers. A page holds the tokens of one group's layers, so pages have the same size in all groups, and any
+    group can use any page."""
 
-    windows: tuple[int, ...]  # of each group; 0: it keeps everything
-    group_of: tuple[int, ...]  # each layer's group
-    place_of: tuple[int, ...]  # each layer's place in its group's pages
+    windows: tuple[int, ...]  # window of each group; 0: it keeps all its pages
+    group_of: tuple[int, ...]  # group of each layer
+    place_of: tuple[int, ...]  # place of each layer in its group's pages
     num_places: int
-    why: str = ""  # where layers have windows and yet keep everything: in words
+    why: str = ""  # why all pages are kept although layers have windows, for the start-up report
 
     @classmethod
     def of(cls, windows: tuple[int, ...], max_model_len: int) -> "PageLayout":
-        """`windows`: of each layer. One that is longer than any sequence is none."""
+        """Choose the groups. `windows`: one per layer; a window at least as long as the longest sequence counts as none."""
         windows = tuple(window if window < max_model_len else 0 for window in windows)
         kinds = {window: windows.count(window) for window in sorted(set(windows))}
         fitting = [n for n in range(1, len(windows) + 1) if _is_fitting(list(kinds.values()), n)]
         if not fitting:
             seen = [f"{n} {'sees' if n == 1 else 'see'} {f'{w} tokens' if w else 'all'}" for w, n in kinds.items()]
-            why = f"its layers keep all their KV pages: of {len(windows)}, {' and '.join(seen)}: no few groups of one size"
+            why = (
+                f"all layers keep all their KV pages: of {len(windows)} layers, {' and '.join(seen)}, which does not divide "
+                "into few groups of equal size"
+            )
             return cls((0,), (0,) * len(windows), tuple(range(len(windows))), len(windows), why)
         num_places = min(fitting, key=lambda n: (sum(-(-count // n) for count in kinds.values()), n))
-        groups: list[int] = []  # windows
-        so_far = dict.fromkeys(kinds, 0)  # layers of each kind
-        base: dict[int, int] = {}  # each kind's first group
+        groups: list[int] = []  # window of each group
+        so_far = dict.fromkeys(kinds, 0)  # layers placed, by kind
+        base: dict[int, int] = {}  # first group of each kind
         for window, count in kinds.items():
             base[window] = len(groups)
             groups += [window] * -(-count // num_places)
@@ -98,7 +98,7 @@ class PageLayout:
 
 
 def _is_fitting(counts: list[int], num_places: int) -> bool:
-    """Whether kinds of so many layers fill groups of `num_places` well, and few of them."""
+    """Whether kinds with these layer counts make few groups of `num_places`, with little padding."""
     groups = [-(-count // num_places) for count in counts]
     paddings = [group * num_places / count - 1 for group, count in zip(groups, counts, strict=True)]
     return max(paddings) <= _MAX_PADDING and sum(groups) <= _MAX_GROUPS

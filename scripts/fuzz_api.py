@@ -1,8 +1,8 @@
 """Schemathesis against a real server on a tiny model: this server's own OpenAPI document, and any other that it should fit.
-Knows nothing of any endpoint. `make fuzz-api` runs it; schemathesis lives in a virtual environment of its own.
+`make fuzz-api` runs it; schemathesis has its own virtual environment.
 
-What is looked for: answers with a status of 500 or more, statuses and content types that no document names, and bodies, those of
-errors included, that are not what the document says."""
+It finds answers with a status of 500 or more, statuses and content types that the document does not name, and bodies, including
+those of errors, that do not match the document."""
 
 import argparse
 import json
@@ -28,9 +28,9 @@ CHECKS = (
 SETTINGS = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", "504"]
-"""  # 504: the deadline_ms that the request itself set has passed; nothing else is answered so
+"""  # 504: only if the request's own deadline_ms has passed
 FOREIGN_CHECKS = ("not_a_server_error", "response_schema_conformance")
-"""Of another server's document: it does not say what our errors are."""
+"""Checks for another server's document, which does not describe our errors."""
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -50,7 +50,7 @@ NAME = "tiny"
 
 @contextmanager
 def tiny_server(*flags: str) -> Iterator[Server]:
-    """Random weights, a vocabulary of bytes, a context of 96 tokens: an answer takes milliseconds."""
+    """A server with random weights, a vocabulary of bytes and a context of 96 tokens: an answer takes milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         write_byte_tokenizer(Path(folder))
@@ -60,8 +60,8 @@ def tiny_server(*flags: str) -> Iterator[Server]:
 
 
 def with_our_model(document: dict[str, Any]) -> dict[str, Any]:
-    """Another server's document as ours can fit it. Requests name our model: every other name is a 404, and would hide the rest of
-    what is asked. An `embedding` may be a string. Nothing else is changed."""
+    """Adapt another server's document to ours. Requests name our model: any other name is a 404 and would hide the other checks.
+    An `embedding` may be a string. Nothing else is changed."""
 
     def walk(value: Any) -> Any:
         match value:
@@ -73,7 +73,7 @@ def with_our_model(document: dict[str, Any]) -> dict[str, Any]:
                 if "model" in properties and {"messages", "prompt", "input"} & properties.keys():
                     properties["model"] = {"enum": [NAME]}
                 if {"embedding", "index"} <= properties.keys():
-                    # OpenAI's servers write base64 as a string, and its clients read it; its document forgets to say so.
+                    # OpenAI's servers write base64 as a string, and its clients read it, but its document omits that.
                     properties["embedding"] = {"anyOf": [properties["embedding"], {"type": "string"}]}
                 return changed
             case list():
@@ -84,7 +84,7 @@ def with_our_model(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def endless(document: dict[str, Any]) -> list[str]:
-    """Feeds that whoever asks gets for as long as they listen: whoever waits for their end waits for ever."""
+    """Paths of event streams that never end: a test that waits for their end would hang."""
     gets = {path: methods["get"] for path, methods in document["paths"].items() if "get" in methods and "{" not in path}
     return [path for path, get in gets.items() if "text/event-stream" in get["responses"]["200"].get("content", {})]
 
@@ -105,11 +105,13 @@ def fuzz(command: str, path: Path, base: str, checks: tuple[str, ...], arguments
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schemathesis", default="schemathesis", help="the command")
-    parser.add_argument("--document", action="append", default=[], help="another document; its paths come after /v1")
-    parser.add_argument("--max-examples", type=int, default=300, help="of each operation, in the fuzzing phase")
+    parser.add_argument("--schemathesis", default="schemathesis", help="the schemathesis command")
+    parser.add_argument(
+        "--document", action="append", default=[], help="another OpenAPI document; its paths are below /v1"
+    )
+    parser.add_argument("--max-examples", type=int, default=300, help="examples per operation in the fuzzing phase")
     parser.add_argument("--seed", type=int, default=1)
-    # Two would be quicker, but Python 3.11's ast.parse, by which hypothesis describes its lambdas, stumbles over other threads.
+    # Two would be faster, but Python 3.11's ast.parse, which hypothesis uses to describe lambdas, fails beside other threads.
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--skip-own", action="store_true")
     arguments = parser.parse_args()
@@ -126,7 +128,7 @@ def main() -> int:
         status, text = server.get("/health")
         assert status == 200, text
         state = server.wait_until_idle()
-    print(f"left running, waiting, pages in use: {state}; warnings in the server's log:")
+    print(f"still running, waiting, pages in use: {state}; warnings in the server's log:")
     print("\n".join(sorted({line for line in server.lines if "WARNING" in line or "ERROR" in line})[:20]))
     return max(codes)
 

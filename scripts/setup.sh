@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes a virtual environment and installs Octavo into it, editable. Usage: setup.sh FOLDER WHAT ('.' or '.[test]').
-# Knows nothing of what is installed: pyproject.toml does. Environment: PYTHON, PIP_ARGS.
+# pyproject.toml says what is installed. Environment: PYTHON, PIP_ARGS.
 set -uo pipefail
 
 venv=$1 what=$2
@@ -16,7 +16,7 @@ find_python() {
         if is_supported "$name"; then echo "$name"; return; fi
     done
     name=${PYTHON:-python3}
-    fail "Python 3.11, 3.12 or 3.13 is needed and $name is $("$name" --version 2>&1 | tail -1); install one, or name it: make PYTHON=/path/to/python3.12"
+    fail "Python 3.11, 3.12 or 3.13 is needed, but $name is $("$name" --version 2>&1 | tail -1); install one, or name it: make PYTHON=/path/to/python3.12"
 }
 
 make_venv() {
@@ -24,20 +24,20 @@ make_venv() {
     python=$(find_python) || exit 2
     say "creating $venv with $("$python" --version)"
     if log=$("$python" -m venv --clear "$venv" 2>&1); then return; fi
-    # Debian keeps ensurepip in a package of its own; where pip itself is there, it can install itself into the environment.
+    # Debian has ensurepip in a separate package; an installed pip can install itself into the environment.
     if log=$("$python" -m venv --clear --without-pip "$venv" 2>&1 && "$python" -m pip --python "$venv/bin/python" install pip 2>&1); then return; fi
     rm -rf "$venv"
     if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-        fail "neither pip nor Python's ensurepip is there: sudo apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+        fail "neither pip nor Python's ensurepip is installed: sudo apt install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     fi
     fail "cannot create $venv: $(tail -1 <<<"$log")"
 }
 
-# pip's own output goes to a log; on a terminal one line shows where it is.
+# pip's output goes to a log; on a terminal one line shows its progress.
 install() {
     local log=$venv/install.log show='1 == 0'
     [ -t 2 ] && show='/^ *(Collecting|Downloading|Building|Installing)/'
-    # A plain path entry (compat): the default finder loses against a folder named octavo beside the caller's script.
+    # A plain path entry (compat): the default import hook loses to a folder named octavo next to the caller's script.
     # shellcheck disable=SC2086  # PIP_ARGS is a list of words
     "$venv/bin/python" -m pip install --disable-pip-version-check ${PIP_ARGS:-} \
         --config-settings editable_mode=compat --editable "$what" 2>&1 \
@@ -46,7 +46,7 @@ install() {
     [ -t 2 ] && printf '\r\033[K' >&2
     if [ "$code" -ne 0 ]; then
         grep -iE '^ *error' "$log" | head -5 >&2
-        fail "pip could not install Octavo; the whole story is in $log"
+        fail "pip could not install Octavo; see $log"
     fi
 }
 
@@ -58,6 +58,6 @@ if "$venv/bin/python" -c 'import torch' 2>/dev/null; then
 else
     say "installing Octavo and what it needs into $venv (this takes minutes: torch is large)"
 fi
-# Before pip, which finds it made: pip would keep to itself how far this is, and why where it cannot be.
+# Built before pip runs, which then finds it built: pip would hide the progress and the errors of the build.
 "$venv/bin/python" -P octavo/kernels/cpu/build.py
 install

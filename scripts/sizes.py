@@ -1,5 +1,4 @@
-"""Prints the ten largest files and functions of octavo/, so that growth is seen while it is still small.
-Knows nothing of limits: it reports, a person judges."""
+"""Prints the ten largest files and functions of octavo/, so that growth is seen early. It sets no limits: a reader judges."""
 
 import ast
 from pathlib import Path

@@ -105,7 +105,7 @@ def test_what_is_no_gguf_file_is_named_as_such(tmp_path: Path) -> None:
     path.write_bytes(b"")
     assert "0 bytes" in refusal(path)
     path.write_bytes(b"PK\x03\x04" + bytes(60))
-    assert "no GGUF file" in refusal(path)
+    assert "not a GGUF file" in refusal(path)
     write_gguf(path, METADATA, TENSORS, version=1)
     assert "version 1" in refusal(path)
 

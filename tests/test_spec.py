@@ -34,7 +34,8 @@ def test_layers_that_make_no_few_groups_keep_everything() -> None:
     assert (layout.windows, layout.num_places) == ((0,), 28)
     assert (
         layout.why
-        == "its layers keep all their KV pages: of 28, 27 see all and 1 sees 512 tokens: no few groups of one size"
+        == "all layers keep all their KV pages: of 28 layers, 27 see all and 1 sees 512 tokens, which does not divide "
+        "into few groups of equal size"
     )
 
 

@@ -1,12 +1,11 @@
-"""What a request's end by an error becomes: an exception of the house's tree.
-Knows nothing of who raises it."""
+"""Converts a Finish with reason "error" into an exception of octavo.errors."""
 
 from octavo.errors import DeadlineExceeded, OctavoError, Overloaded, RequestFailed
 from octavo.messages import Finish
 
 
 def failure_of(finish: Finish) -> OctavoError:
-    message = finish.message or "the engine could not go on with this request"
+    message = finish.message or "the engine could not continue this request"
     match finish.cause:
         case "overload":
             return Overloaded(message, finish.retry_after)

@@ -1,5 +1,4 @@
-"""What a beam search and `best_of` take beyond one answer: checked at the door, and the best of several chosen at the end.
-Knows nothing of HTTP, of text, or of how a step is planned."""
+"""Beam search and `best_of`: checks at admission that their sequences fit, and chooses the best ones at the end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,8 +14,8 @@ from octavo.messages import EngineReport, Logprobs, SamplingParams
 def resolve_search(
     params: SamplingParams, prompt_len: int, room: int, num_stop_ids: int, report: EngineReport
 ) -> SamplingParams:
-    """What the engine is asked. `room`: the most tokens that an answer can have. best_of without beams is n samples whose
-    logprobs are known, of which the caller takes the best."""
+    """Return the parameters to send to the engine. `room`: the most tokens that an answer can have. best_of without beams becomes
+    n samples with logprobs, from which the caller takes the best (`likeliest`)."""
     name = "n" if params.best_of is None else "best_of"
     width = params.num_sequences
     if width > report.max_num_seqs:
@@ -27,7 +26,8 @@ def resolve_search(
         return msgspec.structs.replace(params, n=width, best_of=None, logprobs=params.logprobs or 0)
     if params.num_candidates(num_stop_ids) > report.vocab_size:
         raise InvalidRequest(
-            f"{name} = {width} beams need more continuations than the {report.vocab_size} tokens there are", param=name
+            f"{name} = {width} beams need more candidates than the vocabulary has tokens ({report.vocab_size})",
+            param=name,
         )
 
     def pages(max_tokens: int) -> int:
@@ -39,15 +39,15 @@ def resolve_search(
         max_tokens = _most(room, lambda wanted: pages(wanted) <= report.num_pages)
     if not max_tokens or pages(max_tokens) > report.num_pages:
         raise InvalidRequest(
-            f"{width} beams of {prompt_len} + {max_tokens or 1} tokens can take {pages(max_tokens or 1)} KV pages, there are "
-            f"{report.num_pages}: lower {name} or max_tokens",
+            f"{width} beams of {prompt_len} + {max_tokens or 1} tokens can take {pages(max_tokens or 1)} KV pages, but there "
+            f"are only {report.num_pages}: lower {name} or max_tokens",
             param=name,
         )
     return msgspec.structs.replace(params, max_tokens=max_tokens, temperature=0.0)
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, by halving; 0: none does."""
+    """Find the largest number up to `limit` that fits, by bisection. 0: none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -59,19 +59,19 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 
 
 class Choice(Protocol):
-    """A dataclass."""
+    """A dataclass with the fields that `likeliest` reads."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     index: int
-    logprobs: list[Logprobs]  # of each token
+    logprobs: list[Logprobs]  # one entry per token
 
 
 Some = TypeVar("Some", bound=Choice)
 
 
 def likeliest(choices: Sequence[Some], count: int, first_index: int = 0) -> list[Some]:
-    """Those with the highest logprob per token, the best first, as OpenAI's best_of has it, and numbered so. Of equals the
-    first."""
+    """Return the `count` choices with the highest mean logprob per token, best first, renumbered, as OpenAI's best_of does. Ties
+    keep their order."""
     means = [sum(entry.logprobs[0] for entry in choice.logprobs) / max(1, len(choice.logprobs)) for choice in choices]
     best = sorted(range(len(choices)), key=lambda at: -means[at])[:count]
     return [replace(choices[at], index=first_index + place) for place, at in enumerate(best)]

@@ -1,5 +1,5 @@
-"""The door: turns token ids and sampling wishes into a GenerateRequest that is valid by construction, or refuses with the numbers.
-Knows nothing of HTTP or text; servers and the offline API pass through the same door."""
+"""Validation: turns token ids and sampling parameters into a GenerateRequest that is valid by construction, or raises an error
+that names the numbers. The server and the offline API use the same functions."""
 
 import secrets
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def admit(
     arrived: float = 0.0,
     priority: int = 0,
 ) -> GenerateRequest:
-    """`field` and `max_tokens_field`: the caller's fields, for errors. best_of choices are made as so many, of which the
-    caller takes the likeliest."""
+    """Validate a generation request. `field` and `max_tokens_field` are the caller's fields in errors. best_of is resolved to n
+    samples, from which the caller takes the likeliest."""
     if not report.can_generate:
         raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=field)
     check_prompt(prompt_ids, report, field)
@@ -50,9 +50,9 @@ def admit(
                 f"logit_bias has the token id {token}; token ids go from 0 to {report.vocab_size - 1}",
                 param=f"logit_bias.{token}",
             )
-    assert len(params.bad_word_ids) >= len(params.bad_words), "made tokens by whoever has a tokenizer"
-    assert params.grammar or not params.structured_outputs, "made a grammar by whoever has a tokenizer"
-    # Where a grammar comes to its end so does the answer, whatever it is told to ignore.
+    assert len(params.bad_word_ids) >= len(params.bad_words), "the caller tokenizes bad_words"
+    assert params.grammar or not params.structured_outputs, "the caller makes the grammar"
+    # An answer ends where its grammar ends, even with ignore_eos.
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
     stop_ids = list(dict.fromkeys(stop_ids))
@@ -61,7 +61,7 @@ def admit(
         params,
         max_tokens=params.max_tokens or room,
         seed=secrets.randbits(63) if params.seed is None else params.seed,
-        structured_outputs=None,  # its grammar says the same, and it alone travels on
+        structured_outputs=None,  # only the grammar made from it is sent to the engine
     )
     return GenerateRequest(request_id, prompt_ids, resolved, stop_ids, arrived=arrived, priority=priority)
 
@@ -83,11 +83,12 @@ def choose_pooling(
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> PoolingParams:
-    """What was asked for, else what the model's makers advise, else the mean over an encoder's tokens or a decoder's last one."""
+    """Resolve the pooling: the request's choice, else the model's own configuration, else an encoder's mean or a decoder's last
+    token."""
     if kind is None and pooling_config.unsupported:
         raise Unsupported(
-            f"this model's embeddings go through {pooling_config.unsupported}, which is not offered: name a pooling, one of "
-            f"{', '.join(get_args(Pooling))}, to have its hidden states",
+            f"this model's embeddings need {pooling_config.unsupported}, which is not supported: set pooling to one of "
+            f"{', '.join(get_args(Pooling))} to get its hidden states",
             param="pooling",
         )
     if kind is not None and kind not in get_args(Pooling):
@@ -105,7 +106,7 @@ def choose_pooling(
 
 
 def longest_embedding(pooling: PoolingParams, pooling_config: PoolingConfig, report: EngineReport) -> int:
-    """Tokens of the longest prompt that becomes a vector here."""
+    """Number of tokens of the longest prompt that can be embedded."""
     limits = [report.max_model_len, pooling_config.max_len or report.max_model_len]
     if _is_whole(pooling, report):
         limits.append(report.max_num_batched_tokens)
@@ -129,8 +130,8 @@ def admit_embedding(
     longest = longest_embedding(pooling, pooling_config, report)
     if len(prompt_ids) > longest:
         others = min(report.max_model_len, pooling_config.max_len or report.max_model_len)
-        hint = "; --max-num-batched-tokens sets that, or pool by last" if longest < others else ""
-        raise ContextTooLong(field + f" has {len(prompt_ids)} tokens; at most {longest} are embedded{hint}")
+        hint = "; raise --max-num-batched-tokens, or use pooling last" if longest < others else ""
+        raise ContextTooLong(field + f" has {len(prompt_ids)} tokens; at most {longest} can be embedded{hint}")
     check_ids(prompt_ids, report, field)
     params = SamplingParams(max_tokens=1, seed=0)
     is_whole = _is_whole(pooling, report)
@@ -147,7 +148,8 @@ def admit_embedding(
 
 
 def cut_to(truncate: int | None, longest: int) -> int | None:
-    """Tokens that a prompt is cut to; None: it is not. `truncate`: as the caller said, -1: to the longest that there can be."""
+    """Number of tokens to which a prompt is truncated; None: not at all. `truncate`: the caller's value; -1: the longest
+    possible."""
     if truncate is None:
         return None
     if type(truncate) is not int or (truncate != -1 and not 1 <= truncate <= longest):
@@ -159,6 +161,7 @@ def cut_to(truncate: int | None, longest: int) -> int | None:
 
 
 def _is_whole(pooling: PoolingParams, report: EngineReport) -> bool:
+    """Whether the whole prompt must be computed in one step, nothing of it from the prefix cache."""
     return not report.can_generate or pooling.kind != "last"
 
 
@@ -167,7 +170,7 @@ def check_prompt(prompt_ids: list[int], report: EngineReport, field: Field) -> N
         raise InvalidRequest(field + " is empty: at least one token is needed")
     if len(prompt_ids) >= report.max_model_len:
         raise ContextTooLong(
-            field + f" has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, the answer included"
+            field + f" has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, including the answer"
         )
     check_ids(prompt_ids, report, field)
 

@@ -1,5 +1,4 @@
-"""⑥ Page bookkeeping: who owns which KV page.
-Knows nothing of tensors: pages are integers."""
+"""Bookkeeping of KV pages: which sequences own which page. Pages are integers; the tensors are the worker's."""
 
 from octavo.cache.audit import audit
 from octavo.cache.kv_cache import Admission, Growth, KVCache, PageTable, Transfer

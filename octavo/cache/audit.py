@@ -1,5 +1,5 @@
-"""The books of the pages, checked: every page is owned, cached or blank, by exactly as many as hold it. Costs a walk over all pages.
-Knows nothing of who asks, and changes nothing."""
+"""Consistency check of the page bookkeeping: every page is in exactly one state, and its reference count matches its holders.
+Read-only; it costs a walk over all pages."""
 
 from collections import Counter
 
@@ -9,7 +9,8 @@ _MOST_NAMED = 4
 
 
 def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
-    """What is wrong, in words. Empty: every page is accounted for. `is_idle`: no sequence is alive, so none may hold a page."""
+    """Return a description of every fault; empty: all pages are accounted for. `is_idle`: no sequence is alive, so none may
+    hold a page."""
     pool = cache.pool
     holders = Counter(page for tables in cache.tables.values() for table in tables for page in table.pages)
     blank, cached, owned = Counter(pool.blank), set(pool.cached), {page for page, refs in enumerate(pool.refs) if refs}
@@ -18,23 +19,26 @@ def audit(cache: KVCache, is_idle: bool = False) -> list[str]:
     pages = range(pool.num_pages)
     found = [
         (
-            "blank, cached and owned pages are not all there are",
+            "blank, cached and owned pages do not add up to all pages",
             len(blank) + len(cached) + len(owned) != pool.num_pages,
         ),
-        ("in two states", [page for page in pages if (page in blank) + (page in cached) + (page in owned) != 1]),
-        ("blank more than once", [page for page, count in blank.items() if count > 1]),
-        ("references do not add up", [page for page in pages if pool.refs[page] != holders[page]]),
+        (
+            "not in exactly one state",
+            [page for page in pages if (page in blank) + (page in cached) + (page in owned) != 1],
+        ),
+        ("listed as blank more than once", [page for page, count in blank.items() if count > 1]),
+        ("with a wrong reference count", [page for page in pages if pool.refs[page] != holders[page]]),
         ("cached without a key", [page for page in cached if pool.keys[page] is None]),
         ("blank with a key", [page for page in blank if pool.keys[page] is not None]),
         ("not found under their key", [page for key, page in pool.index.items() if pool.keys[page] != key]),
-        ("host pages not accounted for", [page for page in range(cache.num_host_pages) if on_host[page] != 1]),
+        ("of the swap space not accounted for", [page for page in range(cache.num_host_pages) if on_host[page] != 1]),
         ("held when nothing runs", sorted(owned) if is_idle else []),
-        ("on the host when nothing runs", cache.host_tables and is_idle),
+        ("sequences are swapped out when nothing runs", cache.host_tables and is_idle),
     ]
-    return [_told(what, which) for what, which in found if which]
+    return [_describe(what, which) for what, which in found if which]
 
 
-def _told(what: str, which: object) -> str:
+def _describe(what: str, which: object) -> str:
     if not isinstance(which, list):
         return what
     names = ", ".join(map(str, which[:_MOST_NAMED]))

@@ -1,9 +1,10 @@
-"""KVCache: which pages hold which sequence's tokens. Every verb succeeds whole or changes nothing and says so.
-Knows nothing of tensors, clocks, rows or scheduling; sequences are integers.
+"""KVCache: which pages hold which sequence's tokens. Every operation either succeeds completely or changes nothing and returns
+None. Sequences are integers.
 
-Layers that see equally far back form a group (large ones several), and a sequence has a page table for each group. All
-groups take their pages from one pool: a page holds the tokens of one group's layers, and is of the same size in all. A
-group with a window lets go of pages that no later token sees; a prefix serves it if the last window of it is there."""
+Layers with the same attention window form one or more groups (spec.PageLayout), and a sequence has a page table in each
+group. All groups take pages from one pool: a page holds the tokens of one group's layers, and has the same size in all
+groups. A group with a window frees pages that no later token sees. A cached prefix can serve such a group if the pages of
+its last window are there."""
 
 from array import array
 from hashlib import blake2b
@@ -16,18 +17,18 @@ ROOT = b""  # key of the empty prefix
 
 
 class Admission(NamedTuple):
-    """Room for a sequence was found."""
+    """Pages for an admitted sequence."""
 
-    num_cached: int  # leading tokens whose keys and values are already there
-    pages: list[list[int]]  # its page table in each group; 0 where a window has passed
+    num_cached: int  # leading tokens whose keys and values the prefix cache has
+    pages: list[list[int]]  # its page table in each group; 0 for entries that are out of the window
 
 
 class Growth(NamedTuple):
-    """In one group a sequence may write up to the asked-for length."""
+    """Changes to a sequence's page table in one group, after which it may write up to the requested length."""
 
-    slots: list[int]  # ┐ entries of its page table that changed
-    pages: list[int]  # ┘ and what they are now
-    copied: int | None  # the page whose content must be copied to pages[0] first (copy on write), if any
+    slots: list[int]  # ┐ entries of the page table that changed
+    pages: list[int]  # ┘ and their new pages
+    copied: int | None  # page whose content must first be copied to pages[0] (copy on write), if any
 
 
 class Transfer(NamedTuple):
@@ -35,24 +36,24 @@ class Transfer(NamedTuple):
 
     device: list[int]
     host: list[int]
-    pages: list[list[int]]  # swap_in: the sequence's new page tables; swap_out: empty
+    pages: list[list[int]]  # swap_in: the sequence's new page tables; swap_out: empty list
 
 
 class PageTable:
-    """A sequence's pages in one group: entry i of the table is pages[i − first]; those before `first` were let go."""
+    """A sequence's pages in one group: entry i of the table is pages[i − first]; entries before `first` were freed."""
 
     __slots__ = ("first", "found", "pages")
 
     def __init__(self, first: int, pages: list[int]) -> None:
         self.first, self.pages = first, pages
-        self.found = 0  # entries before this were found in the cache: what served once may serve again
+        self.found = 0  # entries before this came from the prefix cache: they were shared once and may be again
 
     @property
     def end(self) -> int:
         return self.first + len(self.pages)
 
     def part(self, first: int, end: int) -> list[int]:
-        """Entries first … end − 1; those before `first` are not asked for."""
+        """Return entries first … end − 1."""
         assert self.first <= first, "a page that a window has passed is asked for"
         return self.pages[first - self.first : end - self.first]
 
@@ -72,9 +73,9 @@ class KVCache:
         max_step_tokens: int = 1,
         root: bytes = ROOT,
     ) -> None:
-        """`windows`: of each group; 0: it keeps everything. `max_step_tokens`: what a step computes of one sequence.
-        `num_pages` 0: of a model that keeps nothing between steps. Every sequence fits, and owns no page. `root`: what all keys
-        begin with; where it is a secret, a key tells nothing of what it stands for."""
+        """`windows`: one per group; 0: the group keeps all pages. `max_step_tokens`: most tokens that a step computes of one
+        sequence. `num_pages` 0 is for a model that keeps nothing between steps: every sequence fits and owns no page. `root`:
+        start of the hash chain of page keys; if it is secret, a key reveals nothing about its tokens."""
         self.pool = PagePool(num_pages, num_warm_pages)
         self.page_size = page_size
         self.windows, self.max_step_tokens = windows, max_step_tokens
@@ -83,26 +84,26 @@ class KVCache:
         self.num_host_pages = num_host_pages
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
-        self._is_plain = windows == (0,)
+        self._is_single_group = windows == (0,)  # without a window
         self._spans = [most_held(window, max_step_tokens, page_size) if window else None for window in windows]
-        # Pages of one prefix have one key, and each group a tag to it.
+        # All groups use the same key for a prefix; each group adds its own tag.
         self._tags = [bytes([group]) if group else b"" for group in range(len(windows))]
         self._published: dict[int, tuple[int, bytes]] = {}  # sequence → (full pages published, key of the last)
         self._head: tuple[int, int, list[bytes]] = (
             -1,
             0,
             [],
-        )  # page keys of the last sequence that asked to be admitted
+        )  # (sequence, length, page keys) of the last admission attempt
         self.root = root
-        self.keys_made: list[bytes] | None = None  # every key since somebody asked for them; None: nobody does
+        self.keys_made: list[bytes] | None = None  # keys computed since the recorder last took them; None: not recorded
         self.queried_tokens = 0
         self.hit_tokens = 0
 
-    # ── the verbs ──
+    # ── operations ──
 
     def admit(self, sequence: int, tokens: list[int], spare: int = 0, *, reuse: bool = True) -> Admission | None:
-        """Room for all of `tokens`, or for what a window and a step hold of them, leaving at least `spare` pages free.
-        None: it does not fit now. `reuse` False: nothing that others published counts, all of it will be computed."""
+        """Allocate pages for all of `tokens` (in a group with a window: for the window and one step), leaving at least `spare`
+        pages free. None: they do not fit now. `reuse` False: ignore the prefix cache; all tokens will be computed."""
         num_found, key = self._match(sequence, tokens) if reuse else (0, self.root)
         num_cached = num_found * self.page_size
         tables = [self._found(group, num_cached) for group in range(len(self.windows))]
@@ -123,12 +124,11 @@ class KVCache:
         return Admission(num_cached, [table.whole() for table in tables])
 
     def extend(self, sequence: int, start: int, end: int) -> list[Growth] | None:
-        """Make positions start … end − 1 writable in each group: new pages at the tail, and a private copy of the page at
-        `start` if others own it or it was published. Pages that no token from `start` on sees are let go. None: too few
-        free pages."""
+        """Make positions start … end − 1 writable in each group: append new pages, and replace the page at `start` by a private
+        copy if it is shared or published. Free pages that no token from `start` on sees. None: too few free pages."""
         tables = self.tables[sequence]
         first, needed = start // self.page_size, self._pages_for(end)
-        if self._is_plain:  # as most models are, with rows that come here at every sixteenth step or so
+        if self._is_single_group:  # fast path of most models: a decoding row comes here once per page
             own = tables[0].pages
             is_shared = first < len(own) and self._is_shared(own[first])
             if max(needed - len(own), 0) + is_shared > self.pool.num_free:
@@ -141,14 +141,16 @@ class KVCache:
             return None
         for table, pages in zip(tables, behind, strict=True):
             if pages:
-                # The middle of a long prompt must not drive out what others may share; the end of a common beginning may.
+                # Pages from the middle of a long prompt must not evict pages that others may share; pages that were
+                # found in the prefix cache may.
                 self.pool.give(pages, are_spent=table.first >= table.found)
                 table.first += len(pages)
                 del table.pages[: len(pages)]
         return [self._grow(table, first, needed, copies) for table, copies in zip(tables, shared, strict=True)]
 
     def fork(self, parent: int, child: int, num_tokens: int) -> list[list[int]]:
-        """The child owns, with its parent, the pages of the first `num_tokens`; extend() copies what it would write to."""
+        """Let the child share the parent's pages of the first `num_tokens`; extend() copies a shared page before a write.
+        Returns the child's page tables."""
         tables = [self._needed(group, table, num_tokens) for group, table in enumerate(self.tables[parent])]
         for table in tables:
             for page in table.pages:
@@ -159,14 +161,14 @@ class KVCache:
         return [table.whole() for table in tables]
 
     def publish(self, sequence: int, tokens: list[int], computed: int) -> None:
-        """Offer the full pages among the first `computed` tokens to later sequences."""
+        """Add the full pages among the first `computed` tokens to the prefix cache."""
         if not self.prefix_caching:
             return
         done, key = self._published[sequence]
         tables = self.tables[sequence]
         for i in range(done, computed // self.page_size):
             key = self._key(key, tokens, i)
-            if self._is_plain:
+            if self._is_single_group:
                 self.pool.publish(tables[0].pages[i], key)
             else:
                 self._publish(tables, i, key)
@@ -174,8 +176,8 @@ class KVCache:
         self._published[sequence] = (done, key)
 
     def swap_out(self, sequence: int, num_tokens: int) -> Transfer | None:
-        """Move what is needed of the first `num_tokens` to host pages and free the sequence's pages. None: too few host
-        pages."""
+        """Assign host pages to what is still needed of the first `num_tokens`, and free the sequence's device pages. None: too
+        few host pages."""
         needed = [self._needed(group, table, num_tokens) for group, table in enumerate(self.tables[sequence])]
         if sum(len(table.pages) for table in needed) > len(self.host_free):
             return None
@@ -185,8 +187,8 @@ class KVCache:
         return Transfer(_pages_in(needed), _pages_in(hosts), [])
 
     def swap_in(self, sequence: int, length: int, spare: int = 0) -> Transfer | None:
-        """Bring a swapped-out sequence back, with room for `length` tokens, or for what a window and a step hold of them.
-        None: it does not fit now."""
+        """Bring a swapped-out sequence back, with pages for `length` tokens (in a group with a window: for the window and one
+        step). None: it does not fit now."""
         hosts = self.host_tables[sequence]
         needed = [self._room(group, host.first, length) - host.first for group, host in enumerate(hosts)]
         if sum(needed) + spare > self.pool.num_free:
@@ -201,34 +203,35 @@ class KVCache:
         return Transfer(device_pages, host_pages, [table.whole() for table in tables])
 
     def release(self, sequence: int) -> None:
-        """Let go of everything the sequence owns, on the device or on the host."""
+        """Free everything the sequence owns, on the device or on the host."""
         if sequence in self.tables:
             self._drop(sequence)
         else:
             self.host_free += _pages_in(self.host_tables.pop(sequence))
 
-    # ── facts ──
+    # ── queries ──
 
     def capacity(self, sequence: int) -> int:
-        """Positions below this have pages in every group, as far back as it sees."""
+        """Number of positions that have pages in every group (except positions that are out of a group's window)."""
         tables = self.tables[sequence]
-        return (len(tables[0].pages) if self._is_plain else min(table.end for table in tables)) * self.page_size
+        return (len(tables[0].pages) if self._is_single_group else min(table.end for table in tables)) * self.page_size
 
     @property
     def num_host_used(self) -> int:
         return sum(len(table.pages) for tables in self.host_tables.values() for table in tables)
 
     def reset_prefixes(self) -> int:
-        """Forget every published page; sequences alive now publish nothing they computed before."""
+        """Clear the prefix cache and return the number of pages that it held. Sequences alive now do not publish again the
+        pages they have published."""
         return self.pool.forget_all()
 
-    # ── inside ──
+    # ── helpers ──
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) if self.pool.num_pages else 0
 
     def _room(self, group: int, first: int, num_tokens: int) -> int:
-        """Where a table that begins at `first` ends if it has room for `num_tokens`, or for all that a window needs."""
+        """End of a table that begins at `first` and has pages for `num_tokens`, or for what a window and one step need."""
         whole, span = self._pages_for(num_tokens), self._spans[group]
         return whole if span is None else min(whole, first + span)
 
@@ -257,7 +260,7 @@ class KVCache:
 
     def _publish(self, tables: list[PageTable], i: int, key: bytes) -> None:
         for table, tag in zip(tables, self._tags, strict=True):
-            if i >= table.first:  # else its window has passed it already
+            if i >= table.first:  # else the page is out of the window and was freed
                 self.pool.publish(table.pages[i - table.first], key + tag)
 
     def _is_shared(self, page: int) -> bool:
@@ -269,12 +272,12 @@ class KVCache:
         if len(tables) == 1:
             self.pool.give(tables[0].pages)
             return
-        # By position, not by group: a prefix that is evicted from its tail on serves as long as all groups have the rest.
+        # By position, not by group: when a prefix is evicted from its tail, the rest stays usable only if all groups have it.
         entries = [(i, page) for table in tables for i, page in enumerate(table.pages, table.first)]
         self.pool.give([page for _, page in sorted(entries)])
 
     def _match(self, sequence: int, tokens: list[int]) -> tuple[int, bytes]:
-        """The longest prefix, in pages, that every group can serve, and its key: those without a window need all of it."""
+        """Find the longest prefix that every group has cached: (pages, key). A group without a window needs all of its pages."""
         if not self.prefix_caching:
             return 0, self.root
         keys, index = self._keys(sequence, tokens), self.pool.index
@@ -283,11 +286,11 @@ class KVCache:
             if not window:
                 found = next((i for i in range(found) if keys[i] + tag not in index), found)
         while (missing := self._last_missing(found, keys)) is not None:
-            found = missing  # whatever is longer needs that page too
+            found = missing  # any prefix between `missing` and `found` pages needs that page too
         return found, keys[found - 1] if found else self.root
 
     def _last_missing(self, num_pages: int, keys: list[bytes]) -> int | None:
-        """The last page that a prefix of so many lacks in a group with a window; None: it lacks none."""
+        """The last page that a prefix of `num_pages` lacks in a group with a window; None: it lacks none."""
         index, num_tokens = self.pool.index, num_pages * self.page_size
         pairs = zip(self.windows, self._tags, strict=True)
         needs = [(first_seen(num_tokens, window, self.page_size), tag) for window, tag in pairs if window]
@@ -297,7 +300,7 @@ class KVCache:
         return None
 
     def _found(self, group: int, num_cached: int) -> PageTable:
-        """What a prefix that _match() found gives a group."""
+        """A group's cached pages of the prefix that _match() found."""
         tag, keys, index = self._tags[group], self._head[2], self.pool.index
         first, end = first_seen(num_cached, self.windows[group], self.page_size), num_cached // self.page_size
         table = PageTable(first, [index[keys[i] + tag] for i in range(first, end)])
@@ -305,20 +308,19 @@ class KVCache:
         return table
 
     def _keys(self, sequence: int, tokens: list[int]) -> list[bytes]:
-        """Keys of the pages that may be shared. Remembered for one sequence: a queue's head asks again at every step."""
+        """Keys of the pages that may be shared. Cached for one sequence: the head of the queue asks again at every step."""
         if self._head[:2] != (sequence, len(tokens)):
             keys: list[bytes] = []
             key = self.root
-            for i in range(
-                (len(tokens) - 1) // self.page_size
-            ):  # −1: the last token is always computed, to sample after it
+            # −1: the last token is always computed, to sample after it.
+            for i in range((len(tokens) - 1) // self.page_size):
                 key = self._key(key, tokens, i)
                 keys.append(key)
             self._head = (sequence, len(tokens), keys)
         return self._head[2]
 
     def _key(self, parent: bytes, tokens: list[int], i: int) -> bytes:
-        """A cryptographic chain: a client must not be able to craft a prompt that finds another prompt's pages."""
+        """Key of page i: a cryptographic hash chain, so that a client cannot craft a prompt that finds another prompt's pages."""
         content = array("q", tokens[i * self.page_size : (i + 1) * self.page_size]).tobytes()
         key = blake2b(parent + content, digest_size=16).digest()
         if self.keys_made is not None:

@@ -1,5 +1,5 @@
-"""What every page is, at one look: free, cached, shared, or whose. For those who watch, a few times a second.
-Knows nothing of requests: owners are sequences, as everywhere in this room."""
+"""A snapshot of every page's state: free, cached, shared, or the sequence that owns it. The live views read it a few times a
+second."""
 
 from array import array
 from itertools import repeat
@@ -11,12 +11,12 @@ NUM_OWNERS = 2**16 - FIRST_OWNER
 
 
 def owner_code(sequence: int) -> int:
-    """How a sequence is written in the map. It stays the same for as long as the sequence lives."""
+    """The sequence's code in the map. It is the same for as long as the sequence lives."""
     return FIRST_OWNER + sequence % NUM_OWNERS
 
 
 def page_map(cache: KVCache) -> "array[int]":
-    """A code for each page. Costs a few dozen nanoseconds a page, owned or not."""
+    """Return one code per page. Costs a few dozen nanoseconds per page, owned or not."""
     pool = cache.pool
     codes = array("H", map(min, pool.refs, repeat(SHARED)))  # 0 free, 1 owned, 2 shared
     for sequence, tables in cache.tables.items():
@@ -31,5 +31,5 @@ def page_map(cache: KVCache) -> "array[int]":
 
 
 def owners_of(cache: KVCache, page: int) -> list[int]:
-    """Every sequence that holds the page."""
+    """Sequences that hold the page."""
     return [sequence for sequence, tables in cache.tables.items() if any(page in table.pages for table in tables)]

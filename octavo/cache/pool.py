@@ -1,25 +1,24 @@
-"""PagePool: which pages are owned, by how many, and which ownerless ones still hold something worth keeping.
-Knows nothing of requests, tokens or tensors."""
+"""PagePool: reference counts of pages, and the prefix cache's index of pages that have no owner but are worth keeping."""
 
 from collections import OrderedDict, deque
 
 
 class PagePool:
-    """Reference-counted pages. An ownerless page that was published stays findable until it is evicted, oldest first.
+    """Reference-counted pages. A published page without an owner stays findable until it is evicted, oldest first.
 
     Every page is in exactly one of three states: owned (refs > 0), cached (no owner, has a key) or blank.
 
-    Memory of a page that was never taken may not have been taken from the system yet. So that what is only cached does not
-    grow without need, no page beyond the first `num_warm` is taken for the first time while a cached one can be evicted."""
+    The system may not yet have provided memory for a page that was never used. So that cached pages alone do not make memory
+    grow, a page beyond the first `num_warm` is used for the first time only if no cached page can be evicted."""
 
     def __init__(self, num_pages: int, num_warm: int | None = None) -> None:
         self.num_pages = num_pages
         self._num_warm = num_pages if num_warm is None else num_warm
-        self.num_touched = 0  # pages below this were taken before
+        self.num_touched = 0  # pages below this have been used
         self.refs = [0] * num_pages
         self.keys: list[bytes | None] = [None] * num_pages
         self.index: dict[bytes, int] = {}
-        self.blank: deque[int] = deque(range(num_pages))  # those that were taken before come first
+        self.blank: deque[int] = deque(range(num_pages))  # pages that have been used come first
         self.cached: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -31,7 +30,8 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """`count` pages for one new owner: blank ones first, then the longest unused of the cached. The caller checked num_free."""
+        """Take `count` pages for one new owner: blank pages first, then the least recently used cached ones. The caller has
+        checked num_free."""
         pages = [self._take_blank() if self._prefers_blank() else self._evict() for _ in range(count)]
         for page in pages:
             self.refs[page] = 1
@@ -53,8 +53,8 @@ class PagePool:
         self.refs[page] += 1
 
     def give(self, pages: list[int], are_spent: bool = False) -> None:
-        """One owner lets go. Tail first: the head of a prefix is its most reusable part and must be evicted last.
-        `are_spent`: they are hardly of use to others, and go before all that is cached already."""
+        """Drop one owner of the pages. Tail first: the head of a prefix is its most reusable part and must be evicted last.
+        `are_spent`: the pages are unlikely to be shared, and are evicted before all pages cached so far."""
         for page in reversed(pages):
             self.refs[page] -= 1
             assert self.refs[page] >= 0, "page released twice"
@@ -67,12 +67,12 @@ class PagePool:
                         self.cached.move_to_end(page, last=False)
 
     def publish(self, page: int, key: bytes) -> None:
-        """Offer a full page under `key`. The first page published under a key stays; a later twin stays private."""
+        """Make a full page findable under `key`. If another page already has the key, this one stays private."""
         if self.keys[page] is None and key not in self.index:
             self.keys[page], self.index[key] = key, page
 
     def forget_all(self) -> int:
-        """Withdraw every published page; return how many there were."""
+        """Unpublish every page and return how many there were."""
         forgotten = len(self.index)
         for page in self.index.values():
             self.keys[page] = None

@@ -1,5 +1,4 @@
-"""A cache's state as plain values, and back: what is told of a cache that goes on, to one that shall do the same from here on.
-Knows nothing of files, or of who asks."""
+"""A cache's state as plain values, and back: a second cache restored from it behaves like the first from then on."""
 
 from collections import Counter, OrderedDict, deque
 
@@ -15,14 +14,14 @@ class TableState(msgspec.Struct, array_like=True, gc=False):
 
 
 class CacheState(msgspec.Struct, array_like=True, gc=False):
-    """What the constructor is not told. How often a page is owned follows from the tables."""
+    """State beyond the constructor's arguments. Reference counts follow from the tables."""
 
     tables: dict[int, list[TableState]]
     host_tables: dict[int, list[TableState]]
     host_free: list[int]
     published: dict[int, tuple[int, bytes]]
     blank: list[int]  # in the order in which they will be taken
-    cached: list[int]  # … in which they will be evicted
+    cached: list[int]  # in the order in which they will be evicted
     keys: dict[int, bytes]  # page → key
     num_touched: int
     queried_tokens: int
@@ -30,13 +29,13 @@ class CacheState(msgspec.Struct, array_like=True, gc=False):
 
 
 def take(cache: KVCache) -> CacheState:
-    """To be encoded at once: parts of it belong to the cache. The cache forgets the queue's head's keys, for who goes on from
-    here has to make them too."""
+    """Snapshot the cache. Encode the result at once: it shares lists with the cache. The cache drops the remembered keys of the
+    queue's head, because a restored cache computes them again too, and both must record the same keys."""
     cache._head = (-1, 0, [])
     pool = cache.pool
     return CacheState(
-        {sequence: _told(tables) for sequence, tables in cache.tables.items()},
-        {sequence: _told(tables) for sequence, tables in cache.host_tables.items()},
+        {sequence: _states_of(tables) for sequence, tables in cache.tables.items()},
+        {sequence: _states_of(tables) for sequence, tables in cache.host_tables.items()},
         cache.host_free,
         cache._published,
         list(pool.blank),
@@ -49,10 +48,10 @@ def take(cache: KVCache) -> CacheState:
 
 
 def restore(cache: KVCache, state: CacheState) -> None:
-    """Into a fresh cache, made with the same numbers."""
+    """Restore a snapshot into a fresh cache that was built with the same arguments."""
     pool = cache.pool
-    cache.tables = {sequence: _tables(tables) for sequence, tables in state.tables.items()}
-    cache.host_tables = {sequence: _tables(tables) for sequence, tables in state.host_tables.items()}
+    cache.tables = {sequence: _tables_of(tables) for sequence, tables in state.tables.items()}
+    cache.host_tables = {sequence: _tables_of(tables) for sequence, tables in state.host_tables.items()}
     cache.host_free = list(state.host_free)
     cache._published = dict(state.published)
     cache.queried_tokens, cache.hit_tokens = state.queried_tokens, state.hit_tokens
@@ -65,11 +64,11 @@ def restore(cache: KVCache, state: CacheState) -> None:
         pool.refs[page] = count
 
 
-def _told(tables: list[PageTable]) -> list[TableState]:
+def _states_of(tables: list[PageTable]) -> list[TableState]:
     return [TableState(table.first, table.found, table.pages) for table in tables]
 
 
-def _tables(states: list[TableState]) -> list[PageTable]:
+def _tables_of(states: list[TableState]) -> list[PageTable]:
     tables = []
     for state in states:
         table = PageTable(state.first, list(state.pages))

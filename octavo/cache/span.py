@@ -1,22 +1,21 @@
-"""How many pages a sequence holds in each group, by its length and by how far back the group's layers see.
-Knows nothing of which pages those are, or of who else holds them."""
+"""How many pages a sequence holds in each group, from its length and the group's attention window."""
 
 from collections.abc import Sequence
 
 
 def first_seen(position: int, window: int, page_size: int) -> int:
-    """The first entry of a page table that a token at `position`, or any after it, sees. `window` 0: all of them."""
+    """First page-table entry that a token at `position`, or any later token, sees. `window` 0: it sees all."""
     return max(0, position - window + 1) // page_size if window else 0
 
 
 def most_held(window: int, step_tokens: int, page_size: int) -> int:
-    """Pages that hold all that a step of `step_tokens` sees and writes under a window, wherever it begins in a page."""
+    """Most pages that a step of `step_tokens` reads and writes under a window, wherever it begins in a page."""
     num_positions = window - 1 + step_tokens
     return (num_positions + page_size - 2) // page_size + 1
 
 
 def pages_of(num_tokens: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
-    """The most that one sequence of so many tokens ever holds, over all groups."""
+    """Most pages that one sequence of `num_tokens` ever holds, over all groups."""
     whole = -(-num_tokens // page_size)
     return sum(min(whole, most_held(window, step_tokens, page_size)) if window else whole for window in windows)
 
@@ -24,7 +23,7 @@ def pages_of(num_tokens: int, page_size: int, windows: Sequence[int], step_token
 def pages_of_beams(
     prompt_len: int, num_tokens: int, width: int, page_size: int, windows: Sequence[int], step_tokens: int
 ) -> int:
-    """The most that `width` continuations of one prompt, of so many tokens with it, ever hold: they share its full pages."""
+    """Most pages that `width` beams ever hold. Each has `num_tokens` including the prompt; they share the prompt's full pages."""
     whole, shared = -(-num_tokens // page_size), prompt_len // page_size
     return sum(
         width * min(whole, most_held(window, step_tokens, page_size)) if window else shared + width * (whole - shared)
@@ -33,7 +32,7 @@ def pages_of_beams(
 
 
 def longest(num_pages: int, limit: int, page_size: int, windows: Sequence[int], step_tokens: int) -> int:
-    """The most tokens, up to `limit`, that one sequence can have in so many pages: whole pages, or the limit."""
+    """Most tokens, up to `limit`, that one sequence can have in `num_pages`: a multiple of the page size, or the limit."""
     if pages_of(limit, page_size, windows, step_tokens) <= num_pages:
         return limit
     low, high = 0, -(-limit // page_size)  # in pages: `low` fit, `high` do not

@@ -1,5 +1,5 @@
-"""A conversation in the terminal, with a model in this process or behind any OpenAI-compatible URL.
-Knows nothing of flags, and of the engine only LLM's two streaming verbs."""
+"""`octavo chat` and `octavo complete`: a conversation in the terminal, with a model in this process or at an OpenAI-compatible
+URL."""
 
 import http.client
 import json
@@ -14,20 +14,20 @@ from typing import Any, Protocol
 from octavo.errors import ConfigError, EngineUnavailable, InvalidRequest, OctavoError, RequestFailed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "stop", "max_tokens")
-"""Names that mean the same as a flag, as a field of SamplingParams and as a field of a request's body."""
+"""Sampling parameters with the same name as a flag, in SamplingParams and in a request's body."""
 
 Message = dict[str, str]
 
 
 class TalkModel(Protocol):
     def check_chat(self) -> None:
-        """Raises ConfigError where it is known already that there can be no chat."""
+        """Raise ConfigError if the model is known not to support chat."""
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
-        """The answer, in pieces as they come."""
+        """Yield the answer in pieces as they arrive."""
 
     def complete(self, prompt: str) -> Iterator[str]:
-        """The continuation, in pieces as they come."""
+        """Yield the continuation in pieces as they arrive."""
 
 
 class LocalModel:
@@ -38,7 +38,7 @@ class LocalModel:
 
         from octavo import LLM, SamplingParams
 
-        # Checked before the weights are loaded: a wrong temperature should not cost a start.
+        # Checked before the weights are loaded, so that a bad temperature fails at once.
         try:
             SamplingParams(**sampling)
         except InvalidRequest as error:
@@ -49,7 +49,7 @@ class LocalModel:
         self._params = msgspec.structs.replace(self._llm.default_params(), **sampling)
 
     def check_chat(self) -> None:
-        """Raises ConfigError for a model that can only complete: better now than after the first question."""
+        """Raise ConfigError for a model without a chat template, before the first question."""
         if not self._llm.text.has_chat_template:
             raise ConfigError(
                 f"{self._llm.model_name} has no chat template: use octavo complete, or give one with --chat-template FILE"
@@ -66,11 +66,11 @@ class LocalModel:
 
 
 class Remote:
-    """A server at a URL, spoken to with nothing but the standard library. What goes wrong is one line."""
+    """A client of the server at a URL, with only the standard library. Every failure has a one-line message."""
 
     def __init__(self, url: str, api_key: str, timeout: float | None = None) -> None:
-        """`timeout`: seconds without a byte after which nothing more is waited for. None: as long as it takes."""
-        self.status = 0  # of the last answer; 0: there was none
+        """`timeout`: seconds without a byte after which a request fails. None: no limit."""
+        self.status = 0  # HTTP status of the last response; 0: there was none
         self._timeout = timeout
         parts, host = _split(url)
         path = urllib.parse.quote(parts.path.rstrip("/").removesuffix("/v1"), safe="/%:@!$&'()*+,;=~")
@@ -79,12 +79,12 @@ class Remote:
             {"Authorization": f"Bearer {_header_text(api_key)}"} if api_key else {}
         )
         loopback = host in ("localhost", "::1") or host.startswith("127.")
-        # A proxy has no business between us and a server on this machine.
+        # Do not use a proxy for a server on this machine.
         proxies = [urllib.request.ProxyHandler({})] if loopback else []
         self._opener = urllib.request.build_opener(*proxies)
 
     def events(self, path: str, body: bytes | None = None) -> Iterator[dict[str, Any]]:
-        """The JSON of each event until [DONE]."""
+        """Yield the JSON of each event until [DONE]."""
         with self._open(path, body) as response:
             try:
                 for line in response:
@@ -119,18 +119,18 @@ class Remote:
         except urllib.error.HTTPError as error:
             self.status = error.code
             raise RequestFailed(f"{self._base}{path} answered {error.code}: {_refusal(error)}") from None
-        except (OSError, UnicodeError) as error:  # UnicodeError: a host name that no resolver can be asked for
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             reason = getattr(error, "reason", error)
             raise EngineUnavailable(f"cannot reach {self._base}: {reason}; is the server running?") from None
         except http.client.HTTPException as error:
-            raise EngineUnavailable(f"{self._base} does not answer in HTTP: {_one_line(error)}") from None
+            raise EngineUnavailable(f"{self._base} does not speak HTTP: {_one_line(error)}") from None
 
     def _ended_early(self, error: Exception | None = None) -> RequestFailed:
-        return RequestFailed(f"{self._base} ended the answer early{f': {_one_line(error)}' if error else ''}")
+        return RequestFailed(f"{self._base} ended the response early{f': {_one_line(error)}' if error else ''}")
 
 
 class RemoteModel(Remote):
-    """A model behind an OpenAI-compatible URL."""
+    """A model at an OpenAI-compatible URL."""
 
     def __init__(self, url: str, model: str, api_key: str, sampling: Mapping[str, Any]) -> None:
         super().__init__(url, api_key)
@@ -138,7 +138,7 @@ class RemoteModel(Remote):
         self._model = model or self._first_model()
 
     def check_chat(self) -> None:
-        """The server will say."""
+        """Do nothing: the server reports it."""
 
     def chat(self, messages: list[Message]) -> Iterator[str]:
         for chunk in self._events("/chat/completions", {"messages": messages}):
@@ -170,11 +170,11 @@ class RemoteModel(Remote):
 
 
 def _split(url: str) -> tuple[urllib.parse.SplitResult, str]:
-    """The parts of a usable base URL, and its host."""
+    """Split a base URL into its parts and its host, or raise ConfigError."""
     try:
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         usable = parts.scheme in ("http", "https") and not any(c.isspace() for c in parts.netloc)
-        parts.port  # noqa: B018 read for its check: it raises where the port is no number
+        parts.port  # noqa: B018 it raises ValueError if the port is no number
     except ValueError:
         usable = False
     if not usable or not parts.hostname:
@@ -183,7 +183,7 @@ def _split(url: str) -> tuple[urllib.parse.SplitResult, str]:
 
 
 def _header_text(api_key: str) -> str:
-    """The key such that http.client, which writes headers in Latin-1, sends its bytes in UTF-8."""
+    """Encode the key so that http.client, which writes headers in Latin-1, sends its UTF-8 bytes."""
     if any(ord(character) < 32 or ord(character) == 127 for character in api_key):
         raise ConfigError(
             "the API key holds a line break or another control character: check --api-key and OCTAVO_API_KEY"
@@ -213,17 +213,18 @@ def _error_text(body: Any) -> str:
 
 
 def converse(model: TalkModel, system: str | None) -> int:
-    """Turns until the input ends. What was said so far, half answers included, is part of every later turn."""
+    """Answer one question after another until the input ends. The history, including interrupted answers, is part of every
+    later prompt."""
     history: list[Message] = [{"role": "system", "content": system}] if system else []
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):
             import readline  # noqa: F401 line editing and history for input()
-        print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+        print("Ctrl-C stops an answer, Ctrl-D quits.", file=sys.stderr)
     num_failed = 0
     while (question := _next_question(typed)) is not None:
         if question.strip():
-            num_failed += not _turn(model, history, question)
+            num_failed += not _ask(model, history, question)
     return 1 if num_failed and not typed else 0  # a person has seen the failure, a script has not
 
 
@@ -238,11 +239,11 @@ def _next_question(typed: bool) -> str | None:
             print()
             return None
         except KeyboardInterrupt:
-            print()  # an unfinished line is thrown away, as in a shell
+            print()  # discard an unfinished line, as a shell does
 
 
-def _turn(model: TalkModel, history: list[Message], question: str) -> bool:
-    """False: the model could not answer."""
+def _ask(model: TalkModel, history: list[Message], question: str) -> bool:
+    """Ask one question and print the answer. False: the model could not answer."""
     history.append({"role": "user", "content": question})
     answer = ""
     try:
@@ -252,7 +253,7 @@ def _turn(model: TalkModel, history: list[Message], question: str) -> bool:
     except KeyboardInterrupt:
         pass
     except OctavoError as error:
-        history.pop()  # a turn the model never saw must not be in the way of the next one
+        history.pop()  # a question that was not answered must not stay in the history
         print(f"{answer and chr(10)}octavo: error: {' '.join(error.message.split())}", file=sys.stderr)
         return False
     print()

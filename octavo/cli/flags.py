@@ -1,5 +1,5 @@
-"""argparse generated from the config dataclasses: every knob is a flag, with its help, its default and its limits.
-Knows nothing of what a flag does; a bad value is one line that names the flag and what it takes."""
+"""Command-line flags generated from the config dataclasses: every knob is a flag, with its help, its default and its bounds. A
+bad value gives one line that names the flag and what it accepts."""
 
 import argparse
 import builtins
@@ -16,19 +16,20 @@ from octavo.config import AUTO, Config, replace, sections
 from octavo.errors import ConfigError
 
 OFFLINE = ("model", "cache", "scheduler", "parallel")
-"""The sections that mean something without a server."""
-OF_REQUESTS = (
+"""Sections that apply without a server."""
+REQUEST_KNOBS = (
     "max_body_bytes", "max_messages", "max_n", "max_logprobs", "strict_fields",
     "tool_call_parser", "reasoning_parser", "enable_auto_tool_choice",
 )  # fmt: skip
-"""Of a server's knobs, those that say what becomes of a request, wherever it comes from."""
+"""Knobs of the server section that affect how a request is handled, so that they apply to offline batches too."""
 
-_DEST = "config."  # a config field's place in the namespace, apart from the commands' own flags
+_DEST = "config."  # prefix of config fields in the namespace, to separate them from the commands' own flags
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with whole flag names only, `_` read as `-` in them, and errors of one line that suggest the nearest name."""
+    """argparse without abbreviated flags, with `_` accepted for `-` in flag names, and with one-line errors that suggest the
+    nearest name."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         known, unknown = super().parse_known_args([_dashed(text) for text in given], namespace)
         if unknown:
-            # Here, and not at the top of the tree of commands, because only here the command's own flags are known.
+            # Reported here, not by the top-level parser, because only the subcommand's parser knows its flags.
             self.error(self._about_unknown(unknown[0]))
         return known, []
 
@@ -65,7 +66,7 @@ def _dashed(text: str) -> str:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    import difflib  # only needed on the way out
+    import difflib  # imported lazily: only needed for an error
 
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -74,7 +75,7 @@ def _nearest(name: str, names: list[str]) -> str:
 def add_config_flags(
     parser: argparse.ArgumentParser, only: Sequence[str] = (), *, also: Sequence[str] = (), positional: bool = True
 ) -> None:
-    """Every knob of the sections named in `only` (all of them if empty), and those named in `also`. `positional`: MODEL may be
+    """Add a flag for every knob of the sections in `only` (all if empty), and for the knobs in `also`. `positional`: MODEL may be
     given without a flag."""
     for section, cls in sections():
         knobs = [knob for knob in dataclasses.fields(cls) if not only or section in only or knob.name in also]
@@ -100,7 +101,7 @@ def _add_model(
 def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") -> None:
     options: dict[str, Any] = {
         "dest": _DEST + knob.name,
-        "default": argparse.SUPPRESS,  # what is absent keeps the dataclass's default
+        "default": argparse.SUPPRESS,  # an absent flag keeps the dataclass's default
         "help": (knob.metadata["help"] + _show_default(knob)).replace("%", "%%"),
     }
     if knob.type is bool:
@@ -114,7 +115,7 @@ def _add_knob(group: argparse._ArgumentGroup, knob: "dataclasses.Field[Any]") ->
 
 
 class _Gather(argparse.Action):
-    """A list knob that may be given several times."""
+    """Action of a list knob, which may be given several times."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = getattr(namespace, self.dest, None)
@@ -122,7 +123,7 @@ class _Gather(argparse.Action):
 
 
 def _names(knob: "dataclasses.Field[Any]") -> list[str]:
-    """`--name` for each name of the knob; a short alias such as `tp` may also be typed with one dash."""
+    """Option strings of a knob: `--name` for each of its names; a short alias such as `tp` also with one dash."""
     names = (knob.metadata["flag"] or knob.name.replace("_", "-")).split(",")
     return [f"--{name}" for name in names] + [f"-{name}" for name in names if len(name) <= 2]
 
@@ -133,7 +134,7 @@ def _show_default(knob: "dataclasses.Field[Any]") -> str:
         value = "on" if value else "off"
     elif knob.metadata["kind"] == "bytes" and isinstance(value, int) and value % 2**20 == 0:
         value = f"{value // 2**20}M"
-    return f" (default: {value})" if value != "" else ""  # the help says what an empty value means
+    return f" (default: {value})" if value != "" else ""  # the help text explains an empty value
 
 
 def _metavar(knob: "dataclasses.Field[Any]") -> str:
@@ -180,7 +181,7 @@ def one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def entries(text: str) -> str:
-    """A list knob's text: as it is, between commas, or as JSON, which is how vLLM's users write one."""
+    """Parse a list knob: comma-separated text, or a JSON list as in vLLM."""
     if not text.lstrip().startswith("["):
         return text
     try:
@@ -200,7 +201,7 @@ def whole(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """May be infinite: a rate of requests, for one, can be."""
+    """Parse a number, which may be infinite (a request rate, for example)."""
     try:
         value = float(text)
     except ValueError:
@@ -218,17 +219,17 @@ def finite(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number of things: 8192, 8k, 1.5k."""
+    """Parse a count: 8192, 8k, 1.5k."""
     value = _scaled(text, r"([0-9.]+)([km]?)", {"": 1, "k": 2**10, "m": 2**20})
     if value is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a count: give 8192, 8k (k = 1024) or auto where it is offered"
+            f"{text!r} is not a count: give 8192, 8k (k = 1024), or auto if the flag accepts it"
         )
     return value
 
 
 def size(text: str) -> int:
-    """A number of bytes: 1048576, 512M, 1.5G, 2GiB. Not 2GB, which some read as 10^9 and some as 2^30."""
+    """Parse a number of bytes: 1048576, 512M, 1.5G, 2GiB. 2GB is rejected because it is ambiguous (10^9 or 2^30)."""
     value = _scaled(text, r"([0-9.]+)(?:([kmgt])(?:ib)?)?", _UNITS)
     if value is None:
         raise argparse.ArgumentTypeError(
@@ -244,12 +245,12 @@ def _scaled(text: str, pattern: str, units: Mapping[str, int]) -> int | None:
     try:
         value = float(parts[1]) * units[parts[2] or ""] if "." in parts[1] else int(parts[1]) * units[parts[2] or ""]
         return int(value) if value == int(value) else None
-    except (ValueError, OverflowError):  # "1.2.3"; beyond every float
+    except (ValueError, OverflowError):  # "1.2.3"; too large for a float
         return None
 
 
 def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The config fields that were given as flags, by name: what `LLM(**options)` takes."""
+    """The config fields that were given as flags, by name, as keyword arguments of `LLM`."""
     given = {name.removeprefix(_DEST): value for name, value in vars(arguments).items() if name.startswith(_DEST)}
     model = given.pop("positional_model", None)
     if model is not None:
@@ -260,11 +261,11 @@ def options_from(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_from(arguments: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Config:
-    """The whole configuration. Raises ConfigError for a value out of range."""
+    """Build the configuration from the flags and the environment. Raises ConfigError for a value out of range."""
     options = options_from(arguments)
     if file := options.get("api_key_file"):
         options["api_key"] = ",".join([*filter(None, [options.get("api_key")]), *_keys_in(file)])
-    # A server that was locked under another name must not stand open under this one.
+    # VLLM_API_KEY too: a deployment that moves from vLLM must not lose its API key.
     given = environ.get("OCTAVO_API_KEY") or environ.get("VLLM_API_KEY")
     if "api_key" not in options and given:
         options["api_key"] = given

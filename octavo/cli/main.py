@@ -1,5 +1,6 @@
-"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: reads the command line, runs the command, turns errors into one line and a code.
-Knows nothing of torch, HTTP frameworks or the engine until a command needs them: `octavo --help` must be instant."""
+"""`octavo serve | chat | complete | top | bench | run-batch | doctor | replay`: parses the command line, runs the command, and turns
+errors into one line and an exit code. torch, HTTP frameworks and the engine are imported only by the commands that need them:
+`octavo --help` must be instant."""
 
 import argparse
 import os
@@ -10,8 +11,8 @@ from typing import Any
 from octavo import __version__
 from octavo.cli.bench.flags import add_bench
 from octavo.cli.flags import (
-    OF_REQUESTS,
     OFFLINE,
+    REQUEST_KNOBS,
     Parser,
     add_config_flags,
     config_from,
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter's last flush must not complain about it either.
+        # The reader of our output has closed the pipe. Redirect stdout, so that the interpreter's last flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
 
@@ -77,8 +78,8 @@ def _print_help(parser: argparse.ArgumentParser) -> int:
 def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, OpenAI-compatible",
-        description="Serve a model over HTTP with OpenAI's API. Without MODEL: the embedded SmolLM2-135M-Instruct.",
+        help="serve a model over an OpenAI-compatible HTTP API",
+        description="Serve a model over an OpenAI-compatible HTTP API. Without MODEL: the embedded SmolLM2-135M-Instruct.",
     )
     add_config_flags(parser)
     parser.set_defaults(run=_serve)
@@ -97,11 +98,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _add_chat(commands: Any) -> None:
     parser = commands.add_parser(
         "chat",
-        help="talk to a model in the terminal",
-        description="Talk to a model, in this process or at --url. Ctrl-C stops an answer, Ctrl-D leaves.",
+        help="chat with a model in the terminal",
+        description="Chat with a model that this process loads, or with one at --url. Ctrl-C stops an answer, Ctrl-D quits.",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message that opens the conversation")
-    _add_talk_flags(parser, max_tokens="longest answer (default: until the model ends it)")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
+    _add_talk_flags(parser, max_tokens="most tokens of an answer (default: until the model stops)")
     add_config_flags(parser, OFFLINE)
     parser.set_defaults(run=_chat)
 
@@ -109,32 +110,42 @@ def _add_chat(commands: Any) -> None:
 def _add_complete(commands: Any) -> None:
     parser = commands.add_parser(
         "complete",
-        help="continue a text; the completion goes to stdout as it comes",
-        description="Continue PROMPT with a model, in this process or at --url, and print what comes, nothing else.",
+        help="complete a prompt and stream the completion to stdout",
+        description="Complete PROMPT with a model that this process loads, or with one at --url. Only the completion goes to stdout.",
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
-    _add_talk_flags(parser, max_tokens="longest completion (default: 256)")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to complete; - reads it from stdin")
+    _add_talk_flags(parser, max_tokens="most tokens of the completion (default: 256)")
     add_config_flags(parser, OFFLINE, positional=False)
     parser.set_defaults(run=_complete)
 
 
 def _add_talk_flags(parser: Parser, *, max_tokens: str) -> None:
     where = parser.add_argument_group("server")
-    where.add_argument("--url", metavar="URL", help="an OpenAI-compatible server, http://127.0.0.1:8000 for example")
-    where.add_argument("--api-key", metavar="KEY", help="its key; also OCTAVO_API_KEY")
-    how = parser.add_argument_group("sampling")
-    how.add_argument("--temperature", type=number, metavar="X", help="0: always the likeliest token")
-    how.add_argument("--top-p", type=number, metavar="X", help="sample from the likeliest tokens that sum to X")
-    how.add_argument("--top-k", type=whole, metavar="N", help="sample from the N likeliest tokens")
-    how.add_argument(
-        "--min-p", type=number, metavar="X", help="drop tokens below X times the likeliest one's probability"
+    where.add_argument(
+        "--url", metavar="URL", help="use this OpenAI-compatible server, for example http://127.0.0.1:8000"
     )
-    how.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    where.add_argument("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
+    how = parser.add_argument_group("sampling")
+    how.add_argument("--temperature", type=number, metavar="X", help="sampling temperature; 0: greedy")
+    how.add_argument(
+        "--top-p",
+        type=number,
+        metavar="X",
+        help="sample from the smallest set of most likely tokens whose probabilities sum to X",
+    )
+    how.add_argument("--top-k", type=whole, metavar="N", help="sample from the N most likely tokens")
+    how.add_argument(
+        "--min-p",
+        type=number,
+        metavar="X",
+        help="drop tokens that are less likely than X times the most likely token",
+    )
+    how.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text; may be given several times")
     how.add_argument("--max-tokens", type=count, metavar="N", help=max_tokens)
 
 
 def _open_model(arguments: argparse.Namespace, otherwise: dict[str, Any]) -> Any:
-    """A model in this process or at --url, with the sampling that was asked for on top of `otherwise`."""
+    """Open a model in this process or at --url. Sampling flags override `otherwise`."""
     from octavo.cli import chat
 
     options = options_from(arguments)
@@ -178,14 +189,14 @@ def _complete(arguments: argparse.Namespace) -> int:
 def _add_top(commands: Any) -> None:
     parser = commands.add_parser(
         "top",
-        help="watch a running server: rows, queue, pages, what requests wait for",
-        description="Watch a running Octavo server in the terminal until Ctrl-C.",
+        help="watch a running server: rows, queue, KV pages, and what requests wait for",
+        description="Watch a running Octavo server in the terminal. q or Ctrl-C quits.",
     )
     parser.add_argument(
         "--url", metavar="URL", default="http://127.0.0.1:8000", help="the server (default: http://127.0.0.1:8000)"
     )
-    parser.add_argument("--api-key", metavar="KEY", help="its key; also OCTAVO_API_KEY")
-    parser.add_argument("--once", action="store_true", help="print one look and exit")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
+    parser.add_argument("--once", action="store_true", help="print the current state once and exit")
     parser.set_defaults(run=_top)
 
 
@@ -202,19 +213,23 @@ def _top(arguments: argparse.Namespace) -> int:
 def _add_run_batch(commands: Any) -> None:
     parser = commands.add_parser(
         "run-batch",
-        help="answer a file of requests, without a server",
-        description="Answer every request of IN, OpenAI's batch format, one JSON object in a line, into OUT, one in a line too. What "
-        "OUT holds already is not asked again: after a break, the same command goes on. Exit code 3: some answers are errors.",
+        help="run a file of requests, without a server",
+        description="Run every request in INPUT and write the responses to OUTPUT. Both files are in OpenAI's batch format, one JSON "
+        "object per line. Requests whose response is already in OUTPUT are skipped, so the same command continues an interrupted "
+        "run. Exit code 3: some responses are errors.",
     )
-    for name, text in (("input", "file of requests"), ("output", "file of answers; made, or gone on with")):
+    for name, text in (
+        ("input", "file of requests"),
+        ("output", "file of responses; it is created, or continued if it exists"),
+    ):
         parser.add_argument(name, metavar=name.upper(), nargs="?", default=None, help=text)
         parser.add_argument(
             f"-{name[0]}", f"--{name}-file", metavar="FILE", default=None, help=f"the same as {name.upper()}"
         )
     parser.add_argument(
-        "--max-concurrency", type=count, metavar="N", help="requests under way at once (default: 2 for each row)"
+        "--max-concurrency", type=count, metavar="N", help="most requests in flight (default: 2 per row)"
     )
-    add_config_flags(parser, OFFLINE, also=OF_REQUESTS, positional=False)
+    add_config_flags(parser, OFFLINE, also=REQUEST_KNOBS, positional=False)
     parser.set_defaults(run=_run_batch)
 
 
@@ -239,15 +254,16 @@ def _run_batch(arguments: argparse.Namespace) -> int:
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="check whether a model would serve, and what memory it would take",
-        description="Check a model's files, configuration, tensors, tokenizer, chat template, stop tokens and memory by the code "
-        "that serves it. Exit code 2: it would not serve, and the reason.",
+        help="check whether a model can be served, and how much memory it needs",
+        description="Check a model's files, configuration, tensors, tokenizer, chat template, stop tokens and memory with the code "
+        "that serves it. Exit code 2: it cannot be served; the reason is printed.",
     )
-    parser.add_argument("--deep", action="store_true", help="read every weight too, and look for NaN and infinity")
+    parser.add_argument("--deep", action="store_true", help="also read every weight and look for NaN and infinity")
     parser.add_argument(
         "--determinism",
         action="store_true",
-        help="run the model instead: does the same request give the same bytes in every batch, order, chunking, engine? Exit code 1: no",
+        help="instead, run the model and check that the same request gives the same bytes in every batch, order, chunking and "
+        "engine. Exit code 1: it does not",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     add_config_flags(parser, OFFLINE)
@@ -258,7 +274,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     config = config_from(arguments, {})
     if arguments.determinism:
         if arguments.deep:
-            raise ConfigError("--deep and --determinism are two examinations: give one of them")
+            raise ConfigError("--deep and --determinism are different checks: give only one of them")
         from octavo.cli.doctor import determinism
 
         return determinism.run(config, as_json=arguments.json)
@@ -273,26 +289,26 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _add_replay(commands: Any) -> None:
     parser = commands.add_parser(
         "replay",
-        help="make a recorded server's plans again, and see what other settings would have changed",
-        description="Make the plans of a recording again, step by step, and say whether they are the same. FILE is what the log names "
-        "when an engine ended, or a running server's live-… folder. Exit code 1: something differs.",
+        help="replay the schedule of a recording, and show what other settings would have changed",
+        description="Replay the schedule of a recording step by step and check that the plans are the same. FILE is the recording "
+        "that the log names when an engine has crashed, or the live-… folder of a running server. Exit code 1: something differs.",
     )
-    parser.add_argument("file", metavar="FILE", help="a recording")
+    parser.add_argument("file", metavar="FILE", help="recording to replay")
     parser.add_argument(
         "--model",
         nargs="?",
         const="",
         metavar="MODEL",
-        help="compute the tokens too, by the recorded model or by MODEL",
+        help="also recompute the tokens, with the recorded model or with MODEL",
     )
-    parser.add_argument("--steps", metavar="A:B", help="show these steps in words")
-    parser.add_argument("--request", metavar="ID", help="show what happened to one request")
+    parser.add_argument("--steps", metavar="A:B", help="describe the steps A to B")
+    parser.add_argument("--request", metavar="ID", help="describe what happened to one request")
     parser.add_argument(
         "--what-if",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="what would have changed with another max_num_seqs, max_num_batched_tokens, num_pages, num_host_pages, "
+        help="estimate what would have changed with another max_num_seqs, max_num_batched_tokens, num_pages, num_host_pages, "
         "enable_prefix_caching or scheduling_policy; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,5 +1,5 @@
-"""`octavo replay`: what a recording holds, whether its plans come out the same, and what other settings would have changed.
-Knows nothing of how plans are made: it shows what replay/replay.py and its kin find."""
+"""`octavo replay`: shows what a recording contains, whether its plans are reproduced, and what other settings would have changed.
+The modules in replay/ do the work."""
 
 import time
 from pathlib import Path
@@ -30,15 +30,15 @@ def run(
     what_if: list[str],
     as_json: bool,
 ) -> int:
-    """`model`: compute the tokens too, by this one or ("") by the recorded; None: plans alone."""
+    """Run the command. `model`: also compute the tokens, with this model or ("") with the recorded one; None: only plans."""
     recording = read(Path(path))
     first, last = _steps(steps)
     changed = Settings.of(recording).changed(what_if) if what_if else None
     lines: list[str] = []
-    teller = _Teller(lines, first, last, request)
-    learned = learn(recording, teller.tell)
-    teller.scheduler_of(learned)
-    if request is not None and not teller.has_seen:
+    narrator = _Narrator(lines, first, last, request)
+    learned = learn(recording, narrator.describe)
+    narrator.describe_next(learned)
+    if request is not None and not narrator.has_found:
         raise ConfigError(f"--request {request}: there is no such request in {path}")
     findings = Recomputation(recording, model).run() if model is not None else None
     report = _report(path, recording, learned, findings)
@@ -56,12 +56,12 @@ def run(
 
 
 def _steps(text: str | None) -> tuple[int, int]:
-    """A:B, A: or :B or A; an empty range where nothing is asked for."""
+    """Parse A:B, A:, :B or A to (first, last); an empty range if there is no text."""
     if text is None:
         return 0, -1
     start, colon, end = text.partition(":")
     if not all(part.isdecimal() or not part for part in (start, end)) or text in ("", ":"):
-        raise ConfigError(f"--steps {text}: give A:B, two numbers of steps, or one number")
+        raise ConfigError(f"--steps {text}: give A:B, two step numbers, or one step number")
     first = int(start or 0)
     return first, int(end) if end else (2**62 if colon else first)
 
@@ -69,17 +69,17 @@ def _steps(text: str | None) -> tuple[int, int]:
 # ── one step, one request ───────────────────────────────────────────────────────────────────────────
 
 
-class _Teller:
-    """Puts what happens into words, of the steps and the request that were asked for."""
+class _Narrator:
+    """Describes what happens in the chosen steps, or to the chosen request, in lines of text."""
 
     def __init__(self, lines: list[str], first: int, last: int, request: str | None) -> None:
         self._lines, self._first, self._last, self._request = lines, first, last, request
-        self.has_seen = False
+        self.has_found = False
         self._outputs = 0
         self.next: tuple[StepPlan, list[Request]] | None = None
 
-    def scheduler_of(self, learned: Learned) -> None:
-        """What would have come next, where the recording ends in the middle of work."""
+    def describe_next(self, learned: Learned) -> None:
+        """Describe the next plan if the recording ends in the middle of work."""
         replay = learned.replay
         if replay.num_same == replay.num_steps and not replay.scheduler.is_idle:
             self.next = replay.next_plan()
@@ -87,21 +87,21 @@ class _Teller:
                 plan, requests = self.next
                 if self._request is None and self._first <= self._last:
                     self._lines.append(
-                        f"{in_words(plan, requests)}; not recorded any more: the engine was about to do it"
+                        f"{describe_plan(plan, requests)}; not recorded: the engine was about to execute it"
                     )
 
-    def tell(self, happening: object) -> None:
+    def describe(self, happening: object) -> None:
         match happening:
             case Planned():
                 self._planned(happening)
             case Arrived() if happening.id == self._request:
-                self.has_seen = True
+                self.has_found = True
                 begun = sum(length or 0 for length in happening.begun_len)
-                more = f", {begun} tokens of output from an earlier engine" if begun else ""
+                more = f", {begun} output tokens from an earlier engine" if begun else ""
                 self._lines.append(f"arrived: {happening.prompt_len} prompt tokens{more}")
             case Aborted() if happening.id == self._request:
                 which = "" if happening.index < 0 else f" choice {happening.index}"
-                why = "a stop string was found" if happening.reason == "stop" else "its client left"
+                why = "a stop string was found" if happening.reason == "stop" else "the client disconnected"
                 self._lines.append(f"aborted{which}: {why}")
             case Committed() if self._request is not None:
                 self._committed(happening)
@@ -109,23 +109,23 @@ class _Teller:
     def _planned(self, happening: Planned) -> None:
         plan = happening.plan
         if not happening.is_same:
-            self._lines.append(f"{in_words(plan, happening.requests)}; the recorded plan was another")
+            self._lines.append(f"{describe_plan(plan, happening.requests)}; the recorded plan is different")
             return
         if self._request is None:
             if self._first <= plan.step <= self._last and not plan.is_empty:
-                self._lines.append(f"{in_words(plan, happening.requests)}; {outcome_words(happening)}")
+                self._lines.append(f"{describe_plan(plan, happening.requests)}; {describe_changes(happening)}")
             return
         for request in happening.admitted:
             if request.id == self._request:
-                self.has_seen = True
-                self._lines.append(f"step {plan.step}: enters, in row {request.row}")
+                self.has_found = True
+                self._lines.append(f"step {plan.step}: enters row {request.row}")
         for returned in happening.returned:
             if returned.request.id == self._request:
-                how = "swapped out" if returned.is_swapped else "to be computed again"
-                self._lines.append(f"step {plan.step}: back to the queue, {returned.num_computed} tokens {how}")
+                how = "swapped out" if returned.is_swapped else "to be recomputed"
+                self._lines.append(f"step {plan.step}: preempted, {returned.num_computed} tokens {how}")
         for request, start, count in zip(happening.requests, plan.starts, plan.counts, strict=True):
             if request.id == self._request:
-                self.has_seen = True
+                self.has_found = True
                 if count > 1 or start < request.prompt_len - 1:
                     self._lines.append(f"step {plan.step}: {name_of(request)} computes {start}…{start + count - 1}")
 
@@ -134,11 +134,12 @@ class _Teller:
             if delta.request_id == self._request:
                 self._outputs += len(delta.token_ids)
                 if self._outputs == len(delta.token_ids) > 0:
-                    self._lines.append(f"step {happening.plan.step}: its first token")
+                    self._lines.append(f"step {happening.plan.step}: first token")
                 if delta.finish is not None:
                     self._lines.append(
-                        f"step {happening.plan.step}: choice {delta.index} ends ({delta.finish.reason}); {self._outputs} tokens"
-                        f" out, {delta.finish.num_cached_tokens} prompt tokens were cached, preempted {delta.finish.num_preemptions} times"
+                        f"step {happening.plan.step}: choice {delta.index} ends ({delta.finish.reason}); {self._outputs} output "
+                        f"tokens, {delta.finish.num_cached_tokens} prompt tokens from the prefix cache, preempted "
+                        f"{delta.finish.num_preemptions} times"
                     )
 
 
@@ -146,8 +147,8 @@ def name_of(request: Request) -> str:
     return f"{request.id}[{request.index}]" if request.params.n > 1 else request.id
 
 
-def in_words(plan: StepPlan, requests: list[Request]) -> str:
-    """Who computes what in a step."""
+def describe_plan(plan: StepPlan, requests: list[Request]) -> str:
+    """Describe what each request computes in a step."""
     prompts, decodes = [], []
     for request, start, count in zip(requests, plan.starts, plan.counts, strict=True):
         if count > 1 or start < request.prompt_len - 1:
@@ -160,15 +161,15 @@ def in_words(plan: StepPlan, requests: list[Request]) -> str:
     return "; ".join(parts)
 
 
-def outcome_words(happening: Planned) -> str:
+def describe_changes(happening: Planned) -> str:
     plan = happening.plan
     entered = [f"{name_of(request)} in row {request.row}" for request in happening.admitted]
     returned = [name_of(each.request) for each in happening.returned]
     parts = [f"enters {_listed(entered)}"] if entered else []
-    parts += [f"back to the queue {_listed(returned)}"] if returned else []
-    parts += [f"rows left {_listed([str(row) for row in plan.leaves])}"] if plan.leaves else []
-    parts += [f"{len(plan.moves)} pages moved"] if plan.moves else []
-    return "; ".join(parts) or "nobody enters or leaves"
+    parts += [f"preempts {_listed(returned)}"] if returned else []
+    parts += [f"frees rows {_listed([str(row) for row in plan.leaves])}"] if plan.leaves else []
+    parts += [f"moves {len(plan.moves)} pages"] if plan.moves else []
+    return "; ".join(parts) or "no request enters or leaves"
 
 
 def _listed(names: list[str]) -> str:
@@ -176,7 +177,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMES]) + more
 
 
-# ── the whole ───────────────────────────────────────────────────────────────────────────────────────
+# ── the report ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _report(path: str, recording: Recording, learned: Learned, findings: Findings | None) -> dict[str, Any]:
@@ -227,11 +228,11 @@ def totals(tally: RunStats) -> dict[str, Any]:
 
 
 def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[str, Any]:
-    """The recorded run, the same requests and settings on the estimated clock, and other settings on it."""
+    """Compare the recorded run with two simulated ones: with the recorded settings and with the changed ones."""
     pace, settings = fit(learned.samples), Settings.of(recording)
     if changed.enable_prefix_caching and not settings.enable_prefix_caching and not recording.header.with_tokens:
         raise ConfigError(
-            "--what-if enable_prefix_caching: the recording tells neither tokens nor which pages are alike; record with --record-tokens"
+            "--what-if enable_prefix_caching: the recording has neither token ids nor page keys; record with --record-tokens"
         )
     same = SimulatedRun(learned, settings, pace).run()
     other = SimulatedRun(learned, changed, pace).run()
@@ -247,10 +248,10 @@ def _compare(recording: Recording, learned: Learned, changed: Settings) -> dict[
 
 def _print(report: dict[str, Any], lines: list[str]) -> None:
     settings, plans, total = report["settings"], report["plans"], report["totals"]
-    told = "told" if report["with_tokens"] else "not told"
+    recorded = "with" if report["with_tokens"] else "without"
     caching = "on" if settings["enable_prefix_caching"] else "off"
     _line("recording", f"engine {report['engine']} of octavo {report['version']}, model {report['model']}")
-    _line("begins", f"{report['begins']}, {report['seconds']:.1f} s long; token ids {told}")
+    _line("begins", f"{report['begins']}, {report['seconds']:.1f} s long; {recorded} token ids")
     _line(
         "settings",
         f"{settings['max_num_seqs']} rows, {settings['max_num_batched_tokens']} tokens a step, {settings['num_pages']} pages of "
@@ -267,7 +268,10 @@ def _print(report: dict[str, Any], lines: list[str]) -> None:
         print(line)
     same, steps = plans["same"], plans["steps"]
     _line(
-        "plans", f"identical, step by step: {same} of {steps}" if same == steps else f"{same} identical, then another"
+        "plans",
+        f"identical, step by step: {same} of {steps}"
+        if same == steps
+        else f"{same} of {steps} identical, the next differs",
     )
     if "tokens" in report:
         tokens = report["tokens"]
@@ -294,8 +298,8 @@ def _print_what_if(compared: dict[str, Any]) -> None:
     pace = Pace(**compared["pace"])
     print(
         f"Times of the last two columns are estimates: {pace.step * 1e3:.3f} ms a step, {pace.row * 1e3:.4f} ms a row, "
-        f"{pace.token * 1e3:.4f} ms a prompt token, fitted to the recorded steps. How far the first two columns lie apart is how "
-        "far to trust the third."
+        f"{pace.token * 1e3:.4f} ms a prompt token, fitted to the recorded steps. The difference between the first two columns "
+        "shows how far to trust the third."
     )
 
 

@@ -1,5 +1,5 @@
-"""`octavo top`: a running server in the terminal: rows, queue, pages, and what requests wait for.
-Knows nothing of the engine or of how lines are laid out: it follows a server's live feed, and comes back when that does."""
+"""`octavo top`: shows a running server in the terminal: rows, queue, pages, and what requests wait for. It follows the server's
+live feed and reconnects when that breaks off."""
 
 import os
 import select
@@ -17,11 +17,11 @@ from octavo.errors import EngineUnavailable, OctavoError, RequestFailed
 ROUTE = "/live"  # below the server's /v1
 RETRY_SECONDS = 1.0
 SILENCE_SECONDS = 10.0
-"""A feed that says nothing for so long is no feed any more: it has something to say four times a second."""
+"""A feed that sends nothing for this long is lost: it sends four times a second."""
 FIRM = (400, 401, 403, 404)
-"""Answers that another try would not change."""
+"""Statuses for which a retry is pointless."""
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of its own, without a cursor; and back
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # alternate screen without a cursor; and back
 
 
 def run(url: str, api_key: str, once: bool = False) -> int:
@@ -35,7 +35,7 @@ def run(url: str, api_key: str, once: bool = False) -> int:
 
 
 def _lines(server: Remote, screen: Screen, once: bool) -> int:
-    """For a file or a pipe: a line for each look."""
+    """Print one line for each state, for a file or a pipe."""
     with suppress(KeyboardInterrupt):
         for state in server.events(ROUTE):
             screen.take(state)
@@ -47,7 +47,7 @@ def _lines(server: Remote, screen: Screen, once: bool) -> int:
 
 
 def _follow(server: Remote, screen: Screen) -> None:
-    """Until somebody leaves. Raises what is wrong where there never was a feed, or asking again would be of no use."""
+    """Show the feed until the user quits. Raises the error if there never was a feed, or if a retry is pointless."""
     while True:
         try:
             for state in server.events(ROUTE):
@@ -80,7 +80,7 @@ def _size() -> tuple[int, int]:
 
 
 def _wants_to_leave(seconds: float) -> bool:
-    """Whether q was pressed, within so long."""
+    """Wait up to `seconds` and return whether q was pressed."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False
@@ -90,7 +90,7 @@ def _wants_to_leave(seconds: float) -> bool:
 
 @contextmanager
 def _terminal() -> Iterator[None]:
-    """A screen of its own, and keys as they are pressed; all as it was before in the end."""
+    """Switch to the alternate screen and to unbuffered keys, and restore both at the end."""
     before: list[Any] | None = None
     if sys.stdin.isatty():
         import termios

@@ -1,5 +1,4 @@
-"""Screen: what a live feed has told so far, as lines of a terminal of any size.
-Knows nothing of servers or terminals: states come in, lines go out."""
+"""Screen: lays out the states of a live feed as lines for a terminal of any size."""
 
 import base64
 import itertools
@@ -10,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 RATE_SECONDS = 3.0
-"""Rates are means over this long."""
-SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page that one request owns is a block
+"""Rates are averages over this time."""
+SHADES = {0: "·", 1: "c", 2: "S"}  # free, cached, shared; a page with a single owner is a block
 OWNED = "█"
 BARS = "▁▂▃▄▅▆▇█"
-PALETTE = (39, 78, 170, 203, 44, 141, 112, 69, 176, 37, 105, 167)  # of 256 colours, far from each other and from yellow
+PALETTE = (39, 78, 170, 203, 44, 141, 112, 69, 176, 37, 105, 167)  # of the 256 colours, far from each other and yellow
 SHARED_COLOUR, FAINT, WARNING, PLAIN = "\x1b[38;5;220m", "\x1b[2m", "\x1b[1;33m", "\x1b[0m"
 
 
@@ -23,7 +22,7 @@ class Screen:
         self._state: dict[str, Any] = {}
         self._pages: array[int] = array("H")
         self._past: deque[tuple[float, dict[str, float]]] = deque()
-        self._tokens: deque[tuple[float, float]] = deque(maxlen=300)  # (time, tokens so far), one a second
+        self._tokens: deque[tuple[float, float]] = deque(maxlen=300)  # (time, total tokens), one per second
         self._ended: deque[dict[str, Any]] = deque(maxlen=50)
         self._lost = ""
 
@@ -33,7 +32,7 @@ class Screen:
 
     def take(self, state: dict[str, Any]) -> None:
         self._lost = ""
-        if state["pages"]:  # the whole: a new feed, perhaps of another engine, which counts from 0
+        if state["pages"]:  # a complete map: a new feed, perhaps of another engine, whose totals start at 0
             self._pages = array("H", base64.b64decode(state["pages"]))
             self._past.clear()
             self._ended.clear()
@@ -50,11 +49,11 @@ class Screen:
             self._tokens.append((state["time"], state["totals"]["generation_tokens"]))
 
     def lose(self, why: str, when: str) -> None:
-        """The feed has ended: what is shown is of the past."""
-        self._lost = self._lost or f"No connection since {when}, trying again; this is how it was then. {why}"
+        """Note that the feed has ended: the last state is shown with a warning."""
+        self._lost = self._lost or f"No connection since {when}, retrying. This is the last known state. {why}"
 
     def summary(self) -> str:
-        """One line."""
+        """The main figures in one line."""
         return "  ".join(self._figures())
 
     def draw(self, width: int, height: int, is_coloured: bool = False) -> list[str]:
@@ -66,7 +65,7 @@ class Screen:
             f"ended {rates['finished']:.1f}/s", f"preempted {rates['preemptions']:.1f}/s",
         ]  # fmt: skip
         lines = [*_flow(figures, width), *self._spark(width)]
-        news = self._lost or state["advice"] or "nothing has to wait"
+        news = self._lost or state["advice"] or "no request has to wait"
         told = textwrap.wrap(news, max(1, width)) or [""]
         at_news = (len(lines), len(lines) + len(told))
         lines += [*told, "", *_flow(self._legend(), width)]
@@ -102,7 +101,7 @@ class Screen:
         return {name: (value - old[name]) / span if span > 0 else 0.0 for name, value in new.items()}
 
     def _spark(self, width: int) -> list[str]:
-        """Tokens a second over the last minutes, the newest at the right."""
+        """Sparkline of tokens per second over the last minutes, the newest at the right."""
         points = [*self._tokens]
         pairs = list(itertools.pairwise(points))[-max(1, width - 24) :]
         rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if b[0] > a[0]]
@@ -122,7 +121,8 @@ class Screen:
         return parts
 
     def _page_lines(self, width: int, num_lines: int) -> list[list[tuple[str, int]]]:
-        """The map: (sign, code) for each place. Where there are more pages than places, a place shows the busiest of its pages."""
+        """The page map: (sign, code) for each place. If there are more pages than places, a place shows the busiest of its
+        pages."""
         count = len(self._pages)
         per_place = max(1, -(-count // max(1, width * num_lines)))
         places = [self._place(self._pages[at : at + per_place]) for at in range(0, count, per_place)]
@@ -174,7 +174,7 @@ class Screen:
 
 
 def _flow(parts: Sequence[str], width: int) -> list[str]:
-    """One after another, in as many lines as it takes; no part is broken that fits."""
+    """Lay out the parts in lines of `width`, without breaking a part that fits."""
     lines = [""]
     for part in parts:
         if lines[-1] and len(lines[-1]) + 2 + len(part) > width:

@@ -1,4 +1,5 @@
-"""EngineClient: asyncio access to an engine. ZmqClient reaches one in another process; engine/in_process_client.py has the other."""
+"""EngineClient: the asyncio interface to an engine. ZmqClient reaches an engine process over ZMQ; engine/in_process_client.py has
+the client of an engine on a thread."""
 
 import asyncio
 import itertools
@@ -40,7 +41,7 @@ from octavo.messages import (
 
 log = logging.getLogger("octavo.engine")
 
-_LAST_WORDS_SECONDS = 0.05
+_LAST_TOKENS_SECONDS = 0.05
 
 
 class EngineObserver:
@@ -50,43 +51,43 @@ class EngineObserver:
         """A request has ended in the engine. `journey_part`: an encoded EngineJourney; it comes before the last tokens."""
 
     def lost(self) -> None:
-        """The engine has ended. The requests that it had go on in the next one."""
+        """The engine has ended. Its requests continue in the next one."""
 
     def found(self) -> None:
         """Another engine has taken over."""
 
 
 class EngineClient(ABC):
-    """Six verbs: submit, abort, deltas, release, control, close. Used from one event loop."""
+    """Submits requests to an engine, streams their deltas and sends control calls. Used from one event loop."""
 
     def __init__(self, origin: int = 0) -> None:
         self.report: EngineReport | None = None  # None until the engine is ready
-        self.heartbeat: Heartbeat | None = None  # None: the engine can only be queried
-        self.is_recovering = False  # the engine has ended, another starts: requests are accepted and wait for it
+        self.heartbeat: Heartbeat | None = None  # None: not shared; only control calls tell how the engine is doing
+        self.is_recovering = False  # the engine has ended and another starts: requests are accepted and wait for it
         self.num_restarts = 0
-        self.can_be_replaced = False  # whether another engine would take over
+        self.can_be_replaced = False  # whether another engine takes over when this one ends
         self.origin = origin
         self.observer = EngineObserver()
         self._streams = Streams()
         self._inflight_limit: InflightLimit | None = None  # None: no limit
         self._is_ready = asyncio.Event()
         self._failure: EngineDead | None = None
-        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # of requests with a deadline or a queue limit
+        self._timers: dict[str, list[asyncio.TimerHandle]] = {}  # requests with a deadline or a queue timeout
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count(1)
 
     @property
     def num_open(self) -> int:
-        """Requests of this process that have not ended."""
+        """Requests of this process whose deltas are not read to the end."""
         return len(self._streams)
 
     @property
     def num_running(self) -> int:
-        """Open requests that the engine has not ended; the others are still being read."""
+        """Open requests that the engine has not finished yet."""
         return self._streams.num_growing
 
     async def ready(self) -> EngineReport:
-        """Wait for the engine. Raises EngineDead if it ends before."""
+        """Wait for the engine's report. Raises EngineDead if the engine ends first."""
         await self._is_ready.wait()
         if self.report is None:
             assert self._failure is not None
@@ -94,7 +95,8 @@ class EngineClient(ABC):
         return self.report
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises EngineUnavailable, EngineDead or Overloaded; otherwise its deltas will come, and are to be read or released."""
+        """Send a request to the engine; `deltas` then yields its tokens, unless the request is released. Raises
+        EngineUnavailable, EngineDead or Overloaded."""
         if self._failure is not None:
             raise self._failure
         if self.report is None:
@@ -111,12 +113,14 @@ class EngineClient(ABC):
             self._set_timers(request)
 
     def abort(self, request_id: str, index: int = -1, reason: FinishReason = "abort") -> None:
-        """No more deltas of this choice (−1: of any choice) are wanted; its row and pages are freed before the next step."""
+        """Stop one choice (−1: all choices). No more of its deltas are delivered; its row and pages are freed before the next
+        step."""
         self._streams.end_choice(request_id, index)
         self._send(Abort(request_id, index, reason))
 
     async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
-        """To be read once, after submit, until every choice has ended. Leaving early aborts the request."""
+        """Yield the request's deltas as they arrive, until every choice has ended. To be iterated once, after submit.
+        Leaving early aborts the request."""
         try:
             while deltas := await self._streams.next(request_id):
                 yield deltas
@@ -133,10 +137,11 @@ class EngineClient(ABC):
             self._send(Abort(request_id))
 
     async def control(self, control: Control) -> str:
+        """Send a control call and return the engine's reply."""
         if self._failure is not None:
             raise self._failure
         if self.is_recovering:
-            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
+            raise EngineUnavailable("the engine has ended and is being restarted", retry_after=2)
         call = next(self._call_ids)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
@@ -147,12 +152,12 @@ class EngineClient(ABC):
             del self._calls[call]
 
     def answered(self, answered: Answered) -> None:
-        """Send a journey for the engine process to keep. Where there is no engine, it is to be sent again at `found`."""
+        """Send the engine process a record to keep. While there is no engine this does nothing: send it again in `EngineObserver.found`."""
         if self.report is not None:
             self._send(answered)
 
     def _set_timers(self, request: GenerateRequest) -> None:
-        """The timers run here, so that they hold even while there is no engine."""
+        """Start the request's timers in this process, so that they fire even while there is no engine."""
         loop = asyncio.get_running_loop()
         self._timers[request.id] = [
             loop.call_later(max(0.0, when - request.submitted), act, request)
@@ -161,7 +166,7 @@ class EngineClient(ABC):
         ]
 
     def _expire(self, request: GenerateRequest) -> None:
-        message = "the request's deadline_ms has passed before it was done"
+        message = "the request's deadline_ms has passed before it finished"
         if self._streams.end(request.id, Finish("error", message=message, cause="deadline")):
             self._send(Abort(request.id))
 
@@ -169,7 +174,7 @@ class EngineClient(ABC):
         if self._streams.has_begun(request.id):
             return
         if self.is_recovering:
-            message = "the engine is being started again, and the request's max_queue_ms has passed"
+            message = "the engine is being restarted, and the request's max_queue_ms has passed"
             self._streams.end(request.id, Finish("error", message=message, cause="overload", retry_after=2))
             self._send(Abort(request.id))
         else:
@@ -177,7 +182,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Open requests are abandoned."""
+        """Disconnect. Open requests are abandoned."""
 
     @abstractmethod
     def _send(self, message: ToEngine) -> None: ...
@@ -211,10 +216,10 @@ class EngineClient(ABC):
 
 
 class ZmqClient(EngineClient):
-    """The client of an engine process, which listens at `engine_address`; this process listens at `reply_address`.
+    """The client of an engine process. `engine_address` is where the engine listens, `reply_address` where this client listens.
 
-    With a supervisor at `orders_address`, open requests survive the end of an engine: they wait, and the next engine continues
-    them. Each engine has its own addresses, so that messages of different engines are never confused."""
+    With a supervisor (`orders_address`), open requests survive the end of an engine: they wait, and the next engine gets what it
+    needs to continue them. Each engine has its own addresses, so messages to and from different engines never mix."""
 
     def __init__(
         self,
@@ -231,7 +236,7 @@ class ZmqClient(EngineClient):
         self._context = zmq.Context()
         self._async_context = zmq.asyncio.Context(self._context)
         self._encoder = msgspec.msgpack.Encoder()
-        self._to_engine: zmq.Socket[bytes] | None = None  # None: there is no engine
+        self._to_engine: zmq.Socket[bytes] | None = None  # None: not connected to an engine
         self._from_engine: zmq.asyncio.Socket | None = None
         self._orders: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -258,13 +263,13 @@ class ZmqClient(EngineClient):
         self._context.term()
 
     def _send(self, message: ToEngine) -> None:
-        if self._to_engine is not None:  # else the next engine's Hello contains it
+        if self._to_engine is not None:  # otherwise the Hello to the next engine covers it
             self._to_engine.send(self._encoder.encode(message))
 
     def _receive(self, message: FromEngine) -> None:
         match message:
             case Dying() if self._orders is not None:
-                log.warning("%s", message.message)  # the supervisor decides what follows
+                log.warning("%s", message.message)  # the supervisor decides whether another engine starts
             case EngineReport():
                 was_lost, self.is_recovering = self.is_recovering, False
                 super()._receive(message)
@@ -280,10 +285,10 @@ class ZmqClient(EngineClient):
         return socket
 
     def _connect(self, engine_address: str, reply_address: str) -> None:
-        """Connect to a new engine, and send it the requests to continue. Further messages may be sent before it has loaded."""
+        """Connect to a new engine and send it a Hello with the open requests. Messages may be sent before it has loaded."""
         self._from_engine = self._listen(reply_address)
         self._to_engine = self._context.socket(zmq.PUSH)
-        self._to_engine.set_hwm(0)  # InflightLimit bounds it
+        self._to_engine.set_hwm(0)  # InflightLimit bounds what is sent
         self._to_engine.connect(engine_address)
         self._reader = asyncio.create_task(self._read(self._from_engine))
         self._reader.add_done_callback(self._reader_ended)
@@ -292,7 +297,7 @@ class ZmqClient(EngineClient):
         self._send(Hello(self.origin, reply_address, survivors, newcomers))
 
     def _disconnect(self, linger: int = 0) -> None:
-        """Tokens of the old engine that have not arrived are dropped: the next engine computes the same ones."""
+        """Drop the connection and the tokens still in it: the next engine computes the same tokens again."""
         if self._reader is not None:
             self._reader.cancel()
         for socket in (self._from_engine, self._to_engine):
@@ -301,9 +306,9 @@ class ZmqClient(EngineClient):
         self._reader = self._from_engine = self._to_engine = None
 
     def _reader_ended(self, reader: asyncio.Task[None]) -> None:
-        """The reading task failed: fail every request rather than let it wait."""
+        """Fail the open requests if a reader task has raised: nothing would arrive for them any more."""
         if not reader.cancelled() and (error := reader.exception()) is not None:
-            self._fail(EngineDead(f"the engine cannot be understood: {type(error).__name__}: {error}"))
+            self._fail(EngineDead(f"the connection to the engine has failed: {type(error).__name__}: {error}"))
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)
@@ -313,21 +318,22 @@ class ZmqClient(EngineClient):
     async def _follow_orders(self, socket: zmq.asyncio.Socket) -> None:
         decoder = msgspec.msgpack.Decoder(FromSupervisor)
         while True:
-            await self._obey(decoder.decode(await socket.recv()))
+            await self._handle_order(decoder.decode(await socket.recv()))
 
-    async def _obey(self, order: FromSupervisor) -> None:
+    async def _handle_order(self, order: FromSupervisor) -> None:
         match order:
             case EngineLost():
-                # Its last tokens may still be in the socket: they need not be computed again, and show which requests advanced.
-                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                # The engine's last tokens may still be in the socket. Read them: they need not be computed again, and they
+                # show which requests made progress.
+                await asyncio.sleep(_LAST_TOKENS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
                 self.observer.lost()
-                self._fail_calls(EngineUnavailable(f"{order.message}; it is being started again", retry_after=2))
+                self._fail_calls(EngineUnavailable(f"{order.message}; it is being restarted", retry_after=2))
                 for name in self._streams.strike(order.seated):
-                    log.error("request %s is given up: it was alone in the engine each time that ended", name)
+                    log.error("request %s is failed: it was alone in the engine each time the engine ended", name)
             case EngineStarted():
-                self._disconnect()  # from one that ended before this process started
+                self._disconnect()  # from an engine that had ended before this process started
                 self.num_restarts += 1
                 self._connect(order.engine_address, order.reply_address)
             case EngineGone():

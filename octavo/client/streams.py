@@ -1,6 +1,6 @@
-"""The open requests of one asyncio process: deltas arrive for all of them at once, each reader takes its own.
+"""Open requests of one asyncio process: deltas of all requests come in together, and each reader takes those of its request.
 
-For every open request all tokens so far are kept, which is all that another engine needs to continue it."""
+Every open request keeps the tokens received so far. They are all that another engine needs to continue it."""
 
 import asyncio
 import time
@@ -14,15 +14,15 @@ from octavo.ipc.heartbeat import is_named
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 
 PROOF_TOKENS = 8
-"""A request that advanced this much, over all of its choices, did not cause the end of the previous engine: it would have ended
-this one on the way."""
+"""A request that has received this many more tokens, in all of its choices together, is not the cause of the earlier crash: it
+would have crashed the next engine before."""
 MAX_ALONE = 2
-"""A request that was alone in this many engines when they ended is given up."""
+"""A request that was alone in this many engines when they ended is failed."""
 BAN_SECONDS = 600.0
-"""How long a request that equals one given up is refused: clients retry by themselves."""
+"""How long a request identical to a failed one is refused: clients retry on their own."""
 _MAX_BANNED = 64
 _MANY_DELTAS = 256
-"""Deltas that wait for a slow reader are joined at this number: waiting tokens then cost no more than their ids."""
+"""Unread deltas of a slow reader are joined from this number on, so that waiting tokens cost no more than their ids."""
 
 
 class _Stream:
@@ -31,12 +31,12 @@ class _Stream:
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.open_choices = set(range(request.params.n))
-        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # every token so far
-        self.deltas: list[TokenDelta] = []  # not yet taken by the reader
+        self.outputs: list[list[int]] = [[] for _ in range(request.params.n)]  # all tokens received, by choice
+        self.deltas: list[TokenDelta] = []  # not yet read
         self.reader: asyncio.Future[None] | None = None  # set while the reader waits
-        self.strikes = 0  # engines that ended while it ran, since it last advanced
-        self.alone = 0  # those of them in which it ran alone
-        self.mark = 0  # tokens that it had at the last of them
+        self.strikes = 0  # engines that ended while it held a row, since it last made PROOF_TOKENS of progress
+        self.alone = 0  # those in which no other request held a row
+        self.mark = 0  # its number of tokens at the last strike
 
     def wake(self) -> None:
         reader, self.reader = self.reader, None
@@ -45,10 +45,11 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has no tokens yet, and all of its choices are still wanted."""
+        """Whether no token has arrived and no choice has ended."""
         return len(self.open_choices) == len(self.outputs) and not any(self.outputs)
 
     def strike(self, seated: Collection[str]) -> None:
+        """Count an engine's end against this request if it held a row. `seated`: the requests that did."""
         num_tokens = sum(map(len, self.outputs))
         if num_tokens >= self.mark + PROOF_TOKENS:
             self.strikes = self.alone = 0
@@ -64,19 +65,19 @@ class _Stream:
 
 
 class Streams:
-    """Not thread-safe: everything happens on the event loop."""
+    """The open requests by id. Not thread-safe: all calls come from the event loop."""
 
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
         self._failure: OctavoError | None = None
-        self._banned: dict[bytes, tuple[float, str]] = {}  # digest of a request given up → (until when, its id)
+        self._banned: dict[bytes, tuple[float, str]] = {}  # digest of a failed request → (refused until, its id)
 
     def __len__(self) -> int:
         return len(self._streams)
 
     @property
     def num_growing(self) -> int:
-        """Requests that the engine has not ended."""
+        """Requests with a choice that has not ended."""
         return sum(1 for stream in self._streams.values() if stream.open_choices)
 
     def open(self, request: GenerateRequest) -> None:
@@ -101,7 +102,7 @@ class Streams:
                     stream.deltas = joined(stream.deltas)
 
     def end_choice(self, request_id: str, index: int) -> None:
-        """No more deltas of this choice (−1: of any choice) are wanted."""
+        """Close one choice (−1: all choices) and drop its unread deltas."""
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.open_choices = {choice for choice in stream.open_choices if index not in (-1, choice)}
@@ -109,13 +110,13 @@ class Streams:
             stream.wake()
 
     def fail(self, error: OctavoError) -> None:
-        """Every open stream, and every one to come, raises `error`."""
+        """Make every open stream and every later `open` raise `error`."""
         self._failure = error
         for stream in self._streams.values():
             stream.wake()
 
     async def next(self, request_id: str) -> list[TokenDelta]:
-        """Wait for deltas, and take all that have arrived. Empty: every choice has ended."""
+        """Wait for deltas and return all that arrived since the last call. Empty: every choice has ended."""
         stream = self._streams[request_id]
         while not stream.deltas:
             if not stream.open_choices:
@@ -133,12 +134,12 @@ class Streams:
         return stream is not None and bool(stream.open_choices)
 
     def has_begun(self, request_id: str) -> bool:
-        """Whether the request is open and has had a token."""
+        """Whether the request is open and has received a token."""
         stream = self._streams.get(request_id)
         return stream is not None and any(stream.outputs)
 
     def end(self, request_id: str, finish: Finish) -> bool:
-        """End every choice that is open, as the engine would. False: there is none."""
+        """End every open choice, as the engine would. False: there is none."""
         stream = self._streams.get(request_id)
         if stream is None or not stream.open_choices:
             return False
@@ -148,8 +149,8 @@ class Streams:
     # ── when an engine has ended ──
 
     def strike(self, seated: Collection[str]) -> list[str]:
-        """Record which requests had a row in the engine that ended. → ids of requests that were alone in too many such engines: they
-        are failed."""
+        """Count the end of an engine against the requests that held a row. Fails those that were alone in MAX_ALONE engines, and
+        returns their ids."""
         failed = []
         for name, stream in self._streams.items():
             if not stream.open_choices:
@@ -157,8 +158,8 @@ class Streams:
             stream.strike(seated)
             if stream.alone >= MAX_ALONE:
                 message = (
-                    f"request {name} was alone in the engine when that ended, {stream.alone} times in a row: it is given up, "
-                    "and the others go on"
+                    f"request {name} was alone in the engine {stream.alone} times in a row when the engine ended: it is failed, "
+                    "the others continue"
                 )
                 self.end(name, Finish("error", message=message))
                 failed.append(name)
@@ -168,27 +169,27 @@ class Streams:
     def _ban(self, request: GenerateRequest) -> None:
         if len(self._banned) == _MAX_BANNED:
             del self._banned[next(iter(self._banned))]
-        self._banned[_likeness(request)] = (time.monotonic() + BAN_SECONDS, request.id)
+        self._banned[_digest(request)] = (time.monotonic() + BAN_SECONDS, request.id)
 
     def _check_ban(self, request: GenerateRequest) -> None:
-        until, name = self._banned.get(_likeness(request), (0.0, ""))
+        until, name = self._banned.get(_digest(request), (0.0, ""))
         if (left := until - time.monotonic()) > 0:
             raise RequestFailed(
-                f"request {name}, which was the same, ended two engines: it is not tried again for {left:.0f} s"
+                f"request {name}, which was identical, ended two engines: it is refused for another {left:.0f} s"
             )
 
     def without_tokens(self) -> list[GenerateRequest]:
-        """Open requests without a token, oldest first."""
+        """Open requests that have received no token, oldest first."""
         return [stream.request for stream in self._streams.values() if stream.open_choices and not any(stream.outputs)]
 
     def untaken(self, was_taken: Callable[[GenerateRequest], bool]) -> list[GenerateRequest]:
-        """Requests that no engine has admitted, and the next may refuse. All others are among the survivors."""
+        """Requests that no engine has taken in, so the next one may refuse them. All others are survivors."""
         return [
             stream.request for stream in self._streams.values() if stream.is_whole and not was_taken(stream.request)
         ]
 
     def survivors(self, untaken: Collection[str] = ()) -> list[GenerateRequest]:
-        """Requests that another engine can continue."""
+        """Open requests, with their tokens so far, that the next engine continues."""
         return [
             stream.as_survivor()
             for name, stream in self._streams.items()
@@ -196,14 +197,14 @@ class Streams:
         ]
 
 
-def _likeness(request: GenerateRequest) -> bytes:
-    """A digest that is equal for equal requests, whatever their seeds."""
+def _digest(request: GenerateRequest) -> bytes:
+    """Digest of what a request asks for: prompt, parameters without the seed, stop ids."""
     params = msgspec.structs.replace(request.params, seed=0)
     return blake2b(msgspec.msgpack.encode([request.prompt_ids, params, request.stop_ids]), digest_size=16).digest()
 
 
 def joined(deltas: list[TokenDelta]) -> list[TokenDelta]:
-    """The deltas joined to one per choice. Vectors are not joined."""
+    """Merge deltas into one for each choice. Deltas with an embedding vector are kept apart."""
     together: dict[int, TokenDelta] = {}
     rest = []
     for delta in deltas:

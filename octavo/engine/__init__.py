@@ -1,2 +1,2 @@
-"""The loop that joins the rooms, the ways to reach it, and the processes it lives in.
-Knows nothing of torch or HTTP: the executor is loaded by name."""
+"""The engine: the step loop, the driver that feeds it, and the process that it runs in.
+It does not import torch: the executor is loaded by name."""

@@ -1,5 +1,4 @@
-"""The client of an engine on a thread of this process: for tests, and whoever has no use for processes.
-Knows nothing of sockets."""
+"""The client of an engine that runs on a thread of this process, without sockets: for tests and single-process use."""
 
 import asyncio
 import contextlib
@@ -13,7 +12,7 @@ from octavo.messages import FromEngine, Hello, ToEngine
 
 
 class InProcessClient(EngineClient):
-    """To an engine on a thread of this process. Must be made on the event loop that will use it."""
+    """Runs the engine's driver on a thread. Must be made on the event loop that uses it."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -33,14 +32,14 @@ class InProcessClient(EngineClient):
         self._inbox.put(message)
 
     def _drive(self) -> None:
-        # A failure has reached every client as Dying before it gets here.
+        # The driver has already sent Dying to the client.
         with contextlib.suppress(Exception):
             Driver(self._engine, self._inbox, self).run()
 
-    # The outbox of its own driver.
+    # ── the driver's outbox ──
 
     def connect(self, hello: Hello) -> None:
-        raise AssertionError("nobody introduces itself within one process")
+        raise AssertionError("there is no Hello within one process")
 
     def send(self, origin: int, message: FromEngine) -> None:
         self._event_loop.call_soon_threadsafe(self._receive, message)

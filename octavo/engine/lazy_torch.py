@@ -1,8 +1,8 @@
-"""Has torch imported without the parts that a CPU's engine does not use. Knows nothing of torch but their names.
+"""Imports torch without the submodules that a CPU engine does not use.
 
-torch imports all that it has: compilers, optimizers, distributions, readers of training data. What is named here makes for a third of
-the time and for 25 MB, and torch asks none of it for anything while it is imported. Whoever asks for a part later gets it then; and
-whoever imports more of torch gets what compilers need before it, as its modules expect."""
+`import torch` loads everything: compilers, optimizers, distributions, data loaders. The submodules named here take a third of the
+import time and 25 MB, and torch uses none of them while it is imported. A submodule is imported when it is first used. The first
+import of another torch submodule loads torch._meta_registrations before it, which the compiler modules expect."""
 
 import contextlib
 import importlib
@@ -31,48 +31,49 @@ _PARTS = (
 _GPUS = ("/dev/nvidiactl", "/dev/nvgpu", "/dev/nvhost-gpu", "/dev/dxg", "/dev/kfd")
 
 
-def needs_little_of_torch(config: Config) -> bool:
-    """A CPU's engine with weights of its own does. A GPU's, and one that makes random weights, has random number generators, which
-    torch makes with the help of a part that is left out."""
+def can_be_lazy(config: Config) -> bool:
+    """Whether the engine can do without these submodules: on a CPU and with real weights. GPU engines and random weights use
+    random number generators, for which torch needs one of the submodules."""
     model = config.model
     is_for_cpu = model.device == "cpu" or (model.device == AUTO and not any(Path(gpu).exists() for gpu in _GPUS))
     return is_for_cpu and model.load_format != "dummy"
 
 
 @contextlib.contextmanager
-def light_torch() -> Iterator[None]:
-    """For processes of our own, around their first import of torch."""
+def lazy_torch() -> Iterator[None]:
+    """Put stubs in place of the submodules during the first import of torch. Only for our own processes."""
     if _TORCH in sys.modules:
         yield
         return
-    parts = [_Later(name) for name in _PARTS]
+    parts = [_Stub(name) for name in _PARTS]
     sys.modules.update({part.__name__: part for part in parts})
-    sys.meta_path.insert(0, _More(parts))
+    sys.meta_path.insert(0, _Finder(parts))
     try:
         yield
     finally:
         for part in parts:
-            part.step_aside()
+            part.remove()
 
 
-class _Later(types.ModuleType):
-    """Stands where a part would be, until it is asked for something."""
+class _Stub(types.ModuleType):
+    """A stub for a submodule. Imports the real one on the first access to an attribute."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # what importing itself looks at
+        if name.startswith("__") and name != "__path__":  # attributes that the import system reads
             raise AttributeError(name)
-        self.step_aside()
+        self.remove()
         return getattr(importlib.import_module(self.__name__), name)
 
-    def step_aside(self) -> None:
+    def remove(self) -> None:
         if sys.modules.get(self.__name__) is self:
             del sys.modules[self.__name__]
 
 
-class _More:
-    """Is asked where modules are, and notices who wants more of torch once that is imported."""
+class _Finder:
+    """Meta-path finder: before the first import of a submodule after torch itself, removes the stubs and imports the real
+    torch._meta_registrations."""
 
-    def __init__(self, parts: list[_Later]) -> None:
+    def __init__(self, parts: list[_Stub]) -> None:
         self._parts = parts
         self._has_noticed = False
 
@@ -81,20 +82,20 @@ class _More:
             return None
         self._has_noticed = True
         for part in self._parts:
-            part.step_aside()
+            part.remove()
         if name == _FOR_COMPILERS:
             return None
         importlib.import_module(_FOR_COMPILERS)
-        # Which may have imported what is asked for, and that must not run twice.
-        return ModuleSpec(name, _There(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
+        # That may have imported the requested module, which must not run twice.
+        return ModuleSpec(name, _LoadedModule(sys.modules[name])) if name in sys.modules else None  # type: ignore[arg-type]
 
 
-class _There:
-    """Of a module that has come in the meantime."""
+class _LoadedModule:
+    """Loader for a module that has been imported meanwhile."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
-        module.__spec__ = None  # else importing takes that one, and runs the module again
+        module.__spec__ = None  # otherwise the import system uses that spec and runs the module again
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         return self._module

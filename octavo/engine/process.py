@@ -1,8 +1,7 @@
-"""The engine process: one thread steps, one thread receives. Started by the supervisor with one JSON line on standard input.
-Knows nothing of HTTP or of what a request says.
+"""The engine process: one thread steps, one thread receives. The supervisor starts it with one line of JSON on standard input.
 
-Standard input stays open for as long as the supervisor lives: its end is the order to stop, also when that was killed.
-On standard output goes one JSON line, the EngineReport, once the engine is ready. Logs go to standard error."""
+Standard input stays open for as long as the supervisor lives: end of file means stop, also if the supervisor was killed. The
+process writes one line of JSON to standard output, the EngineReport, once it is ready. Logs go to standard error."""
 
 import contextlib
 import dataclasses
@@ -26,7 +25,7 @@ from octavo import __version__
 from octavo.admission.queue_limit import QueueLimit
 from octavo.engine.build import Engine, start_engine
 from octavo.engine.driver import Driver, Inbox
-from octavo.engine.lazy_torch import light_torch, needs_little_of_torch
+from octavo.engine.lazy_torch import can_be_lazy, lazy_torch
 from octavo.errors import ConfigError
 from octavo.ipc.heartbeat import Heartbeat
 from octavo.ipc.launch import EngineLaunch
@@ -40,11 +39,11 @@ from octavo.recording.ring import RecordingRing
 from octavo.weights.sources.source import ModelSource
 
 RECORDED = ("model", "cache", "scheduler", "parallel")
-"""Sections of the configuration that a recording tells: never the server's, which has keys."""
+"""Sections of the configuration that a recording contains: never the server's, which has the API keys."""
 
 
 class ZmqOutbox:
-    """One PUSH socket per API process. Used by the stepping thread alone; sending never waits for the receiver."""
+    """One PUSH socket per API process. Used only by the stepping thread; sending never waits for the receiver."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -68,76 +67,76 @@ class ZmqOutbox:
             self.send(origin, message)
 
     def close(self) -> None:
-        """Waits, for half a second at most, until what was sent is out."""
+        """Wait, at most half a second, until all messages are sent."""
         for socket in self._sockets.values():
             socket.close(linger=500)
         self._context.term()
 
 
 def main() -> int:
-    gc.disable()  # a start makes two hundred thousand objects that stay: nobody needs to look through them meanwhile
+    gc.disable()  # a start makes two hundred thousand objects that stay: collecting meanwhile would find nothing
     keep_one_heap()
-    # The supervisor decides when to stop; a signal to the whole group must not cut off what the API processes drain.
+    # The supervisor decides when to stop. A signal to the whole group must not end requests that API processes are draining.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGKILL)  # a step may hang for ever
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
-    # Whatever is made for this run only goes where the supervisor cleans up, should we be killed.
-    tempfile.tempdir = str(_folder(order.address))
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineLaunch)
+    # Temporary files go to a folder that the supervisor removes, in case this process is killed.
+    tempfile.tempdir = str(_folder(launch.address))
     report_pipe = _claim_stdout()
-    logs.install(logging.WARNING, order.config.server.log_format)
-    limits = order.config.scheduler
+    logs.install(logging.WARNING, launch.config.server.log_format)
+    limits = launch.config.scheduler
     queue_limit = QueueLimit(limits.max_waiting_requests, limits.max_waiting_tokens)
-    heartbeat = Heartbeat(order.heartbeat_fd)
+    heartbeat = Heartbeat(launch.heartbeat_fd)
     heartbeat.reset()
     inbox: Inbox = queue.SimpleQueue()
     is_stepping = threading.Event()
-    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, order.address), daemon=True).start()
-    threading.Thread(target=_receive, args=(order.address, inbox), daemon=True).start()
-    source = ModelSource(path=Path(order.model_path), name=order.model_name, kind=order.model_kind)
+    threading.Thread(target=_watch_supervisor, args=(inbox, is_stepping, launch.address), daemon=True).start()
+    threading.Thread(target=_receive, args=(launch.address, inbox), daemon=True).start()
+    source = ModelSource(path=Path(launch.model_path), name=launch.model_name, kind=launch.model_kind)
     try:
-        with light_torch() if needs_little_of_torch(order.config) else contextlib.nullcontext():
-            engine = start_engine(order.config, source, order.served_name, heartbeat, queue_limit)
+        with lazy_torch() if can_be_lazy(launch.config) else contextlib.nullcontext():
+            engine = start_engine(launch.config, source, launch.served_name, heartbeat, queue_limit)
     except ConfigError as error:
         print(f"octavo: error: {error.message}", file=sys.stderr)
         return 2
-    if order.record_to:
-        engine.loop.record(start_recorder(order, engine))
+    if launch.record_to:
+        engine.loop.record(start_recorder(launch, engine))
     os.write(report_pipe, msgspec.json.encode(engine.report) + b"\n")
-    # What is alive now stays alive: the collector need not look at it again, nor look often.
+    # The objects alive now stay alive: exempt them from collection, and collect rarely.
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     gc.enable()
-    if engine.report.memory is None:  # a GPU's libraries are many, and its host has room
+    if engine.report.memory is None:  # not with a GPU: its libraries are many, and its host has enough memory
         drop_library_pages()
     outbox = ZmqOutbox()
     is_stepping.set()
     try:
-        Driver(engine, inbox, outbox, order.num_servers).run()
+        Driver(engine, inbox, outbox, launch.num_servers).run()
     finally:
         engine.loop.close()
         outbox.close()
     return 0
 
 
-def start_recorder(order: EngineLaunch, engine: Engine) -> Recorder:
-    config, with_tokens = order.config.recorder, order.config.recorder.record_tokens
+def start_recorder(launch: EngineLaunch, engine: Engine) -> Recorder:
+    config, with_tokens = launch.config.recorder, launch.config.recorder.record_tokens
     header = Header(
         format=FORMAT,
         version=__version__,
         wall=time.time(),
         clock=time.monotonic(),
-        engine=str(order.number),
+        engine=str(launch.number),
         with_tokens=with_tokens,
-        model=order.model_name,
-        model_path=order.model_path,
-        model_kind=order.model_kind,
-        options={section: dataclasses.asdict(getattr(order.config, section)) for section in RECORDED},
+        model=launch.model_name,
+        model_path=launch.model_path,
+        model_kind=launch.model_kind,
+        options={section: dataclasses.asdict(getattr(launch.config, section)) for section in RECORDED},
         report=engine.report,
         root=engine.loop.scheduler.cache.root if with_tokens else b"",
     )
-    segments = Segments(Path(order.record_to), f"{order.number:03d}", int(config.record_bytes))
-    return Recorder(segments, header, RecordingRing(order.ring_fd))
+    segments = Segments(Path(launch.record_to), f"{launch.number:03d}", int(config.record_bytes))
+    return Recorder(segments, header, RecordingRing(launch.ring_fd))
 
 
 def _folder(address: str) -> Path:
@@ -145,7 +144,7 @@ def _folder(address: str) -> Path:
 
 
 def _claim_stdout() -> int:
-    """The descriptor for the report. Whatever else in this process prints to standard output reaches standard error."""
+    """Return a descriptor for the report, and redirect standard output to standard error for everything else."""
     report_pipe = os.dup(1)
     os.set_inheritable(report_pipe, False)
     os.dup2(2, 1)
@@ -161,7 +160,8 @@ def _receive(address: str, inbox: Inbox) -> None:
         try:
             inbox.put(decoder.decode(socket.recv()))
         except Exception:
-            # Our own API processes speak another language than we do. Deaf is worse than dead: end, and be noticed.
+            # An API process sent a message that we cannot decode. An engine that no longer receives is worse than one that
+            # ends: the supervisor restarts the latter.
             traceback.print_exc()
             os._exit(1)
 
@@ -169,9 +169,9 @@ def _receive(address: str, inbox: Inbox) -> None:
 def _watch_supervisor(inbox: Inbox, is_stepping: threading.Event, address: str) -> None:
     while os.read(sys.stdin.fileno(), 4096):
         pass
-    # The sockets' folder is the supervisor's to remove; if it was killed, nobody else would.
+    # The supervisor removes the sockets' folder when it stops; if it was killed, this process has to.
     shutil.rmtree(_folder(address), ignore_errors=True)
-    if not is_stepping.is_set():  # still loading: nothing to put in order
+    if not is_stepping.is_set():  # still loading: there is nothing to close
         os._exit(0)
     inbox.put(None)
 
@@ -185,4 +185,4 @@ if __name__ == "__main__":
     logging.shutdown()
     with contextlib.suppress(OSError, AttributeError):  # a full disk, or no standard error at all
         sys.stderr.flush()
-    os._exit(code)  # threads that wait on sockets are not worth waiting for
+    os._exit(code)  # without waiting for the threads that block on sockets

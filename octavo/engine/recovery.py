@@ -1,10 +1,9 @@
-"""Recovery: what a new engine takes over from the one before it, and in what order; the same for an engine that is the first.
-Knows nothing of sockets or steps: whoever drives the loop brings messages and deltas, and takes requests in.
+"""Recovery: decides which requests a new engine takes over from its predecessor, and in what order. A first engine uses it too.
 
-API processes bring the requests that they hold. All of them must have spoken first, so that the order of arrival is kept over
-all of them. If some of the requests were in two engines when those ended, and came no further in between, one of them may be
-the cause: they are tried before the others go on, the younger half of them first. Those in a half that ends the engine are the
-suspects the next time, and so on, until one is left alone, which its API process then fails."""
+API processes send the requests that they hold with their Hello. The engine waits for all of them, so that requests are taken in
+by order of arrival. Requests that held a row in two engines when those ended, without progress in between, are suspects: one of them
+may be the cause. Suspects run before the others continue, the younger half first. If the engine ends again, that half are the
+suspects of the next one, and so on, until one request is left alone, which its API process then fails."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,13 +20,13 @@ class Recovery:
     def __init__(self, num_origins: int) -> None:
         self._absent = set(range(num_origins))
         self._survivors: list[GenerateRequest] = []
-        self._newcomers: list[GenerateRequest] = []  # came while the others waited: behind all of them
-        self._groups: deque[list[GenerateRequest]] | None = None  # None: not all have spoken
-        self._on_trial: dict[str, int] = {}  # request → tokens that it still has to give
+        self._newcomers: list[GenerateRequest] = []  # no engine has taken them in: they come after all survivors
+        self._groups: deque[list[GenerateRequest]] | None = None  # None: not all API processes have sent their Hello
+        self._on_trial: dict[str, int] = {}  # suspect that runs now → tokens that it must still produce
 
     @property
     def is_over(self) -> bool:
-        """Whether everybody was let in: from now on requests need not be brought here."""
+        """Whether all requests have been handed out: new ones need not pass through here any more."""
         return self._groups is not None and not (self._groups or self._on_trial or self._newcomers)
 
     @property
@@ -45,7 +44,7 @@ class Recovery:
         self._newcomers.append(request)
 
     def drop(self, abort: Abort) -> None:
-        """For who waits here, what a scheduler's abort is for others."""
+        """Abort a request that waits here, as the scheduler's abort does for the others."""
         for requests in (self._survivors, self._newcomers, *(self._groups or ())):
             for at, request in enumerate(requests):
                 if request.id == abort.request_id:
@@ -53,26 +52,26 @@ class Recovery:
                     begun = [None if abort.index in (-1, index) else tokens for index, tokens in enumerate(before)]
                     is_left = any(tokens is not None for tokens in begun)
                     requests[at : at + 1] = [msgspec.structs.replace(request, begun=begun)] if is_left else []
-                    self._close_ranks()
+                    self._drop_empty_groups()
                     return
 
     def lose(self, origin: int) -> None:
-        """Its API process has ended: nobody waits for what it brought."""
+        """Drop the requests of an API process that has ended."""
         for requests in (self._survivors, self._newcomers, *(self._groups or ())):
             requests[:] = [request for request in requests if request.origin != origin]
-        self._close_ranks()
+        self._drop_empty_groups()
 
-    def _close_ranks(self) -> None:
-        """A group whose last has left is none."""
+    def _drop_empty_groups(self) -> None:
+        """Remove empty groups."""
         if self._groups is not None:
             self._groups = deque(group for group in self._groups if group)
 
     def forget(self, request_id: str) -> None:
-        """It is gone: there is nothing to prove any more."""
+        """Take a request that is gone off the trial."""
         self._on_trial.pop(request_id, None)
 
     def note(self, deltas: Sequence[TokenDelta]) -> None:
-        """What those on trial have given. An end is as good as tokens."""
+        """Count the tokens of the requests on trial. A request that finishes passes."""
         if not self._on_trial:
             return
         for delta in deltas:
@@ -82,7 +81,7 @@ class Recovery:
                     del self._on_trial[delta.request_id]
 
     def next_group(self) -> list[GenerateRequest]:
-        """Who may go on now. Empty: nobody, yet."""
+        """Return the requests that may run now. Empty: none yet."""
         if self._absent or self._on_trial:
             return []
         if self._groups is None:
@@ -98,7 +97,8 @@ class Recovery:
 
 
 def trials(survivors: Sequence[GenerateRequest]) -> list[list[GenerateRequest]]:
-    """In groups that follow one another, the last of them everybody who is above suspicion. In a group, oldest first."""
+    """Split survivors into the groups to run one after another; the last one holds all that are not suspects. Within a group,
+    oldest first."""
     survivors = sorted(survivors, key=lambda request: request.submitted)
     most = max((request.strikes for request in survivors), default=0)
     worst = [request for request in survivors if request.strikes == most]

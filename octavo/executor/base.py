@@ -1,5 +1,4 @@
-"""Executor: where a step is carried out. Five verbs; submit and collect are called in pairs, in order.
-Knows nothing of requests or of torch."""
+"""Executor: the interface to what computes steps. Every submit is followed by one collect, in order."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,20 +8,20 @@ from octavo.messages import EngineReport, StepPlan, StepResult
 
 class Executor(Protocol):
     overlap: bool
-    """Whether the last step submitted is computed beside us, so that the next plan can be made meanwhile."""
+    """Whether the last submitted step runs in the background, so that the next one can be planned meanwhile."""
 
     def start(self) -> EngineReport:
-        """Load the weights, size and allocate the KV store. Raises ConfigError for what a person must change."""
+        """Load the weights, then size and allocate the KV store. Raises ConfigError for what the user must change."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand over one step. At most two may be uncollected."""
+        """Start one step. At most two steps may be uncollected."""
 
     def collect(self) -> StepResult:
-        """The oldest uncollected step's tokens. Raises EngineDead when a worker is lost."""
+        """Wait for the oldest uncollected step and return its result. Raises EngineDead if a worker has ended."""
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """Make a grammar ready beside the steps, so that none waits for it, and forget others. `done` is called when it is, or
-        never will be, by whichever thread."""
+        """Compile a grammar in the background, so that no step waits for it, and drop the grammars in `forgets`. `done` is called,
+        from any thread, when it is ready or has failed."""
 
     def close(self) -> None:
         """Free everything; idempotent."""

@@ -1,5 +1,5 @@
-"""LocalExecutor: the one rank lives in this process. A GPU computes beside us, and so does a CPU where a step has many rows.
-Knows nothing of requests or of how a step is computed."""
+"""LocalExecutor: one rank, in this process. A GPU computes in the background; so does a CPU, on a thread, if a step has many
+rows."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from octavo.worker.memory.page_count import settle
 from octavo.worker.runner import Runner
 from octavo.worker.step import Step
 
-# A CPU's step of fewer rows is over before it pays to hand it to a thread and to plan beside it.
+# A CPU step with fewer rows is too short to gain from a thread and from planning in parallel.
 _MANY_ROWS = 6
 
 
@@ -22,7 +22,7 @@ class LocalExecutor:
         runner = Runner(config, source)
         self._runner: Runner | None = runner
         self.overlap = runner.device.is_cuda
-        # Native code computes a step and leaves the interpreter to us, who make the next plan and send tokens meanwhile.
+        # Native code computes a step without the GIL: this thread makes the next plan and sends tokens meanwhile.
         self._thread = None if runner.device.is_cuda else ThreadPoolExecutor(1, "octavo-step")
         self._steps: deque[Step | Future[StepResult]] = deque()
 
@@ -36,7 +36,7 @@ class LocalExecutor:
         assert self._runner is not None, "closed"
         if self._thread is not None:
             self.overlap = len(plan.rows) >= _MANY_ROWS
-            if self.overlap or self._steps:  # one after the other
+            if self.overlap or self._steps:  # steps must run in order: follow one that is on the thread
                 self._steps.append(self._thread.submit(_compute, self._runner, plan))
                 return
         self._steps.append(self._runner.launch(plan))

@@ -1,5 +1,5 @@
-"""Preparations: has every rank make grammars ready beside its steps, and says when all have.
-Knows nothing of grammars, nor of steps: it has lines of its own to the ranks."""
+"""Preparations: asks every rank to compile grammars in the background, and reports when all are ready. It uses its own pipes
+to the ranks, apart from those for steps."""
 
 import contextlib
 import threading
@@ -23,13 +23,13 @@ class Preparations:
     def __init__(self, lines: "Sequence[Connection[Any, Any]]") -> None:
         self._lines = lines
         self._encoder = msgspec.msgpack.Encoder()
-        self._preparing: dict[int, _Preparing] = {}  # by number
+        self._preparing: dict[int, _Preparing] = {}  # by the message's number
         self._number = 0
         self._is_over = False
         threading.Thread(target=self._listen, name="octavo-prepared", daemon=True).start()
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """`done` is called by another thread, or at once where a rank has ended: the next step will say so."""
+        """Ask all ranks. `done` is called by another thread, or at once if a rank has ended: the next step reports that."""
         self._number += 1
         self._preparing[self._number] = _Preparing(len(self._lines), done)
         message = self._encoder.encode(PrepareGrammar(self._number, grammar, forgets))
@@ -38,7 +38,7 @@ class Preparations:
                 line.send_bytes(message)
         except OSError:
             self._is_over = True
-        if self._is_over:  # looked at last: who ends first is seen by the other
+        if self._is_over:  # checked after the insertion: either this thread or _listen sees that the other came first
             done()
 
     def _listen(self) -> None:

@@ -1,5 +1,4 @@
-"""ProcessExecutor: every rank is a spawned process; the same plan bytes go to each, and rank 0 answers.
-Knows nothing of requests, of torch, or of how a step is computed."""
+"""ProcessExecutor: every rank is a child process. The same plan bytes go to each, and rank 0 returns the result."""
 
 import os
 import selectors
@@ -26,8 +25,8 @@ from octavo.weights.sources.source import ModelSource
 from octavo.worker.main import FAILED
 from octavo.worker.memory.page_count import settle
 
-_GRACE = 5.0  # seconds that a rank gets to end by itself
-_STDERR = 2  # ranks print there: this process's stdout may be somebody's protocol
+_GRACE = 5.0  # seconds that a rank has to exit by itself
+_STDERR = 2  # ranks print there: this process's stdout may carry a protocol
 
 
 class ProcessExecutor:
@@ -42,15 +41,15 @@ class ProcessExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._results = msgspec.msgpack.Decoder(StepResult)
         self._is_closed = False
-        self._preparations: Preparations | None = None  # None: nobody asked for a grammar yet
+        self._preparations: Preparations | None = None  # made with the first grammar
 
     def start(self) -> EngineReport:
         try:
             self._spawn()
-            reports = [msgspec.msgpack.decode(answer, type=LoadReport) for answer in self._answers()]
+            reports = [msgspec.msgpack.decode(reply, type=LoadReport) for reply in self._replies()]
             report = settle(self._config.cache, reports)
             self._send(msgspec.msgpack.encode(Allocate(report.num_pages, report.num_host_pages)))
-            self._answers()
+            self._replies()
             return report
         except BaseException:
             self.close()
@@ -60,7 +59,7 @@ class ProcessExecutor:
         self._send(self._encoder.encode(plan))
 
     def collect(self) -> StepResult:
-        return self._results.decode(self._next_answer()[1])
+        return self._results.decode(self._next_reply()[1])
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
         if self._preparations is None:
@@ -72,7 +71,7 @@ class ProcessExecutor:
             return
         self._is_closed = True
         for rank in self._ranks:
-            rank.hang_up()
+            rank.close_pipes()
         deadline = time.monotonic() + _GRACE
         for rank in self._ranks:
             rank.end(max(0.0, deadline - time.monotonic()))
@@ -108,37 +107,38 @@ class ProcessExecutor:
         try:
             rank.connection.send_bytes(message)
         except OSError as error:
-            # Its last words may still wait to be read: they say why.
-            self._answers()
-            raise EngineDead(self._obituary(rank)) from error
+            # The rank's last message may still be unread: it says why.
+            self._replies()
+            raise EngineDead(self._describe_end(rank)) from error
 
-    def _answers(self) -> list[bytes]:
-        """One answer of each rank, in rank order, whoever is ready first."""
-        answers: dict[int, bytes] = {}
-        while len(answers) < len(self._ranks):
-            number, answer = self._next_answer()
-            answers[number] = answer
-        return [answers[number] for number in sorted(answers)]
+    def _replies(self) -> list[bytes]:
+        """Wait for one reply from each rank and return them in rank order."""
+        replies: dict[int, bytes] = {}
+        while len(replies) < len(self._ranks):
+            number, reply = self._next_reply()
+            replies[number] = reply
+        return [replies[number] for number in sorted(replies)]
 
-    def _next_answer(self) -> tuple[int, bytes]:
-        """Wait for any rank to speak: (its number, what it says). A rank that fails or ends is the end of all."""
+    def _next_reply(self) -> tuple[int, bytes]:
+        """Wait for a message from any rank: (rank number, message). If a rank fails or ends, the executor is dead."""
         if self._is_closed:
             raise EngineDead("the executor is closed")
         key, _ = self._selector.select()[0]
         rank: _Rank = key.data
         try:
-            answer = rank.connection.recv_bytes()
+            reply = rank.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise EngineDead(self._obituary(rank)) from error
-        if answer[:1] != FAILED:
-            return rank.number, answer[1:]
-        failed = msgspec.msgpack.decode(answer[1:], type=RankFailed)
+            raise EngineDead(self._describe_end(rank)) from error
+        if reply[:1] != FAILED:
+            return rank.number, reply[1:]
+        failed = msgspec.msgpack.decode(reply[1:], type=RankFailed)
         if failed.is_config:
             raise ConfigError(failed.message)
-        raise EngineDead(f"{self._obituary(rank)}: {failed.message}")
+        raise EngineDead(f"{self._describe_end(rank)}: {failed.message}")
 
-    def _obituary(self, first: "_Rank") -> str:
-        """Which rank ended, and how. One that was killed takes the others with it: name that one, not who noticed first."""
+    def _describe_end(self, first: "_Rank") -> str:
+        """Describe which rank ended, and how. When one rank is killed the others fail too: name the killed one, not the one that
+        was noticed first."""
         deadline = time.monotonic() + 0.5
         endings = [(rank, rank.ending(max(0.0, deadline - time.monotonic()))) for rank in (first, *self._ranks)]
         killed = [(rank, code) for rank, code in endings if code is not None and code < 0]
@@ -150,7 +150,7 @@ class ProcessExecutor:
 
 
 class _Rank:
-    """One rank's process, the pipe to it, and the line by which it notices that this process is gone."""
+    """One rank's process, the pipes to it, and a pipe whose closing tells it that this process is gone."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -159,7 +159,8 @@ class _Rank:
         self.connection, theirs = Pipe()
         self.side, their_side = Pipe()
         read_end, self._lifeline = os.pipe()
-        # The kernel's signal follows the thread that started the child, not the process: only the main one lasts as long.
+        # The kernel's parent-death signal is tied to the thread that started the child, not to the process. Only the main
+        # thread lives as long as the process.
         from_main = threading.current_thread() is threading.main_thread()
         fds = (theirs.fileno(), their_side.fileno(), read_end)
         try:
@@ -176,13 +177,13 @@ class _Rank:
             os.close(read_end)
 
     def ending(self, timeout: float) -> int | None:
-        """The exit code (negative: a signal's number), or None if it still runs after `timeout` seconds."""
+        """Return the exit code (negative: a signal's number), or None if it still runs after `timeout` seconds."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
-    def hang_up(self) -> None:
+    def close_pipes(self) -> None:
         self.connection.close()
         os.close(self._lifeline)
 
@@ -190,7 +191,7 @@ class _Rank:
         if self.ending(timeout) is None:
             self._process.kill()
             self._process.wait()
-        self.side.close()  # not before: who listens there hears that it ended
+        self.side.close()  # not before: Preparations reads from it until the rank's end closes it
 
 
 def _environment() -> dict[str, str]:
@@ -198,6 +199,6 @@ def _environment() -> dict[str, str]:
     root = str(Path(octavo.__file__).parent.parent)
     if root not in site.getsitepackages():  # run from a checkout: the child must find the same code
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), root)))
-    # All ranks are on this machine. Left to itself, gloo looks this machine's name up, which many cannot resolve.
+    # All ranks are on this machine. By default gloo looks up the machine's host name, which often does not resolve.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     return environment

@@ -1,8 +1,9 @@
-"""Pulse: a few numbers in memory that the engine shares with its supervisor and the API processes: does it turn, and with whom.
-Knows nothing of what is done about it.
+"""Heartbeat: a small block of memory that the engine shares with its supervisor and the API processes. It says whether the engine
+makes progress, and which requests hold a row.
 
-It has no name in any file system, so nothing of it stays behind, and reading it asks nothing of an engine that may hang. Every
-word has one writer. The engine writes a few words in each turn of its loop, and a row's occupant when that changes."""
+The memory has no name in a file system, so nothing is left behind, and it can be read without the help of an engine that may
+hang. Every word has one writer. The engine writes a few words in each iteration of its loop, and a row's request id when it
+changes."""
 
 import mmap
 import os
@@ -12,79 +13,80 @@ from collections.abc import Iterable
 
 _WORDS = 64
 _PID, _BEAT, _IS_STEPPING, _LAST_STEP, _NUM_STEPS, _NUM_RUNNING, _NUM_WAITING, _STALLED, _NUM_TOKENS, _SEEN = range(10)
-_RESTARTS = 16  # the first of the words that outlive an engine
-_LONGEST = 32  # … among them what steps took, a word for each size
-_NUM_SIZES = 24  # by powers of two; the last is also for whatever is larger
-_LONG = 100_000_000  # nanoseconds; shorter steps are not worth a note
-_KEPT = 98  # percent of the longest step's time that are left when another of its size has ended
+_RESTARTS = 16  # the first of the words that a new engine does not reset
+_LONGEST = 32  # among them the time of the slowest recent step, one word for each size bucket
+_NUM_SIZES = 24  # size buckets by powers of two; the last also holds all larger steps
+_LONG = 100_000_000  # nanoseconds; the times of shorter steps are not kept
+_KEPT = 98  # percent to which the slowest time decays with each further step of its size
 CAUSES = (
-    ("engine", "killed"),  # by a signal from elsewhere
-    ("engine", "failed"),  # it ended itself
-    ("engine", "hung"),  # the supervisor ended it
-    ("engine", "start"),  # it did not come up
+    ("engine", "killed"),  # by a signal that the supervisor did not send
+    ("engine", "failed"),  # it exited
+    ("engine", "hung"),  # the supervisor killed it
+    ("engine", "start"),  # it ended before it was ready
     ("api", "killed"),
     ("api", "failed"),
     ("api", "hung"),
     ("api", "start"),
 )
-"""Which process was started again, and why."""
+"""Which process was restarted, and why."""
 _PACE, _EVER_SEEN = _RESTARTS + len(CAUSES), _RESTARTS + len(CAUSES) + 1
-_SLOT = 64  # bytes for a row's occupant: how long its id is, then the id, cut if need be
-_MAX_ROWS = 4096  # occupants of rows beyond these are not told
-_BEATS = 8 * _WORDS + _SLOT * _MAX_ROWS  # where API processes write, a word each
-_MAX_SERVERS = 1024  # those beyond these are not watched
-_TAKEN = _BEATS + 8 * _MAX_SERVERS  # where engines write how far they are with each API process's requests
+_SLOT = 64  # bytes for a row's request: one byte for the length of its id, then the id, truncated if need be
+_MAX_ROWS = 4096  # requests in rows beyond these are not written
+_BEATS = 8 * _WORDS + _SLOT * _MAX_ROWS  # offset of the API processes' heartbeats, one word each
+_MAX_SERVERS = 1024  # API processes beyond these are not watched
+_TAKEN = _BEATS + 8 * _MAX_SERVERS  # offset of the latest submission times taken in, one word per API process
 _SIZE = _TAKEN + 8 * _MAX_SERVERS
 
 
 def shared_memory() -> int:
-    """A descriptor of fresh memory that processes can inherit. Whoever asked closes it."""
+    """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("octavo-pulse")
+        fd = os.memfd_create("octavo-heartbeat")
         os.truncate(fd, _SIZE)
     else:
         with tempfile.TemporaryFile(prefix="octavo-") as file:
-            file.write(bytes(_SIZE))  # taken now: a disk that is full later must not matter
+            file.write(bytes(_SIZE))  # allocates the blocks now, in case the disk is full later
             file.flush()
             fd = os.dup(file.fileno())
     return fd
 
 
 class Heartbeat:
-    """All times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one machine; 0: never."""
+    """The shared block. All times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one machine; 0: never."""
 
     def __init__(self, fd: int = -1) -> None:
-        """−1: shared with nobody."""
+        """`fd`: from `shared_memory()`. −1: private memory."""
         self._memory = mmap.mmap(fd, _SIZE)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._beats = memoryview(self._memory)[_BEATS:_TAKEN].cast("q")
         self._taken = memoryview(self._memory)[_TAKEN:].cast("q")
-        self._num_tokens = 0  # of the step that is computed
-        self._noted = -1  # … of the last whose time is noted
-        self._is_long = False  # steps of that size are
+        self._num_tokens = 0  # tokens of the current step
+        self._noted = -1  # tokens of the last step whose time was noted
+        self._is_long = False  # whether the slowest time of that step's size exceeds _LONG
 
     # ── the engine writes ──
 
     def reset(self) -> None:
-        """A new engine's first word: nothing of the one before it is true any more."""
+        """Clear the words that describe the previous engine. A new engine calls this first."""
         self._memory[: 8 * _RESTARTS] = bytes(8 * _RESTARTS)
         self._memory[8 * _WORDS : _BEATS] = bytes(_BEATS - 8 * _WORDS)
         self._words[_PID] = os.getpid()
         self._num_tokens, self._noted, self._is_long = 0, -1, False
 
     def rest(self) -> None:
-        """There is nothing to do. To be said every second or so."""
+        """Report an idle engine. To be called about once a second."""
         words = self._words
         words[_BEAT] = time.monotonic_ns()
         words[_IS_STEPPING] = 0
 
     def begin(self) -> None:
+        """Report that an iteration of the loop begins."""
         words = self._words
         words[_BEAT] = time.monotonic_ns()
         words[_IS_STEPPING] = 1
 
     def size(self, num_tokens: int) -> None:
-        """So many tokens are computed before the next end(): what a step takes depends on it."""
+        """Set the number of tokens computed before the next end(). The expected duration of the step depends on it."""
         if num_tokens != self._num_tokens:
             self._words[_NUM_TOKENS] = self._num_tokens = num_tokens
 
@@ -100,6 +102,7 @@ class Heartbeat:
         words[_NUM_WAITING] = num_waiting
 
     def _note(self, elapsed: int) -> None:
+        """Update the slowest recent time of the step's size bucket. `elapsed`: nanoseconds."""
         words, self._noted = self._words, self._num_tokens
         at = _size(self._num_tokens)
         words[_SEEN] |= 1 << at
@@ -109,7 +112,7 @@ class Heartbeat:
         words[_LONGEST + at] = longest if self._is_long else 0
 
     def seat(self, left: Iterable[int], entered: Iterable[tuple[int, str]]) -> None:
-        """Rows that are free now, then (row, request id) of who took one: before the step that computes them."""
+        """Record the rows that became free, then (row, request id) of those taken. To be called before the step computes them."""
         for row in left:
             if row < _MAX_ROWS:
                 self._memory[8 * _WORDS + row * _SLOT] = 0
@@ -121,40 +124,40 @@ class Heartbeat:
                 self._memory[start] = len(encoded)
 
     def take(self, origin: int, submitted: float) -> None:
-        """An API process's request of that time is taken in, or refused. Its requests come in the order of their times; those that
-        an engine before this one took in may come again."""
+        """Record that the request an API process submitted at this time was taken in or refused. A process's requests arrive in
+        the order of their times, except those that a previous engine had taken in: they may come again."""
         if origin < _MAX_SERVERS:
             self._taken[origin] = max(self._taken[origin], _nanoseconds(submitted))
 
     def move(self, seconds_per_request: float) -> None:
-        """How fast the queue moves: what the next one to get a row takes. Outlives the engine, as the last that is known."""
+        """Set the queue's pace: the time until the next waiting request gets a row. A new engine does not reset it."""
         self._words[_PACE] = _nanoseconds(seconds_per_request)
 
     # ── an API process writes ──
 
     def turn(self, origin: int) -> None:
-        """Its event loop turns. To be said every second or so."""
+        """Report that an API process's event loop runs. To be called about once a second."""
         if origin < _MAX_SERVERS:
             self._beats[origin] = time.monotonic_ns()
 
     # ── the supervisor writes ──
 
     def forget(self, origin: int) -> None:
-        """Another API process of this number is started, and has said nothing yet."""
+        """Clear an API process's heartbeat, because its successor is being started."""
         if origin < _MAX_SERVERS:
             self._beats[origin] = 0
 
     def stalled(self, seconds: float) -> None:
-        """For so long it has neither turned nor computed."""
+        """Set for how long the engine has neither sent a heartbeat nor used CPU time."""
         self._words[_STALLED] = int(seconds * 1e9)
 
     def count_restart(self, process: str, cause: str) -> None:
         self._words[_RESTARTS + CAUSES.index((process, cause))] += 1
 
-    # ── everybody reads ──
+    # ── all processes read ──
 
     def restarts(self) -> dict[tuple[str, str], int]:
-        """(process, cause) → how often one was started again."""
+        """Number of restarts by (process, cause)."""
         return {key: self._words[_RESTARTS + at] for at, key in enumerate(CAUSES)}
 
     @property
@@ -163,7 +166,7 @@ class Heartbeat:
 
     @property
     def beat(self) -> int:
-        """Its last sign of life."""
+        """Time of the engine's last heartbeat."""
         return self._words[_BEAT]
 
     @property
@@ -172,19 +175,19 @@ class Heartbeat:
 
     @property
     def num_tokens(self) -> int:
-        """What the step that is computed has to do."""
+        """Tokens of the current step."""
         return self._words[_NUM_TOKENS]
 
     def usual(self) -> tuple[float, bool] | None:
-        """(seconds, whether this engine has computed one of its size): what the step that is computed takes at most. That is what the
-        longest of late took, of those that were about as large or smaller if there were such, else so many times that as it is larger
-        than the largest. At least a tenth of a second. None: no engine has computed any."""
+        """Estimate how long the current step takes at most: (seconds, whether this engine has run a step of its size). The
+        slowest recent step in this size bucket or below; if no engine has run this bucket, the slowest of any size, scaled by the
+        number of tokens if this step is larger than the largest. At least a tenth of a second. None: no engine has run a step."""
         words = self._words
         at, ever = _size(self.num_tokens), words[_EVER_SEEN]
         if not ever:
             return None
         longest = words[_LONGEST : _LONGEST + (at + 1 if ever >> at & 1 else _NUM_SIZES)]
-        largest = (1 << ever.bit_length() - 1) // 2  # tokens, at least, of the largest there were
+        largest = (1 << ever.bit_length() - 1) // 2  # fewest tokens of the largest bucket that was run
         times = max(1.0, self.num_tokens / max(1, largest)) if at >= ever.bit_length() else 1.0
         return max(*longest, _LONG) / 1e9 * times, bool(words[_SEEN] >> at & 1)
 
@@ -210,19 +213,19 @@ class Heartbeat:
 
     @property
     def seconds_per_request(self) -> float:
-        """The queue's pace. Without one to go by: as if it was one a second."""
+        """The queue's pace; one request a second if none is known yet."""
         return self._words[_PACE] / 1e9 or 1.0
 
     def has_taken(self, origin: int, submitted: float) -> bool:
-        """Whether an engine has taken in what an API process submitted at that time. Of those that are not told: yes."""
+        """Whether an engine has taken in what an API process submitted at that time. True for processes beyond _MAX_SERVERS."""
         return origin >= _MAX_SERVERS or _nanoseconds(submitted) <= self._taken[origin]
 
     def beat_of(self, origin: int) -> int:
-        """An API process's last sign of life."""
+        """Time of an API process's last heartbeat."""
         return self._beats[origin] if origin < _MAX_SERVERS else 0
 
     def seated(self) -> list[str]:
-        """Requests that hold a row, each once: those that a step that does not end is about."""
+        """Ids of the requests that hold a row, each once and possibly truncated: the suspects if the current step hangs."""
         names: dict[str, None] = {}
         for start in range(8 * _WORDS, _BEATS, _SLOT):
             if length := self._memory[start]:
@@ -237,7 +240,7 @@ class Heartbeat:
 
 
 def _size(num_tokens: int) -> int:
-    """0: none, 1: one, 2: two or three, 3: four to seven …"""
+    """Return the size bucket. 0: no tokens, 1: one, 2: two or three, 3: four to seven …"""
     return min(num_tokens.bit_length(), _NUM_SIZES - 1)
 
 
@@ -246,5 +249,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def is_named(request_id: str, seated: Iterable[str]) -> bool:
-    """Whether a request is among the seated ones, whose names may be cut."""
+    """Whether a request is in the result of `seated()`, whose ids may be truncated."""
     return request_id.encode()[: _SLOT - 1].decode(errors="replace") in seated

@@ -1,5 +1,4 @@
-"""Gives memory back to the system: what was freed, which the C library keeps in pieces for bursts to come, and code that has run.
-Knows nothing of who used it."""
+"""Gives memory back to the system: freed memory that the C library keeps, and pages of libraries that only the start needed."""
 
 import ctypes
 import functools
@@ -8,37 +7,38 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_ARENA_MAX = -8  # of mallopt(), in malloc.h
-_DONTNEED = 4  # of madvise(), in mman.h
+_ARENA_MAX = -8  # M_ARENA_MAX of mallopt(), in malloc.h
+_DONTNEED = 4  # MADV_DONTNEED of madvise(), in mman.h
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (.{4}) \S+ \S+ \d+ *(.*)$")
 
 
 def keep_one_heap() -> None:
-    """To be called before any thread starts. Otherwise threads get heaps of their own, and of those the end is never given back."""
-    if (choose := _of_c("mallopt")) is not None:
+    """Use one malloc arena for all threads. To be called before any thread starts: malloc_trim() never returns the top of the
+    arenas that threads get otherwise."""
+    if (choose := _libc("mallopt")) is not None:
         choose(_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:
-    """What hangs together in circles is freed first, in a process of our own: another's heap may take long to look through. Takes
-    milliseconds: for times when there is nothing to do. Nothing more happens where the C library has no word for it."""
+    """Return freed memory to the system, where the C library can. Takes milliseconds, so it is for idle times. Collects reference
+    cycles first, but only in our own processes, which have frozen their heap: a user's heap may take long to traverse."""
     if gc.get_freeze_count():
         gc.collect()
-    if (trim := _of_c("malloc_trim")) is not None:
+    if (trim := _libc("malloc_trim")) is not None:
         trim(0)
 
 
 def drop_library_pages() -> None:
-    """To be called once the start is over. Most that was read of libraries by then, of torch fifty megabytes, was for the start alone.
-    The system keeps it with its files, where it takes nobody's room: what is needed again is there at once."""
-    if (advise := _of_c("madvise")) is not None:
-        for begin, end in _unwritten():
+    """madvise(MADV_DONTNEED) on clean library pages after start-up: about 50 MB of torch is not used again. A page that is needed
+    again faults back from the page cache."""
+    if (advise := _libc("madvise")) is not None:
+        for begin, end in _clean_ranges():
             advise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _DONTNEED)
 
 
-def _unwritten() -> Iterator[tuple[int, int]]:
-    """Where parts of libraries lie that cannot be written to and never were: code and constants. Libraries stay where they are for as
-    long as the process lives. Nothing where the system does not say."""
+def _clean_ranges() -> Iterator[tuple[int, int]]:
+    """Address ranges of libraries that are read-only and were never written: code and constants. A library stays mapped for as
+    long as the process lives, so the ranges stay valid. Empty where the system has no /proc/self/smaps."""
     try:
         lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()
     except OSError:
@@ -53,14 +53,14 @@ def _unwritten() -> Iterator[tuple[int, int]]:
             sizes = {}
         elif end and name in ("Rss", "Anonymous", "Swap"):
             sizes[name] = rest.split()[0]
-        # What was written to is the process's own, here or swapped out. Where all is said to be 0, nothing is known.
+        # Written pages are the process's own (Anonymous, or Swap if swapped out). Rss 0: nothing resident, or not reported.
         if sizes.get("Swap") == sizes.get("Anonymous") == "0" != sizes.get("Rss"):
             yield begin, end
             sizes = {}
 
 
 @functools.cache
-def _of_c(name: str) -> Callable[..., int] | None:
+def _libc(name: str) -> Callable[..., int] | None:
     try:
         found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     except OSError:

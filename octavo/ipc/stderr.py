@@ -1,5 +1,4 @@
-"""What a server says on standard error, and that there is such a thing: whatever becomes of it, serving goes on.
-Knows nothing of what is said."""
+"""Standard error of a server: a lost or missing stream never stops serving."""
 
 import contextlib
 import os
@@ -7,15 +6,16 @@ import sys
 
 
 def say(line: str) -> None:
-    """A full disk or a reader that left is no reason to stop. In one piece: threads that speak at once each have their line."""
+    """Write one line to standard error. Ignores a full disk and a closed pipe. A single write, so that lines of several threads
+    do not mix."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"octavo: {line}\n")
         sys.stderr.flush()
 
 
 def hold_standard_streams() -> None:
-    """Where a descriptor from 0 to 2 is closed, what is opened next gets its number, a socket maybe, and every process that
-    we start would write its log there. So each of them is something, if only the null device."""
+    """Open the null device for each of the descriptors 0 to 2 that is closed. Otherwise the next file or socket opened would get
+    that number, and every process that we start would write its log there."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -26,7 +26,8 @@ def hold_standard_streams() -> None:
 
 
 def settle_standard_error() -> None:
-    """What cannot be written any more must not become the exit code, as it would at the interpreter's end."""
+    """Flush standard error before the exit. If that fails, redirect it to the null device: the interpreter's own flush at exit
+    would fail too and change the exit code."""
     try:
         sys.stderr.flush()
     except (OSError, ValueError):

@@ -1,5 +1,4 @@
-"""Processes of our own: how they are started, and how their end is told.
-Knows nothing of what they do."""
+"""Starts Octavo's own child processes, and describes how they ended."""
 
 import ctypes
 import signal
@@ -11,9 +10,9 @@ import msgspec
 _PR_SET_PDEATHSIG = 1
 
 
-def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
-    """A process of our own, in a session of its own so that Ctrl-C reaches the supervisor alone. Its standard input stays
-    open for as long as this process lives: that is how it learns of our death."""
+def spawn(module: str, launch: msgspec.Struct, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a module as a child process and send it `launch`. It runs in its own session, so that Ctrl-C reaches the supervisor
+    alone. Its standard input stays open for as long as this process lives: end of file tells it that we have died."""
     process = subprocess.Popen(
         [sys.executable, "-m", module],
         stdin=subprocess.PIPE,
@@ -22,14 +21,14 @@ def spawn(module: str, order: msgspec.Struct, pass_fds: tuple[int, ...] = ()) ->
         start_new_session=True,
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(order) + b"\n")
+    process.stdin.write(msgspec.json.encode(launch) + b"\n")
     process.stdin.flush()
     return process
 
 
 def signal_at_parents_end(number: signal.Signals) -> None:
-    """To this process, where the kernel can: standard input says the same, but not to a process that was stopped or whose threads
-    wait for one that hangs."""
+    """Have the kernel send this process a signal when its parent dies (Linux only). End of file on standard input says the same,
+    but a process that is stopped or whose threads hang does not read it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 

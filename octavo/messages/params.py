@@ -1,5 +1,4 @@
-"""What one request may ask of sampling, of a search and of pooling, valid by construction.
-Knows nothing of how they travel, nor of tokens, text or tensors."""
+"""Parameters of one request for sampling, beam search and pooling. They are valid by construction."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
@@ -9,22 +8,22 @@ import msgspec
 from octavo.config import MAX_LOGPROBS
 from octavo.errors import Field, InvalidRequest
 
-# What one request may ask for: each is work in every step that the request is in.
+# Limits for one request: each entry is work in every step of the request.
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters
-MAX_BEAM_STOPS = 16  # ids that end a beam: for each, more continuations of every beam are looked at
+MAX_BEAM_STOPS = 16  # ids that end a beam: each one adds candidates to every beam
 MAX_LENGTH_PENALTY = 10
 MAX_PATTERN_SIZE = 1024  # tokens
 MAX_PATTERN_COUNT = 1024
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """When an answer counts as a loop: it ends with `min_count` times the same `min_pattern_size` to `max_pattern_size` tokens.
-    Names and meaning are vLLM's."""
+    """When an output counts as a loop: it ends with `min_count` repeats of one pattern of `min_pattern_size` to
+    `max_pattern_size` tokens. Names and meaning are vLLM's."""
 
-    max_pattern_size: int = 0  # 0: nothing is looked for
-    min_pattern_size: int = 0  # 0: 1
+    max_pattern_size: int = 0  # 0: detection is off
+    min_pattern_size: int = 0  # 0 means 1
     min_count: int = 0
 
     def __post_init__(self) -> None:
@@ -32,7 +31,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=Fa
         for name, least, most, why in (
             ("max_pattern_size", 0, MAX_PATTERN_SIZE, ""),
             ("min_pattern_size", 0, self.max_pattern_size if is_on else MAX_PATTERN_SIZE, ", at most max_pattern_size"),
-            ("min_count", 2 if is_on else 0, MAX_PATTERN_COUNT, ": how often a pattern has to come" if is_on else ""),
+            ("min_count", 2 if is_on else 0, MAX_PATTERN_COUNT, ": how often the pattern must repeat" if is_on else ""),
         ):
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -44,7 +43,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True, gc=Fa
 
 
 class StructuredOutputsParams(TypedDict, total=False):
-    """What an answer must look like: exactly one of the first six, by vLLM's names."""
+    """The form of an output: exactly one of the first six. The names are vLLM's."""
 
     json: str | dict[str, Any] | bool  # a JSON schema
     json_object: bool  # any JSON object
@@ -52,20 +51,20 @@ class StructuredOutputsParams(TypedDict, total=False):
     choice: Sequence[str]  # one of these texts
     grammar: str  # Lark's notation, or GBNF's
     structural_tag: str | dict[str, Any]
-    whitespace_pattern: str  # a regex of what may stand between the parts of JSON
+    whitespace_pattern: str  # a regex of the whitespace allowed between the parts of JSON
     disable_any_whitespace: bool
     disable_additional_properties: bool
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How to choose tokens. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
+    """Sampling parameters. Names and meaning are vLLM's. Valid by construction: a bad value raises InvalidRequest."""
 
     n: int = 1  # independent samples of one prompt
     temperature: float = 1.0  # 0 (anything below 1e-5): greedy
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: the whole vocabulary
     min_p: float = 0.0
-    seed: int | None = None  # None: chosen at the door
+    seed: int | None = None  # None: chosen on admission
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -74,23 +73,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stop: Sequence[str] = ()  # a single string is taken as one stop string
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    # Log-probabilities are the model's own: before temperature, bias, penalties and bans. None: none; k: of the token that
-    # is there, and of the k likeliest at its place.
+    # Log-probabilities are the model's own: before temperature, bias, penalties and bans. None: not returned; k: those of the
+    # chosen token and of the k most likely tokens at its position.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None  # token id → what is added to its logit
+    logit_bias: Mapping[int, float] | None = None  # token id → number added to its logit
     allowed_token_ids: Sequence[int] | None = None  # None: all
     bad_words: Sequence[str] = ()
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the same as tokens; set by whoever has a tokenizer
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # bad_words as token ids; set where there is a tokenizer
     structured_outputs: StructuredOutputsParams | None = None
-    grammar: str = ""  # the same as the sampler reads it; set by whoever has a tokenizer, who has checked it
+    grammar: str = (
+        ""  # structured_outputs as a grammar for the sampler; compiled and checked where there is a tokenizer
+    )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    best_of: int | None = None  # so many are made, and the n likeliest of them are the answer; a beam search's width
+    best_of: int | None = None  # sequences to generate; the n most likely are returned. For a beam search: its width
     use_beam_search: bool = False
     length_penalty: float = 1.0  # a beam's score is the sum of its logprobs / its length ** this
-    # As transformers has it. False: until no beam is likely to become better than those that ended; True: until as many have
-    # ended as there are beams; "never": until none can become better.
+    # When a beam search ends, as in transformers. False: when no beam is likely to beat the finished ones; True: when as many
+    # have finished as there are beams; "never": when no beam can beat them.
     early_stopping: bool | Literal["never"] = False
     repetition_detection: RepetitionDetectionParams | None = None
 
@@ -138,37 +139,38 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_sequences(self) -> int:
-        """What runs at once for one prompt."""
+        """Sequences that run at once for one prompt."""
         return self.best_of or self.n
 
     def num_candidates(self, num_stop_ids: int) -> int:
-        """Continuations of each beam to look at: even if all other beams gave none, enough remain when those that end are taken
-        out, and those that may not end yet."""
+        """Candidates to consider for each beam: enough to fill all beams from this one alone, after the candidates that end the
+        beam are removed, and those that may not end it yet."""
         least = max(2, 1 + num_stop_ids) * self.num_sequences + (num_stop_ids if self.min_tokens else 0)
         return max(least, self.logprobs or 0)
 
     def _check_beams(self) -> None:
-        """A beam search weighs continuations by the model's own logprobs. What would change those, or end a beam by its text, is
-        refused; what only says how to draw (temperature, top_p, top_k, min_p, seed) has nothing to say in it."""
+        """Reject what a beam search does not support. It ranks by the model's own logprobs, so parameters that would change
+        those, or end a beam by its text, are rejected. Those that only concern random sampling (temperature, top_p, top_k,
+        min_p, seed) have no effect."""
         if self.grammar:
             raise InvalidRequest(
-                "response_format, structured_outputs and tools that must be called are not offered with use_beam_search: "
+                "response_format, structured_outputs and tools that must be called are not supported with use_beam_search: "
                 "leave them out",
                 param="use_beam_search",
             )
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
-                raise InvalidRequest(f"{name} is not offered with use_beam_search: leave it out", param=name)
+                raise InvalidRequest(f"{name} is not supported with use_beam_search: leave it out", param=name)
         if len(self.stop_token_ids) > MAX_BEAM_STOPS:
             raise InvalidRequest(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries, with use_beam_search at most {MAX_BEAM_STOPS} are taken",
+                f"stop_token_ids has {len(self.stop_token_ids)} entries, with use_beam_search at most {MAX_BEAM_STOPS} are allowed",
                 param="stop_token_ids",
             )
 
     def _check_edits(self) -> None:
         bias, words, allowed = self.logit_bias or {}, self.bad_words, self.allowed_token_ids
         if len(bias) > MAX_BIASES:
-            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are taken", "logit_bias")
+            raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_BIASES} are allowed", "logit_bias")
         for token, value in bias.items():
             if not -100 <= value <= 100:
                 raise InvalidRequest(
@@ -178,7 +180,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if allowed is not None and not allowed:
             raise InvalidRequest("allowed_token_ids is empty: nothing could be sampled", "allowed_token_ids")
         if len(words) > MAX_BAD_WORDS:
-            raise InvalidRequest(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are taken", "bad_words")
+            raise InvalidRequest(
+                f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS} are allowed", "bad_words"
+            )
         for at, word in enumerate(words):
             if not word.strip() or len(word) > MAX_BAD_WORD_LEN:
                 raise InvalidRequest(
@@ -186,8 +190,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
                 )
 
     def _check_types(self) -> None:
-        """Exact types, for the wire carries no others: not 50.0 for an integer, nor NumPy's numbers, nor a lone surrogate.
-        That a float is finite follows from its range."""
+        """Require exact types, because msgpack carries no others: no 50.0 for an integer, no NumPy scalars, no lone surrogates.
+        The range checks exclude non-finite floats."""
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"):
             value = getattr(self, name)
             if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
@@ -245,12 +249,12 @@ _DEFAULTS = dict(zip(SamplingParams.__struct_fields__, SamplingParams.__struct_d
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What `LLM.beam_search` is asked. Names and meaning are vLLM's; early_stopping is transformers'."""
+    """Parameters of `LLM.beam_search`. Names and meaning are vLLM's; early_stopping is transformers'."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # without effect, as in vLLM: beams are weighed by the model's own logprobs
+    temperature: float = 0.0  # no effect, as in vLLM: beams are ranked by the model's own logprobs
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     include_stop_str_in_output: bool = False
@@ -290,13 +294,14 @@ Pooling = Literal["cls", "mean", "last"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, gc=False):
-    """How a prompt's hidden states become one vector. The door has checked it."""
+    """How a prompt's hidden states become one vector. Checked on admission."""
 
     kind: Pooling  # the first token's, the mean of all tokens', or the last token's
     normalize: bool = True  # to length 1
-    dimensions: int = 0  # only so many leading numbers, cut before it is normalised; 0: all
+    dimensions: int = 0  # leading numbers to keep, cut before normalising; 0: all
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others are spread over the signed 64 bits."""
+    """Seed of one choice. Choice 0 keeps the caller's seed, so that n = 1 and the first of n agree; the others' seeds are spread
+    over the signed 64-bit range."""
     return (seed + index * 0x9E3779B97F4A7C15 + 2**63) % 2**64 - 2**63

@@ -1,5 +1,5 @@
-"""What the engine and its ranks say to each other: how a rank starts, what it holds, a step's plan and its result.
-Knows nothing of clients or of requests: rows are numbers, and everything is msgspec structs of plain values."""
+"""Messages between the engine and its ranks: start-up and load reports, a step's plan and its result. Ranks see rows, not
+requests."""
 
 from typing import Literal
 
@@ -12,24 +12,24 @@ from octavo.messages.params import PoolingParams, SamplingParams
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, gc=False):
-    """A GPU's memory in bytes, measured with the weights in and no pages yet. What is in none of these is free for pages."""
+    """A GPU's memory in bytes, measured with the weights loaded and no pages yet. The rest of `total` is free for pages."""
 
     total: int
     other: int  # held by other processes
-    own: int  # held by this one: weights, tables, the context, what libraries keep
-    working: int  # what the largest step takes beyond that, and gives back
-    working_rows: int  # the same for a step of one token for each row
-    working_least: int  # the same for a step of one token
+    own: int  # held by this process: weights, tables, the CUDA context, what libraries keep
+    working: int  # temporary memory of the largest step
+    working_rows: int  # temporary memory of a step with one token in each row
+    working_least: int  # temporary memory of a step with one token
     reserve: int  # left free on purpose: CUDA graphs, staging, rounding, what other processes may still take
 
     @property
     def for_pages(self) -> int:
-        """What is free for pages, whatever share of the GPU was meant for them. Negative: not even a step fits."""
+        """Bytes free for pages, regardless of --gpu-memory-utilization. Negative: not even a step fits."""
         return self.total - self.other - self.own - self.working - self.reserve
 
 
 class RankStart(msgspec.Struct, frozen=True, gc=False):
-    """The first thing a spawned rank is told."""
+    """The first message to a spawned rank."""
 
     config: Config
     model_path: str
@@ -41,7 +41,8 @@ class RankStart(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadReport(msgspec.Struct, frozen=True, gc=False):
-    """One rank has its weights and no pages yet. Sizes are this rank's own; memory shared by ranks is divided already."""
+    """A rank's report after loading its weights, before pages are allocated. Sizes are this rank's own; memory that ranks share
+    is already divided among them."""
 
     device: str
     dtype: str
@@ -52,32 +53,32 @@ class LoadReport(msgspec.Struct, frozen=True, gc=False):
     max_num_batched_tokens: int
     weights_bytes: int
     page_bytes: int
-    available_bytes: int  # for pages, where the device's memory is concerned
-    host_available_bytes: int  # for the swap space; on a CPU the same memory as the pages'
+    available_bytes: int  # device memory for pages
+    host_available_bytes: int  # host memory for the swap space; on a CPU the same memory as for pages
     notes: list[str] = []
     memory: DeviceMemory | None = None  # None: there is no GPU
-    fp8_weights_bytes: int = 0  # what the weights would take with --quantization fp8; 0: that cannot be chosen
-    bfloat16_weights_bytes: int = 0  # with --dtype bfloat16; 0: that would not be less
+    fp8_weights_bytes: int = 0  # size of the weights with --quantization fp8; 0: not available
+    bfloat16_weights_bytes: int = 0  # size of the weights with --dtype bfloat16; 0: it would not be smaller
     bfloat16_page_bytes: int = 0
-    fingerprint: dict[str, str] = {}  # what the bits of answers depend on, part by part
-    fp8_page_bytes: int = 0  # what a page would take with --kv-cache-dtype fp8; 0: that cannot be chosen
-    kv_dtype: str = ""  # what KV pages hold; empty: dtype
+    fingerprint: dict[str, str] = {}  # everything that the bits of an output depend on, part by part
+    fp8_page_bytes: int = 0  # size of a page with --kv-cache-dtype fp8; 0: not available
+    kv_dtype: str = ""  # element type of KV pages; empty: dtype
     hidden_size: int = 0
     can_generate: bool = True
     windows: tuple[int, ...] = (
         0,
-    )  # of each group of layers, which has a page table of its own; 0: it keeps everything
+    )  # window of each group of layers with its own page table; 0: the group keeps all pages
 
 
 class Allocate(msgspec.Struct, frozen=True, gc=False):
-    """What the executor settled on, the same for every rank."""
+    """The numbers of pages that the executor chose, the same for every rank."""
 
     num_pages: int
     num_host_pages: int
 
 
 class PrepareGrammar(msgspec.Struct, frozen=True, gc=False):
-    """Goes to every rank beside the plans; each says the number again when the grammar is ready there."""
+    """Sent to every rank, on another pipe than the plans. Each rank returns the number when its grammar is ready."""
 
     number: int
     grammar: str
@@ -85,7 +86,7 @@ class PrepareGrammar(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankFailed(msgspec.Struct, frozen=True, gc=False):
-    """A rank's last words. `is_config`: a ConfigError's message, for a person; else a traceback."""
+    """A rank's last message. `is_config`: the message is a ConfigError's; else it is a traceback."""
 
     is_config: bool
     message: str
@@ -95,20 +96,20 @@ class RankFailed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Entering(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row's new occupant, with all of its tokens known so far (a preempted request brings its output along)."""
+    """A request that enters a row, with all its tokens so far (those of a preempted request include its output)."""
 
     row: int
     token_ids: list[int]
-    prompt_len: int  # the first of token_ids that came from the client
+    prompt_len: int  # how many of token_ids, from the first on, came from the client
     params: SamplingParams
     seed: int  # already distinct for each of the n choices
-    stop_ids: list[int]  # masked until min_tokens are out
-    pages: list[list[int]]  # its page table in each group of layers; 0 where a window has passed
-    pooling: PoolingParams | None = None  # in place of sampling: its hidden states become a vector
+    stop_ids: list[int]  # masked until min_tokens have been generated
+    pages: list[list[int]]  # its page table in each group of layers; 0 for entries that are out of the window
+    pooling: PoolingParams | None = None  # pool the hidden states into a vector instead of sampling
 
 
 class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copy one page before the step. Moves are executed in list order; `host` pages live in the swap space."""
+    """Copy one page before the step. Moves are executed in list order; host pages are in the swap space."""
 
     kind: Literal["copy", "out", "in"]  # page → page, page → host page, host page → page
     source: int
@@ -116,8 +117,8 @@ class PageMove(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ForcedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A row goes on with a token that it did not sample: a beam's next. What its pages hold up to there is told apart; the tokens
-    before it in the row's table are no longer those, and nobody reads them."""
+    """A row continues with a token that it did not sample: the next token of a beam. Changes to its pages are sent separately.
+    The row's earlier token ids may be outdated; they are not read."""
 
     row: int
     position: int
@@ -125,10 +126,10 @@ class ForcedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """One step, decided: the same bytes for every rank. Columns of equal length describe the rows that advance."""
+    """The plan of one step, the same bytes for every rank. Columns of equal length describe the rows that advance."""
 
     step: int
-    leaves: list[int]  # rows whose occupant is gone
+    leaves: list[int]  # rows that became free
     enters: list[Entering]
     moves: list[PageMove]
     rows: list[int]  # ┐ row `rows[i]` computes positions
@@ -138,46 +139,46 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     page_rows: list[int]  # ┐ entry page_slots[j] of row page_rows[j]'s page table
     page_slots: list[int]  # │ becomes page_ids[j], before the step
     page_ids: list[int]  # ┘
-    page_groups: list[int] = []  # … in the page table of group page_groups[j]; empty: there is one group
+    page_groups: list[int] = []  # group whose page table entry j changes; empty: there is one group
     forced: list[ForcedToken] = []
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to carry out. (A plan may move pages and advance nobody.)"""
+        """Whether there is nothing to execute. (A plan may move pages without advancing any row.)"""
         return not self.rows and not self.moves
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one position: the token that is there, then the likeliest in falling order, as many as were asked for."""
+    """Logprobs at one position: the chosen token first, then as many of the most likely as requested, in descending order."""
 
-    rank: int  # of the token that is there: 1 is the likeliest
+    rank: int  # rank of the chosen token; 1: the most likely
     token_ids: list[int]
     logprobs: list[float]  # never below -9999, which stands for impossible
 
     def cut_to(self, count: int) -> "Logprobs":
-        """With at most so many of the likeliest."""
+        """Keep at most `count` of the most likely tokens."""
         return Logprobs(self.rank, self.token_ids[: 1 + count], self.logprobs[: 1 + count])
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The likeliest continuations of a beam, in falling order."""
+    """The most likely next tokens of a beam, in descending order."""
 
     token_ids: list[int]
     logprobs: list[float]
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """What a step gave, in the order of the True ones in the plan's `samples`: a vector for each row that is pooled, a token
-    for each of the others, logprobs of those tokens whose row wants them, and candidates of each row that is a beam."""
+    """The results of a step, in the order of the True entries of the plan's `samples`: a vector for each pooled row, a token for
+    each other row, logprobs of the tokens whose row asks for them, and candidates for each row that is a beam."""
 
     step: int
     tokens: list[int]
     vectors: list[bytes] = []
     logprobs: list[Logprobs] = []
-    # Of each row that wants them and computed prompt tokens, the last one aside.
+    # For each row that asks for them and computed prompt tokens: all of those except the prompt's last.
     prompt_logprobs: list[list[Logprobs]] = []
-    failures: dict[int, str] = {}  # which of `tokens` do not count, and why: their requests cannot go on
-    grammar_seconds: float = 0.0  # that grammars took to say what may follow
-    # Which of `tokens` end their requests a little before max_tokens: their grammars let them end there.
+    failures: dict[int, str] = {}  # index in `tokens` → why that token is invalid; its request fails
+    grammar_seconds: float = 0.0  # time spent on computing grammar masks
+    # Indices of `tokens` that end their requests shortly before max_tokens, at a point where the grammar may end.
     last: list[int] = []
     candidates: list[Candidates] = []

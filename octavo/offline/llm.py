@@ -1,5 +1,5 @@
-"""LLM: the engine as a Python object: generate, chat, embed and stream, without a server.
-Knows nothing of torch or HTTP; it drives the same loop that serves requests."""
+"""LLM: the engine as a Python object: generate, chat, embed and stream, without a server. It drives the same loop that serves
+requests."""
 
 import signal
 import threading
@@ -33,7 +33,7 @@ from octavo.weights.sources.source import resolve
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-_OF_SERVERS = ("server", "batches", "recorder")  # sections of the configuration that mean nothing here
+_OF_SERVERS = ("server", "batches", "recorder")  # sections of the configuration that only a server has
 
 
 class LLM:
@@ -43,7 +43,7 @@ class LLM:
         of_servers = {name for section in _OF_SERVERS for name in configuration.field_names(section)}
         for name in options:
             if name in of_servers:
-                raise ConfigError(f"{name} is an option of a server: there is none here, leave it out")
+                raise ConfigError(f"{name} is an option of the server, which LLM does not start: leave it out")
         self.config = configuration.replace(configuration.Config(), model=model, **options)
         source = resolve(
             model, self.config.model.revision, allow_missing_weights=self.config.model.load_format == "dummy"
@@ -53,15 +53,15 @@ class LLM:
         self._source = source
         self._text: Text | None = None
         self._num_requests = 0
-        self._boxes: dict[str, list[TokenDelta]] = {}  # open request → where its deltas go
+        self._boxes: dict[str, list[TokenDelta]] = {}  # open request → the list that its deltas are appended to
         self._failure: EngineDead | None = None
         self._peak_pages = 0
-        self._next_look = 0.0  # when the pages are walked again
-        self._slots: list[int] = [0, 0]  # filled and allocated, summed over the steps that were looked at
+        self._next_look = 0.0  # when slot use is measured again
+        self._slots: list[int] = [0, 0]  # filled and allocated KV slots, summed over the measured steps
 
     @property
     def text(self) -> Text:
-        """Tokenizer and chat template. Loaded when first needed: prompts of token ids can do without any."""
+        """Tokenizer and chat template. Loaded on first use: prompts of token ids do not need them."""
         if self._text is None:
             model = self.config.model
             self._text = load_text(
@@ -81,8 +81,8 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids); answers come in the order of the prompts. `priority`: of each prompt, lower
-        first, where `scheduling_policy` is "priority"."""
+        """Complete every prompt (text or token ids); outputs come in the order of the prompts. `priority`: one number for each
+        prompt, lower first, if `scheduling_policy` is "priority"."""
         every = _as_list(prompts)
         wanted = self._params_for(len(every), params)
         if priority is not None and len(priority) != len(every):
@@ -94,7 +94,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` best continuations of each prompt, as transformers' beam search finds them."""
+        """Find the `beam_width` best continuations of each prompt, as transformers' beam search does."""
         outputs = self.generate(prompts, params.sampling(), use_tqdm=use_tqdm)
         return [self._beams_of(output) for output in outputs]
 
@@ -127,9 +127,9 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """One vector for each prompt (text or token ids), in their order. `pooling` ("cls", "mean", "last") and `normalize`: what
-        the model's makers advise, where they are left out; `dimensions`: only the first so many numbers. A prompt that is too
-        long is refused, or cut at its end to `truncate_prompt_tokens` tokens (-1: to as many as the model takes)."""
+        """Compute one vector for each prompt (text or token ids), in their order. `pooling` ("cls", "mean", "last") and
+        `normalize` default to the model's own configuration; `dimensions` keeps only that many leading numbers. A prompt that is
+        too long is refused, or truncated at its end to `truncate_prompt_tokens` tokens (-1: as many as the model takes)."""
         every = _as_list(prompts)
         pooling_config = (
             self.text.pooling_config if any(isinstance(prompt, str) for prompt in every) else self._pooling_config()
@@ -148,7 +148,8 @@ class LLM:
         return [answers[request.id].output for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """One prompt's text as it comes. Leaving the iterator early aborts the request; several may be open at once."""
+        """Yield one prompt's text as it is generated. Leaving the iterator early aborts the request; several may be open at
+        once."""
         return self._stream(self._single(self._request(prompt, params or self.default_params())))
 
     def stream_chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Iterator[TextDelta]:
@@ -156,11 +157,11 @@ class LLM:
         return self._stream(self._single(request))
 
     def default_params(self) -> SamplingParams:
-        """What the model's makers advise, and as many tokens as fit."""
+        """The sampling parameters of the model's own configuration, with as many tokens as fit."""
         return SamplingParams(**{"max_tokens": None, **self.text.default_sampling})  # type: ignore[arg-type]
 
     def engine_stats(self) -> dict[str, float]:
-        """Facts of all steps so far: pages, their use, steps, preemptions."""
+        """Statistics of all steps so far: pages, their use, steps, preemptions."""
         cache = self._loop.scheduler.cache
         return {
             "num_pages": self.report.num_pages,
@@ -173,7 +174,7 @@ class LLM:
         }
 
     def reset_prefix_cache(self) -> int:
-        """Forget every cached prefix; returns how many pages that were."""
+        """Empty the prefix cache. Returns how many pages it held."""
         return self._loop.scheduler.cache.reset_prefixes()
 
     def close(self) -> None:
@@ -185,7 +186,7 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # ── inside ──
+    # ── private ──
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -209,7 +210,7 @@ class LLM:
         number = self._num_requests
         self._num_requests += 1
         ids = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if params.seed is None:  # offline runs repeat: the n-th request of a given --seed draws the same
+        if params.seed is None:  # offline runs are repeatable: the n-th request of a given --seed samples the same
             params = msgspec.structs.replace(params, seed=choice_seed(self.config.model.seed, number))
         if params.bad_words:
             params = msgspec.structs.replace(params, bad_word_ids=self.text.bad_word_ids(params.bad_words))
@@ -246,7 +247,7 @@ class LLM:
         return BeamSearchOutput(sequences)
 
     def _collect(self, requests: list[GenerateRequest], answers: Mapping[str, Answer | Vector], use_tqdm: bool) -> None:
-        """Step until every answer is there."""
+        """Submit the requests and step until every answer is complete."""
         from tqdm import tqdm
 
         box: list[TokenDelta] = []
@@ -264,16 +265,16 @@ class LLM:
                             answer.is_counted = True
                             num_open -= 1
                             bar.update()
-            finally:  # Ctrl-C, too, leaves the engine empty and usable
+            finally:  # also after Ctrl-C the engine is left empty and usable
                 for request in requests:
                     self._withdraw(request)
 
     def _pooling_config(self) -> PoolingConfig:
-        """Without a tokenizer, which prompts of token ids can do without."""
+        """Read the pooling configuration without loading a tokenizer: prompts of token ids do not need one."""
         return self._text.pooling_config if self._text is not None else read_pooling_config(self._source.path)
 
     def _ids_of(self, prompt: Prompt, longest: int | None) -> list[int]:
-        """`longest`: cut to so many tokens; None: as it is."""
+        """Token ids of a prompt, truncated to `longest` tokens (None: not truncated)."""
         if not isinstance(prompt, str):
             return list(prompt)[:longest]
         return self.text.encode(prompt) if longest is None else self.text.encode_cut(prompt, longest)
@@ -302,7 +303,7 @@ class LLM:
             self._loop.abort(Abort(request.id))
 
     def _next(self, box: list[TokenDelta]) -> list[TokenDelta]:
-        """What has come into this box; steps until something has. Other open requests advance as well."""
+        """Step until `box` has deltas, then empty it and return them. Other open requests advance as well."""
         while not box:
             self._step()
         deltas = box[:]
@@ -316,7 +317,7 @@ class LLM:
             try:
                 for delta in self._loop.step():
                     self._boxes[delta.request_id].append(delta)
-            except BaseException as error:  # half a step cannot be undone
+            except BaseException as error:  # a partial step cannot be undone
                 self._failure = EngineDead(f"the engine failed in an earlier step: {type(error).__name__}: {error}")
                 raise
         scheduler = self._loop.scheduler
@@ -325,14 +326,14 @@ class LLM:
             filled, allocated = scheduler.slot_use()
             self._slots[0] += filled
             self._slots[1] += allocated
-            # It walks every page: looking takes at most a hundredth of the time.
+            # slot_use() walks every page: wait so that it takes at most a hundredth of the time.
             now = time.perf_counter()
             self._next_look = now + 100 * (now - started)
 
 
 @contextmanager
 def _whole_steps() -> Iterator[None]:
-    """Ctrl-C waits for the end of the step: an exception in the middle of one would leave the engine half changed."""
+    """Delay Ctrl-C to the end of the step: an exception in the middle of one would leave the engine in an inconsistent state."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -347,7 +348,7 @@ def _whole_steps() -> Iterator[None]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or as ids, is a list of one."""
+    """Make a list of prompts; a single prompt, text or ids, becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     num_ids = sum(isinstance(item, Integral) for item in prompts)
@@ -355,6 +356,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in prompts if not isinstance(prompt, int)]
     if num_ids < len(prompts):
         raise InvalidRequest(
-            "prompts mixes token ids with prompts: give one list of ids, or a list of prompts", "prompts"
+            "prompts mixes token ids and prompts: give one list of ids, or a list of prompts", "prompts"
         )
     return [[int(item) for item in prompts if isinstance(item, Integral)]]

@@ -1,5 +1,4 @@
-"""What became of prompts that were handed over offline, collected from their deltas.
-Knows nothing of the loop that makes them."""
+"""Outputs of the offline API, collected from the deltas of its requests."""
 
 from dataclasses import dataclass, field
 
@@ -18,53 +17,53 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[Logprobs] = field(default_factory=list)  # of each token, where asked for
-    cumulative_logprob: float | None = None  # their sum, where asked for, and of a beam
+    logprobs: list[Logprobs] = field(default_factory=list)  # one entry per token, if requested
+    cumulative_logprob: float | None = None  # their sum; also set for a beam, or for best_of, without logprobs
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The output of one prompt."""
 
     request_id: str
-    prompt: str | None  # None: it came as token ids
+    prompt: str | None  # None: it was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of each prompt token but the first, where asked for
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)  # for each prompt token but the first, if requested
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the answers of a beam search."""
+    """One sequence found by a beam search."""
 
-    tokens: list[int]  # the prompt's among them
-    logprobs: list[Logprobs]  # of each token of the answer
+    tokens: list[int]  # including the prompt's
+    logprobs: list[Logprobs]  # one entry per generated token
     cum_logprob: float
-    text: str | None  # of all of the tokens; None: the model has no tokenizer
+    text: str | None  # decoded from all of `tokens`; None: no tokenizer was loaded
     finish_reason: str | None
     stop_reason: str | int | None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What became of one prompt, the best first."""
+    """The sequences of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """One prompt's vector."""
+    """The embedding of one prompt."""
 
     request_id: str
-    prompt: str | None  # None: it came as token ids
+    prompt: str | None  # None: it was given as token ids
     prompt_token_ids: list[int]
     embedding: list[float] = field(default_factory=list)
 
 
 class Vector:
-    """Takes one request's vector."""
+    """Collects one request's embedding."""
 
     def __init__(self, output: EmbeddingOutput) -> None:
         self.output = output
@@ -87,7 +86,7 @@ class Answer:
     def __init__(
         self, request: GenerateRequest, prompt: str | None, text: Text | None, wanted: SamplingParams | None = None
     ) -> None:
-        """`wanted`: what the caller asked for, where that is less than the engine was asked: the best of several."""
+        """`wanted`: the caller's parameters, if they differ from the engine's: with best_of the engine makes more choices."""
         choices = range(request.params.n)
         self._wanted = wanted or request.params
         self.output = RequestOutput(
@@ -103,7 +102,7 @@ class Answer:
         return all(choice.finish_reason is not None for choice in self.output.outputs)
 
     def keep_best(self) -> None:
-        """Once all choices have ended."""
+        """Keep the choices and logprobs that the caller asked for. To be called once all choices have ended."""
         outputs, wanted = self.output.outputs, self._wanted
         for choice in outputs:
             if choice.logprobs and choice.cumulative_logprob is None:
@@ -115,7 +114,7 @@ class Answer:
                 choice.logprobs = []
 
     def take(self, delta: TokenDelta) -> bool:
-        """True: a stop string ended the choice, which the engine does not know."""
+        """Add a delta. True: a stop string ended the choice, so the engine must be told to stop it."""
         if delta.finish is not None and delta.finish.reason == "error":
             raise failure_of(delta.finish)
         choice, stream = self.output.outputs[delta.index], self._streams[delta.index]

@@ -1,7 +1,8 @@
-"""Decoders of the types whose weights are a scale times a whole number, with a minimum or without.
-Knows nothing of whole tensors: each takes quants [N, bytes of a quant] uint8 and fills out [N, weights of a quant] float32.
+"""Decoders of the types whose weights are a scale times an integer, with or without a minimum.
+Each takes quants [N, bytes of a quant] uint8 and fills out [N, weights of a quant] float32.
 
-Layouts: ggml-quants.h. The operations, and their order, are those of the reference decoders, so that every bit is the same."""
+The layouts are in ggml-quants.h. The operations and their order are those of the reference decoders, so that every bit is the
+same."""
 
 from collections.abc import Callable
 
@@ -62,10 +63,10 @@ def _q8_0(quants: Tensor, out: Tensor) -> None:
 
 
 def _six_bit_scales(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and least, float32 [N, 8, 1] each, of the eight 32-weight parts of a Q4_K or Q5_K quant.
+    """Scale and minimum, float32 [N, 8, 1] each, of the eight 32-weight parts of a Q4_K or Q5_K quant.
 
     Twelve bytes hold eight 6-bit pairs: the first four pairs in the low bits of bytes 0-3 and 4-7, the last four in the
-    nibbles of bytes 8-11, their top two bits in what bytes 0-7 have left.
+    nibbles of bytes 8-11, with their top two bits in the remaining bits of bytes 0-7.
     """
     first, second, mixed = quants[:, 4:8], quants[:, 8:12], quants[:, 12:16]
     scale = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], dim=1).float()
@@ -76,7 +77,9 @@ def _six_bit_scales(quants: Tensor) -> tuple[Tensor, Tensor]:
 def _q4_k(quants: Tensor, out: Tensor) -> None:
     scale, least = _six_bit_scales(quants)
     low, high = (half.view(-1, 4, 32).float() for half in nibbles(quants, 16, 128))
-    parts = out.view(-1, 8, 32)  # 32 bytes carry two parts: low halves the even one, high halves the odd one
+    parts = out.view(
+        -1, 8, 32
+    )  # 32 bytes hold two parts: the even one in the low nibbles, the odd one in the high ones
     torch.addcmul(-least[:, 0::2], low, scale[:, 0::2], out=parts[:, 0::2])
     torch.addcmul(-least[:, 1::2], high, scale[:, 1::2], out=parts[:, 1::2])
 
@@ -105,7 +108,7 @@ def _q6_k(quants: Tensor, out: Tensor) -> None:
 
 
 def _q2_k(quants: Tensor, out: Tensor) -> None:
-    # 16 parts of 16 weights: a byte each holds scale and least, 4 bits each.
+    # 16 parts of 16 weights: one byte per part holds its scale and minimum, 4 bits each.
     low, high = nibbles(quants, 0, 16)
     scale, least = low.float().mul_(half(quants, 80)), high.float().mul_(half(quants, 82))
     weights = two_bits(quants, 16).view(-1, 16, 16).float()
@@ -118,10 +121,11 @@ def _q3_k(quants: Tensor, out: Tensor) -> None:
 
 
 def q3_k_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """int8: the scales [N, 16] that multiply a quant's own, and the weights [N, 16, 16] as whole numbers from −4 to 3.
+    """Return int8 tensors: the scales [N, 16] that multiply the quant's own scale, and the weights [N, 16, 16] as integers from
+    −4 to 3.
 
-    Twelve bytes hold 16 scales of 6 bits: the low four in the nibbles of bytes 0-7, the top two in bytes 8-11, of which
-    byte i has those of scales i, i + 4, i + 8 and i + 12."""
+    Twelve bytes hold 16 scales of 6 bits: the low four bits in the nibbles of bytes 0-7, the top two in bytes 8-11. Byte 8 + i
+    has those of scales i, i + 4, i + 8 and i + 12."""
     four = torch.cat(nibbles(quants, 96, 8), dim=1)  # [N, 16]
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=quants.device).view(4, 1)
     two = (quants[:, None, 104:108] >> shifts & 3).view(-1, 16)
@@ -134,7 +138,8 @@ def q3_k_parts(quants: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def two_bits(quants: Tensor, at: int) -> Tensor:
-    """256 pairs of bits in 64 bytes → uint8 [N, 256]: 32 bytes carry four runs of 32, in their bits 0-1, 2-3, 4-5 and 6-7."""
+    """Unpack 256 pairs of bits from 64 bytes to uint8 [N, 256]: 32 bytes hold four runs of 32, in their bits 0-1, 2-3, 4-5 and
+    6-7."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=quants.device).view(4, 1)
     return (quants[:, at : at + 64].view(-1, 2, 1, 32) >> shifts & 3).view(-1, 256)
 

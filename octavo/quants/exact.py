@@ -1,7 +1,6 @@
-"""The same numbers in another type: for types without a kernel of their own whose numbers one with a kernel can hold.
-Knows nothing of kernels but the names in HELD_AS, and rounds nothing.
+"""Exact conversion of types without a kernel to types that have one. Nothing is rounded.
 
-Such a weight takes more bytes than in its file and far fewer than decoded."""
+A converted weight takes more bytes than in its file, and far fewer than decoded."""
 
 from __future__ import annotations
 
@@ -13,18 +12,18 @@ from octavo.quants.blocks import q3_k_parts
 from octavo.quants.tables import FP4_LEVELS, half_power, iq2_xxs_nibbles, levels
 from octavo.quants.writers import iq2_wide, q5_0, q6_k
 
-# Type → the one it is held as: its own where kernels multiply with that. What is missing has to be decoded.
+# Type in the file → type in memory, which has a kernel. A type that is missing here has to be decoded.
 HELD_AS = {
     "Q4_0": "Q4_0", "Q4_1": "Q4_1", "Q5_0": "Q5_0", "Q5_1": "Q5_1", "Q8_0": "Q8_0", "Q4_K": "Q4_K", "Q5_K": "Q5_K",
     "Q6_K": "Q6_K", "Q2_K": "Q2_K", "IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_XS", "IQ2_WIDE": "IQ2_WIDE", "IQ2_XXS": "IQ2_WIDE",
     "Q3_K": "Q6_K", "MXFP4": "Q5_0",
 }  # fmt: skip
 
-_MORE = {"Q2_K": 16}  # bytes of a quant: its scales and minimums of 4 bits get 8
+_MORE = {"Q2_K": 16}  # extra bytes of a quant in memory: its 4-bit scales and minimums are widened to 8 bits
 
 
 def held_bytes(type: str, num_weights: int, itemsize: int) -> int:
-    """What so many weights take; `itemsize`: bytes of one that is decoded."""
+    """Bytes that `num_weights` take in memory; `itemsize`: bytes of a decoded weight."""
     if type not in HELD_AS:
         return num_weights * itemsize
     weights, num_bytes = QUANT[HELD_AS[type]]
@@ -32,7 +31,8 @@ def held_bytes(type: str, num_weights: int, itemsize: int) -> int:
 
 
 def held_exactly(weight: Quants) -> Quants | None:
-    """As HELD_AS says; None: it has to be decoded, a number of it cannot be held so."""
+    """Convert to the type in HELD_AS. None: the weight has to be decoded, because its type is not there or a number does not
+    fit."""
     if HELD_AS.get(weight.type, "") in ("", weight.type):
         return weight if weight.type in HELD_AS else None
     rows = weight.rows
@@ -56,7 +56,7 @@ def _from_q3_k(quants: Tensor, num_rows: int) -> Quants:
 
 
 def _from_mxfp4(quants: Tensor, num_rows: int) -> Quants | None:
-    """The scale is a power of two: float16 has those from −24 to 15, which checkpoints hardly leave."""
+    """The scale is a power of two. float16 holds exponents from −24 to 15, which checkpoints hardly ever exceed."""
     exponents = quants[:, 0].int() - 128
     if len(exponents) and not -24 <= int(exponents.min()) <= int(exponents.max()) <= 15:
         return None
@@ -66,5 +66,5 @@ def _from_mxfp4(quants: Tensor, num_rows: int) -> Quants | None:
 
 
 def _in_order(nibbles: Tensor, table: tuple[int, ...]) -> Tensor:
-    """[N, 16] bytes, low halves first → what stands in the table, int8 [N, 32]."""
+    """Look up [N, 16] bytes of nibbles, low nibbles first, in the table: int8 [N, 32]."""
     return levels(table, torch.cat((nibbles & 15, nibbles >> 4), dim=1))

@@ -1,7 +1,7 @@
-"""Decoders of the types whose codes are looked up in a table: the weight is a scale times what stands there.
-Knows nothing of whole tensors: each takes quants [N, bytes of a quant] uint8 and fills out [N, weights of a quant] float32.
+"""Decoders of the types whose codes index a table: the weight is a scale times the table's entry.
+Each takes quants [N, bytes of a quant] uint8 and fills out [N, weights of a quant] float32.
 
-The tables are the formats' own: they were chosen by their makers and follow from nothing."""
+The tables are part of the formats and cannot be derived."""
 
 import functools
 
@@ -14,9 +14,9 @@ from octavo.quants.blocks import Decoder, half, nibbles
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # MXFP4: the numbers of 4-bit floats (sign, two bits of exponent, one of mantissa), doubled.
 FP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-# IQ2_XXS: 256 points in eight dimensions. A point is 16 bits here, two for each coordinate, the first in the lowest.
-_QUANTS_AT_ONCE = 4096  # of IQ2_XXS: what they are cut into stays in the caches
+_QUANTS_AT_ONCE = 4096  # IQ2_XXS quants decoded at once: the temporaries stay in the CPU caches
 IQ2_WIDE_LEVELS = (8, 25, 43, 0, -8, -25, -43)
+# IQ2_XXS: 256 points in eight dimensions. A point has 16 bits here, two per coordinate, the first coordinate lowest.
 _IQ2_XXS_POINTS = """
 0000 0002 0005 0008 000a 0011 0014 0020 0022 0028 002a 0041 0044 0050 0058 0061 0064 0080 0082 008a 00a2 0101
 0104 0110 0115 0140 0184 0198 0200 0202 0222 0282 0401 0404 0410 0421 0424 0440 0442 0448 0460 0481 0484 0490
@@ -34,7 +34,7 @@ _IQ2_XXS_POINTS = """
 
 
 def levels(table: tuple[int, ...], codes: Tensor) -> Tensor:
-    """What stands at each code: int8, in the shape of `codes`."""
+    """Look up each code in the table: int8, in the shape of `codes`."""
     return torch.tensor(table, dtype=torch.int8, device=codes.device)[codes.int()]
 
 
@@ -44,7 +44,7 @@ def _iq4_nl(quants: Tensor, out: Tensor) -> None:
 
 
 def _iq4_xs(quants: Tensor, out: Tensor) -> None:
-    # Eight scales of 6 bits: the low four are in bytes 4-7, the top two in bytes 2 and 3.
+    # Eight scales of 6 bits: the low four bits are in bytes 4-7, the top two in bytes 2 and 3.
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=quants.device)
     top = (quants[:, 2:4, None] >> shifts & 3).view(-1, 8)
     low, high = nibbles(quants, 4, 4)
@@ -60,7 +60,8 @@ def _mxfp4(quants: Tensor, out: Tensor) -> None:
 
 
 def half_power(exponents: Tensor) -> Tensor:
-    """uint8 → float32: 2 ** (e − 127), and half of that, since the levels are doubled. The two lowest are subnormal."""
+    """Convert exponents, uint8, to float32: 2 ** (e − 128), that is half of 2 ** (e − 127), because the levels are doubled. The
+    two lowest results are subnormal."""
     wide = exponents.int()
     bits = torch.where(wide < 2, 0x00200000 << wide.clamp(max=1), (wide - 1) << 23)
     return bits.view(torch.float32)
@@ -77,16 +78,17 @@ def _iq2_wide(quants: Tensor, out: Tensor) -> None:
 
 def _iq2(outer: Tensor, scales: Tensor, nibbles: Tensor, out: Tensor) -> None:
     numbers = levels(IQ2_WIDE_LEVELS, torch.cat((nibbles & 15, nibbles >> 4), dim=2)).float()
-    # Halves of it: every product is exact, in whichever order.
+    # 0.125 is a power of two: every product is exact, in any order.
     torch.mul(numbers, (scales.float() * outer).mul_(0.125).unsqueeze(2), out=out.view(-1, 8, 32))
 
 
 def iq2_xxs_nibbles(quants: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales, int8 [N, 8], that multiply an eighth of a quant's own; and the coordinates as codes of IQ2_WIDE_LEVELS, uint8
-    [N, 8, 16]: of each 32 the first 16 in the low halves.
+    """Return the scales, int8 [N, 8], that multiply an eighth of the quant's own scale, and the coordinates as codes of
+    IQ2_WIDE_LEVELS, uint8 [N, 8, 16]: the first 16 of each 32 are in the low nibbles.
 
-    Of each 32 weights four bytes name four points; of 32 bits more, the top four are the scale, less a half, the others four
-    times the signs of seven of a point's coordinates. The eighth makes the number of minus signs even."""
+    For each 32 weights, four bytes are the indices of four points. In the next 32 bits, the top four are the scale less a half,
+    and the others hold, for each point, the signs of seven of its coordinates. The eighth sign makes the number of minus signs
+    even."""
     points, signs = (table.to(quants.device) for table in _iq2_xxs_codes())
     shifts = torch.arange(0, 28, 7, dtype=torch.int32, device=quants.device)
     scales = torch.empty(len(quants), 8, dtype=torch.int8, device=quants.device)
@@ -105,7 +107,8 @@ def iq2_xxs_nibbles(quants: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _iq2_xxs_codes() -> tuple[Tensor, Tensor]:
-    """int64, a byte for each of eight coordinates: a point's levels [256], and 4 where seven bits stand for a minus [128]."""
+    """Two int64 tables with one byte per coordinate: the levels of each point [256], and, for each pattern of seven sign bits,
+    4 where the sign is minus [128]."""
     points = torch.tensor([int(word, 16) for word in _IQ2_XXS_POINTS.split()])
     sevens = torch.arange(128)[:, None] >> torch.arange(7) & 1  # [128, 7]
     minus = torch.cat((sevens, sevens.sum(dim=1, keepdim=True) % 2), dim=1)

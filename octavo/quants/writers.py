@@ -1,5 +1,5 @@
-"""Whole numbers and their scales → quants of a type that kernels multiply with.
-Knows nothing of where they come from, and rounds nothing: what does not fit is its caller's mistake."""
+"""Pack integers and their scales into quants of a type that has a kernel. Nothing is rounded; the caller makes sure that all
+numbers fit."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def q6_k(outer: Tensor, scales: Tensor, codes: Tensor) -> Quants:
 
 
 def iq2_wide(outer: Tensor, scales: Tensor, nibbles: Tensor) -> Quants:
-    """outer [N, K / 256] float16, scales [N, K / 32] int8, nibbles [N, K / 2] uint8, of each 32 the first 16 codes in the low
-    halves → outer / 8 · scale · IQ2_WIDE_LEVELS[code]."""
+    """outer [N, K / 256] float16, scales [N, K / 32] int8, nibbles [N, K / 2] uint8, with the first 16 of each 32 codes in the
+    low nibbles → outer / 8 · scale · IQ2_WIDE_LEVELS[code]."""
     small, codes = (part.view(torch.uint8).view(*outer.shape, -1) for part in (scales, nibbles))
     return _rows("IQ2_WIDE", _bytes_of(outer), small, codes)
 
@@ -51,5 +51,5 @@ def _bytes_of(scales: Tensor) -> Tensor:
 
 
 def _rows(type: str, *fields: Tensor) -> Quants:
-    """fields: [N, quants in a row, bytes of the field] each, in the order in which they lie."""
+    """Join fields of [N, quants in a row, bytes of the field], given in their order within a quant."""
     return Quants(type, torch.cat(fields, dim=2).flatten(1))

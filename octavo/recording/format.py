@@ -1,8 +1,7 @@
-"""What a recording holds, and how it lies in files: the scheduler's inputs as a stream of records, cut into chunks, and its state
-now and then. Knows nothing of how a recording is made or of what it is read for.
+"""The recording format: the scheduler's inputs as a stream of records, cut into chunks, with its state from time to time.
 
-A chunk is a line of numbers (what, where in the stream, how long, checksum) and its content. Files that follow one another can be
-joined by writing them one behind the other. A chunk that was not written whole is passed over, and told."""
+A chunk is a fixed header (magic, kind, position in the stream, length, checksum) and its content. Consecutive files can be joined
+by concatenation. A reader skips a chunk that is incomplete and reports it."""
 
 import os
 import struct
@@ -26,24 +25,24 @@ _LENGTH = struct.Struct("<I")  # before every record of the stream
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What the recorded engine was. Never keys, prompts or anything else of the server's settings."""
+    """Describes the recorded engine. It never holds API keys, prompts or other settings of the server."""
 
     format: int
     version: str  # of octavo
-    wall: float  # seconds since 1970 at
-    clock: float  # … this many seconds of the records' clock
-    engine: str  # which of a server's engines
-    with_tokens: bool  # token ids are told; else only which pages are alike
+    wall: float  # seconds since 1970 at the time of `clock`
+    clock: float  # seconds of the records' clock
+    engine: str  # number of the engine in its server
+    with_tokens: bool  # token ids are recorded; otherwise only which pages are equal
     model: str
     model_path: str
     model_kind: str
     options: dict[str, dict[str, Any]]  # sections of the configuration
     report: EngineReport
-    root: bytes  # what pages' keys begin with; empty: not told
+    root: bytes  # the start of the chain of page keys; empty: not recorded
 
 
 class State(msgspec.Struct, frozen=True):
-    """The beginning of a file: from here on the stream can be followed."""
+    """A starting point: the stream can be replayed from here. Every segment begins with one."""
 
     header: Header
     scheduler: SchedulerState
@@ -53,19 +52,19 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, array_like=True, tag=1, gc=False):
-    micros: int  # of the engine's clock
+    micros: int  # microseconds of the engine's clock, as in all records
     id: str
     prompt_len: int
-    prompt_ids: list[int]  # empty: not told
+    prompt_ids: list[int]  # empty: not recorded
     params: Wishes
     stop_ids: list[int]
     begun_len: list[int | None]
-    begun: list[list[int] | None]  # empty: not told
+    begun: list[list[int] | None]  # empty: not recorded
     pooling: PoolingParams | None
     is_whole: bool
     wants_progress: bool
     priority: int
-    received: int  # microseconds at which the server had it; 0: not known
+    received: int  # microseconds, when the server received it; 0: not known
 
 
 class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):
@@ -76,24 +75,24 @@ class Aborted(msgspec.Struct, array_like=True, tag=2, gc=False):
 
 
 class Forgotten(msgspec.Struct, array_like=True, tag=3, gc=False):
-    """Every published page was withdrawn."""
+    """The prefix cache was emptied."""
 
     micros: int
 
 
 class Prepared(msgspec.Struct, array_like=True, tag=8, gc=False):
-    """A grammar is ready where steps are computed."""
+    """A grammar has been compiled and can be used in steps."""
 
     micros: int
     grammar: str
 
 
 class Outcome(msgspec.Struct, array_like=True, gc=False):
-    """What a step gave, as far as plans depend on it."""
+    """The result of a step, as far as later plans depend on it."""
 
-    micros: int  # for which it was computed
-    num_tokens: int  # that it computed
-    tokens: list[int]  # sampled; empty: not told
+    micros: int  # duration of the step
+    num_tokens: int  # computed in it
+    tokens: list[int]  # sampled; empty: not recorded
     ended: list[tuple[str, int, FinishReason]]  # choices that this step's tokens ended
     last: list[int]
     failures: list[int]
@@ -101,29 +100,29 @@ class Outcome(msgspec.Struct, array_like=True, gc=False):
 
 
 class Turned(msgspec.Struct, array_like=True, tag=4, gc=False):
-    """One turn of the loop: a plan was made, then the outcomes of some older ones were taken in."""
+    """One iteration of the loop: a plan was made, then the results of earlier steps were committed."""
 
     micros: int
     digest: int  # of the plan
     outcomes: list[Outcome]
-    keys: bytes  # of pages, in the order in which they were made; empty: tokens are told
+    keys: bytes  # page keys in the order in which they were made; empty if tokens are recorded
 
 
 class Ticked(msgspec.Struct, array_like=True, tag=7, gc=False):
-    """A run of turns as most are: one outcome each, of which there is nothing to tell but what it cost."""
+    """A run of ordinary iterations as columns: one outcome each, which only has a duration and a number of tokens."""
 
     micros: list[int]
     digests: list[int]
     step_micros: list[int]
     num_tokens: list[int]
-    keys: bytes  # of all of them
+    keys: bytes  # of all of these iterations
 
     def turns(self) -> "Iterator[Turned]":
         columns = (self.micros, self.digests, self.step_micros, self.num_tokens)
         keys = self.keys
         for micros, digest_of_plan, step_micros, num_tokens in zip(*columns, strict=True):
             yield Turned(micros, digest_of_plan, [Outcome(step_micros, num_tokens, [], [], [], [], [])], keys)
-            keys = b""  # they are asked for in their order, whichever turn they are told with
+            keys = b""  # keys are consumed in order, so it does not matter which iteration carries them
 
 
 class Marked(msgspec.Struct, array_like=True, tag=5, gc=False):
@@ -133,7 +132,7 @@ class Marked(msgspec.Struct, array_like=True, tag=5, gc=False):
 
 
 class Lost(msgspec.Struct, array_like=True, tag=6, gc=False):
-    """What followed was more than could be written: nothing more up to the next state."""
+    """Records were dropped because they came faster than they could be written. Nothing follows up to the next state."""
 
     micros: int
 
@@ -148,9 +147,9 @@ _WHOLE_EVERY = 16
 
 
 def digest(plan: StepPlan, num_rows_before: int) -> int:
-    """A checksum of what a plan decides. Where nobody enters, leaves or moves, as in most plans, that is how many rows there are and which
-    pages they get, for to write all columns down would cost more than the rest; and (an Outcome has it) how many tokens. All
-    columns count in other plans, and in every sixteenth. 0: it is empty, and nobody hears of it."""
+    """Checksum of a plan's decisions. In a steady plan (no row entered, left or moved, as in most) it covers only the number of
+    rows and the new pages, because encoding all columns would cost more than the rest; the number of tokens is in the Outcome.
+    All columns count in other plans and in every sixteenth. 0: the plan is empty and is not executed."""
     num_rows = len(plan.rows)
     if not num_rows and plan.is_empty:
         return 0
@@ -164,19 +163,19 @@ def digest(plan: StepPlan, num_rows_before: int) -> int:
     return zlib.crc32(_encode((plan.step, plan.leaves, enters, plan.moves, columns, pages, turns)))
 
 
-# ── how much is told ────────────────────────────────────────────────────────────────────────────────
+# ── what is left out ────────────────────────────────────────────────────────────────────────────────
 
 _NAMES, _DEFAULTS = SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__
 _TEXT = {"stop", "stop_token_ids", "bad_words", "bad_word_ids", "structured_outputs", "logit_bias", "allowed_token_ids"}
 
 
-MAX_NAMED = 32 * 2**20  # characters of grammars whose names are kept
+MAX_NAMED = 32 * 2**20  # characters of the grammars whose names are cached
 _MAX_NAMES = 4096
 
 
 def grammar_names() -> Callable[[str], str]:
-    """Gives a grammar a name that tells nothing of it: another one in every recording. A state asks for those of all open requests,
-    some times each, so what was made is kept; within a limit, for whoever was asked about may be long gone."""
+    """Return a function that names a grammar without revealing it; the names differ between recordings. Names are cached,
+    because a state asks for those of all open requests several times. The cache is bounded: old grammars may be in no use."""
     secret = os.urandom(16)
     names: dict[str, str] = {}
     num_kept = 0
@@ -195,15 +194,16 @@ def grammar_names() -> Callable[[str], str]:
 
 
 def wishes_of(params: SamplingParams, with_text: bool, name_of: Callable[[str], str]) -> Wishes:
-    """`with_text` False: nothing that a client wrote in words, or that tells of them. Of a grammar, a name is told."""
+    """The parameters that differ from their defaults. `with_text` False: without anything that a client wrote as text or that
+    reveals it; a grammar is replaced by its name."""
     values = zip(_NAMES, msgspec.structs.astuple(params), _DEFAULTS, strict=True)
-    told = {name: value for name, value, default in values if value is not default and value != default}
+    kept = {name: value for name, value, default in values if value is not default and value != default}
     if not with_text:
-        for name in told.keys() & _TEXT:
-            del told[name]
-        if "grammar" in told:
-            told["grammar"] = name_of(told["grammar"])
-    return told
+        for name in kept.keys() & _TEXT:
+            del kept[name]
+        if "grammar" in kept:
+            kept["grammar"] = name_of(kept["grammar"])
+    return kept
 
 
 def params_of(wishes: Wishes) -> SamplingParams:
@@ -211,7 +211,7 @@ def params_of(wishes: Wishes) -> SamplingParams:
 
 
 def untold(candidates: Candidates, stop_ids: Container[int]) -> Candidates:
-    """Which of a beam's continuations end it, and how likely each is; not what they say."""
+    """Replace a beam's candidate tokens by -1, except the stop tokens. The logprobs stay."""
     return Candidates([token if token in stop_ids else -1 for token in candidates.token_ids], candidates.logprobs)
 
 
@@ -227,7 +227,7 @@ def state_chunk(state: bytes, position: int) -> bytes:
 
 
 def gap_chunk(why: str, position: int) -> bytes:
-    """Nothing of what follows is in the file, up to the next state."""
+    """A chunk that says why the stream is not in the file from here up to the next state."""
     content = why.encode()
     return _CHUNK.pack(_MAGIC, _GAP, position, len(content), zlib.crc32(content)) + content
 
@@ -251,7 +251,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 def chunks_in(data: bytes) -> Iterator[Chunk | int]:
-    """Every chunk that is whole; in place of what is none, how many bytes that was."""
+    """Yield every complete chunk, and for bytes that are no complete chunk their number."""
     at = 0
     while at < len(data):
         if len(data) - at >= _CHUNK.size:
@@ -268,11 +268,11 @@ def chunks_in(data: bytes) -> Iterator[Chunk | int]:
 
 
 class Recording(msgspec.Struct):
-    """From a state on, every record up to the end of the file."""
+    """A state and every record after it up to the end of the file."""
 
     state: State
     records: list[Record]
-    notes: list[str]  # what is missing, in words
+    notes: list[str]  # descriptions of what is missing
 
     @property
     def header(self) -> Header:
@@ -284,16 +284,17 @@ _decode_record: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record
 
 
 def read(path: Path) -> Recording:
-    """A file, or the folder that a running server writes to. Raises ConfigError where there is nothing that can be followed."""
+    """Read a recording: a file, or the folder that a running server writes to. Raises ConfigError if nothing in it can be
+    replayed."""
     try:
         files = sorted(path.glob("*" + SEGMENT)) if path.is_dir() else [path]
-        # Of several engines, what those before the last one wrote is about to be files of their own.
+        # Only the last engine's files: those of earlier engines are being made into crash files.
         files = [file for file in files if file.name.split("-")[0] == files[-1].name.split("-")[0]]
         data = b"".join(file.read_bytes() for file in files)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a recording of octavo serve") from None
     if _MAGIC not in data[:64]:
-        what = "an empty folder or file" if not data else "no recording of octavo serve"
+        what = "an empty folder or file" if not data else "not a recording of octavo serve"
         raise ConfigError(f"{path} is {what}: give the file that the log names, or a --record-folder's live-… folder")
     return _follow(path, list(chunks_in(data)))
 
@@ -302,11 +303,11 @@ SEGMENT = ".segment"
 
 
 def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
-    """The last stretch without a gap counts: that is the one that ends with what is asked about."""
-    notes = [f"{chunk} bytes were not written whole and are passed over" for chunk in chunks if isinstance(chunk, int)]
-    states: list[Chunk] = []  # of this stretch
+    """Decode the last stretch without a gap: it ends with the event that the reader wants to explain."""
+    notes = [f"{chunk} bytes were not written completely and are skipped" for chunk in chunks if isinstance(chunk, int)]
+    states: list[Chunk] = []  # of the current stretch
     stream, end, num_gaps = bytearray(), -1, 0
-    why = ""  # there is nothing more
+    why = ""  # why the stream ends here, from a gap chunk
     for chunk in chunks:
         if isinstance(chunk, int):
             continue
@@ -327,7 +328,7 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
             num_gaps += 1
             states = []
     if not states:
-        raise ConfigError(f"{path} holds no state to begin with: {why or 'it is only a part of a recording'}")
+        raise ConfigError(f"{path} holds no state to start from: {why or 'it is only a part of a recording'}")
     records: list[Record] = []
     start = states[0]
     for position, record in _records(bytes(stream), states[0].position, notes):
@@ -342,9 +343,9 @@ def _follow(path: Path, chunks: list[Chunk | int]) -> Recording:
         else:
             records.append(record)
     if why:
-        notes.append(f"what followed could not be recorded: {why}")
+        notes.append(f"the rest could not be recorded: {why}")
     if num_gaps:
-        notes.append("some of it could not be written: what is before the last gap is passed over")
+        notes.append("some records could not be written: everything before the last gap is skipped")
     return Recording(_state_of(start, path), records, notes)
 
 
@@ -352,14 +353,14 @@ def _state_of(chunk: Chunk, path: Path) -> State:
     try:
         state = _decode_state.decode(chunk.content)
     except (msgspec.MsgspecError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} was written by another version of octavo, and cannot be followed: {error}") from None
+        raise ConfigError(f"{path} was written by another version of octavo and cannot be read: {error}") from None
     if state.header.format != FORMAT:
         raise ConfigError(f"{path} has format {state.header.format}, this version reads {FORMAT}")
     return state
 
 
 def _records(stream: bytes, start: int, notes: list[str]) -> Iterator[tuple[int, Record]]:
-    """(where it ends in the stream, record). `start`: where these bytes begin."""
+    """Yield (end position in the stream, record). `start`: the position of the first of these bytes."""
     at = 0
     while at + _LENGTH.size <= len(stream):
         (length,) = _LENGTH.unpack_from(stream, at)
@@ -370,8 +371,8 @@ def _records(stream: bytes, start: int, notes: list[str]) -> Iterator[tuple[int,
         try:
             record = _decode_record.decode(content)
         except msgspec.MsgspecError as error:
-            notes.append(f"a record cannot be read, and all after it is passed over: {error}")
+            notes.append(f"a record cannot be read; all records after it are skipped: {error}")
             return
         yield start + at, record
     if at < len(stream):
-        notes.append(f"the last {len(stream) - at} bytes are a record that was not written whole")
+        notes.append(f"the last {len(stream) - at} bytes are a record that was not written completely")

@@ -1,8 +1,8 @@
-"""RecordingRing: the last few megabytes of a recording in memory that the engine shares with its supervisor, so that a killed engine's
-last words are not lost. Knows nothing of records or files.
+"""RecordingRing: a ring buffer with the last megabytes of a recording, in memory that the engine shares with its supervisor, so
+that the last records of a killed engine are not lost.
 
-It has no name in any file system. The engine's stepping thread writes at `head`; whoever brings the bytes to a file moves
-`tail`. Positions count all bytes since the engine started."""
+The memory has no name in a file system. The engine's stepping thread writes at `head`; the recorder's thread moves `tail` after
+it has written the bytes to a file. Positions count all bytes since the engine started."""
 
 import mmap
 import os
@@ -12,12 +12,12 @@ _WORDS = 2
 _HEAD, _TAIL = range(_WORDS)
 SIZE = 4 * 2**20
 _WHOLE = 8 * _WORDS + SIZE
-# All of it is there from the beginning: an engine's memory does not grow while the box is written full for the first time.
+# Populated at once, so that the engine's memory does not grow while the ring fills for the first time.
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
 def shared_ring() -> int:
-    """A descriptor of fresh memory that processes can inherit. Whoever asked closes it."""
+    """Return a descriptor of fresh memory that processes can inherit. The caller closes it."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("octavo-recorder")
         os.truncate(fd, _WHOLE)
@@ -30,14 +30,14 @@ def shared_ring() -> int:
 
 class RecordingRing:
     def __init__(self, fd: int = -1) -> None:
-        """−1: shared with nobody."""
+        """`fd`: from `shared_ring()`. −1: private memory."""
         self._memory = mmap.mmap(fd, _WHOLE, flags=_FLAGS if fd >= 0 else _FLAGS | mmap.MAP_ANONYMOUS)
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("Q")
-        self._head = 0  # the writer's own copy
-        self._most = SIZE  # how far it may go, as far as it knows
+        self._head = 0  # the writer's own copy of `head`
+        self._most = SIZE  # the position up to which the writer may write, by the last `tail` that it read
 
     def reset(self) -> None:
-        """A new engine's stream begins."""
+        """Empty the ring for a new engine's stream."""
         self._words[_HEAD] = self._words[_TAIL] = self._head = 0
         self._most = SIZE
 
@@ -54,11 +54,11 @@ class RecordingRing:
         self._words[_TAIL] = position
 
     def put(self, data: bytes, spare: int = 0) -> int:
-        """→ how much room is left, or −1: there is none for it and `spare` bytes more, and nothing was written. `head` moves last:
-        what lies below it is whole."""
+        """Write `data` and return how many bytes are left. −1: no room for it and `spare` bytes more; nothing was written. `head`
+        moves last, so all bytes below it are complete."""
         head, length = self._head, len(data)
         end = head + length
-        if end > self._most - SIZE // 2:  # as far as is known, it is half full
+        if end > self._most - SIZE // 2:  # half full by the last known `tail`: read it again
             self._most = self._words[_TAIL] + SIZE
             if end + spare > self._most:
                 return -1
@@ -74,6 +74,7 @@ class RecordingRing:
         return self._most - end
 
     def between(self, start: int, end: int) -> bytes:
+        """Copy the bytes from position `start` up to `end`."""
         first, last = start % SIZE, end % SIZE
         if start >= end:
             return b""

@@ -1,8 +1,9 @@
-"""An API process: builds the application while the engine loads, then serves the connections it receives, then drains.
+"""An API process: loads the tokenizer and builds the application while the engine loads, then serves the connections that it is
+passed, then drains. The supervisor starts it with one line of JSON on standard input.
 
-Started by the supervisor with one JSON line on standard input, which stays open for as long as the supervisor lives. One line on
-standard output says that requests are accepted. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was lost,
-2 a start-up mistake."""
+Standard input stays open for as long as the supervisor lives: end of file means stop at once. The process writes one line to
+standard output when it accepts requests. Exit codes: 0 stopped in order, 1 responses were cut off or the engine was lost, 2 a
+start-up error."""
 
 import asyncio
 import contextlib
@@ -36,19 +37,20 @@ from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 
-TURN_SECONDS = 0.5  # between two heartbeats of the event loop
-IDLE_OBJECTS = 1000  # new objects that justify a garbage collection of about 0.1 ms
-RESTED_TURNS = 3  # without a request, before free memory is returned
+BEAT_SECONDS = 0.5  # between two heartbeats of the event loop
+IDLE_OBJECTS = 1000  # new objects that are worth a collection of about a tenth of a millisecond
+IDLE_BEATS = 3  # heartbeats without a request, after which memory is given back
 DRAIN_LOOK_SECONDS = 0.1
-FAREWELL_SECONDS = 1.0  # for a cancelled response to send its error
-ORPHAN_SECONDS = 4.0  # without a supervisor: an orderly end takes less
+LAST_EVENT_SECONDS = 1.0  # for responses that are cut off to send their last event
+ORPHAN_SECONDS = 4.0  # without a supervisor; an orderly stop takes less
 
 
 class StopOrder:
-    """SIGTERM and SIGINT ask to drain; the supervisor's death asks to stop at once, even if the event loop hangs."""
+    """Requests to stop: SIGTERM and SIGINT ask to drain. If the supervisor dies, the process stops at once, or after
+    ORPHAN_SECONDS if its event loop hangs."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: of the sockets, normally removed by the supervisor, and by this process if the supervisor was killed."""
+        """`folder`: of the sockets. The supervisor removes it; if supervisor and engine were both killed, this process does."""
         self.given = asyncio.Event()
         self.abandoned = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -59,7 +61,7 @@ class StopOrder:
     def _watch_supervisor(self, loop: asyncio.AbstractEventLoop, folder: Path) -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        with contextlib.suppress(RuntimeError):  # closed: the process is ending already
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending already
             loop.call_soon_threadsafe(self._abandon)
         time.sleep(ORPHAN_SECONDS)
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,13 +74,13 @@ class StopOrder:
 
 def main() -> int:
     keep_one_heap()
-    signal_at_parents_end(signal.SIGCONT)  # a stopped process must notice the end of its standard input
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
-    level = logging.INFO if order.config.server.enable_log_requests else logging.WARNING
-    logs.install(level, order.config.server.log_format)
+    signal_at_parents_end(signal.SIGCONT)  # wakes a stopped process, so that it sees the end of its standard input
+    launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=ApiLaunch)
+    level = logging.INFO if launch.config.server.enable_log_requests else logging.WARNING
+    logs.install(level, launch.config.server.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         try:
-            return runner.run(_run(order))
+            return runner.run(_run(launch))
         except ConfigError as error:
             sys.stderr.write(f"octavo: error: {error.message}\n")
             return 2
@@ -87,28 +89,28 @@ def main() -> int:
             return 1
 
 
-async def _run(order: ApiLaunch) -> int:
-    drop_library_pages()  # read for imports; what serving needs faults back in while the engine loads
-    folder = Path(order.reply_address.removeprefix("ipc://")).parent
+async def _run(launch: ApiLaunch) -> int:
+    drop_library_pages()  # read by imports; pages that serving needs fault back while the engine loads
+    folder = Path(launch.reply_address.removeprefix("ipc://")).parent
     stop = StopOrder(folder)
-    heartbeat = Heartbeat(order.heartbeat_fd) if order.heartbeat_fd >= 0 else None
-    limits, inflight_limit = order.config.scheduler, None
+    heartbeat = Heartbeat(launch.heartbeat_fd) if launch.heartbeat_fd >= 0 else None
+    limits, inflight_limit = launch.config.scheduler, None
     if heartbeat is not None:
         most = (limits.max_waiting_requests, limits.max_waiting_tokens)
-        inflight_limit = InflightLimit(heartbeat, order.origin, *most, order.num_servers)
+        inflight_limit = InflightLimit(heartbeat, launch.origin, *most, launch.num_servers)
     client = ZmqClient(
-        order.engine_address, order.reply_address, order.origin, order.orders_address, heartbeat, inflight_limit
+        launch.engine_address, launch.reply_address, launch.origin, launch.orders_address, heartbeat, inflight_limit
     )
     try:
-        preparing = prepare(client, order.model_path, order.model_name, order.config, order.default_sampling)
+        preparing = prepare(client, launch.model_path, launch.model_name, launch.config, launch.default_sampling)
         app = await _unless_stopped(stop, preparing)
         if app is None:
             return 0
         service: Service = app.state.service
-        service.patience = order.patience
-        await service.peers.open(folder, order.origin)
+        service.patience = launch.patience
+        await service.peers.open(folder, launch.origin)
         try:
-            return await _serve(order, service, http_server(order, app), stop)
+            return await _serve(launch, service, http_server(launch, app), stop)
         finally:
             service.peers.close()
     finally:
@@ -118,61 +120,61 @@ async def _run(order: ApiLaunch) -> int:
 
 
 async def _unless_stopped(stop: StopOrder, work: Coroutine[Any, Any, FastAPI]) -> FastAPI | None:
-    """`work`'s result. None: the order to stop came first."""
+    """Return the result of `work`. None: the process was asked to stop first."""
     task = asyncio.ensure_future(work)
-    order = asyncio.ensure_future(stop.given.wait())
-    await asyncio.wait({task, order}, return_when=asyncio.FIRST_COMPLETED)
-    order.cancel()
+    stopping = asyncio.ensure_future(stop.given.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if task.done():
         return task.result()
     task.cancel()
     return None
 
 
-async def _turn(service: Service, origin: int) -> None:
-    """Beat while this event loop runs. While idle, collect the garbage of past requests, about fifty objects in cycles each; after
-    a while without requests, return free memory to the system, too."""
-    heartbeat, num_seen, num_rests = service.engine.heartbeat, 0, 0
+async def _beat(service: Service, origin: int) -> None:
+    """Send heartbeats of this event loop. While idle, collect the reference cycles that past requests have left, about fifty
+    objects each; after IDLE_BEATS without a request, give freed memory back to the system."""
+    heartbeat, num_seen, num_idle = service.engine.heartbeat, 0, 0
     while True:
         if heartbeat is not None:
             heartbeat.turn(origin)
-        num_rests = num_rests + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
+        num_idle = num_idle + 1 if service.idle.is_set() and service.num_requests == num_seen else 0
         num_seen = service.num_requests
-        if num_rests == RESTED_TURNS:
+        if num_idle == IDLE_BEATS:
             trim_heap()
         elif service.idle.is_set() and gc.get_count()[0] > IDLE_OBJECTS:
             gc.collect(1)
-        await asyncio.sleep(TURN_SECONDS)
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 def settle_collector() -> None:
-    # What is alive now stays alive: exempt it from garbage collection.
+    # The objects alive now stay alive: exempt them from collection.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 100)  # per-token objects have no cycles: collect rarely; see _turn()
+    gc.set_threshold(10_000, 20, 100)  # the objects of a token form no cycles, so collect rarely; see _beat()
 
 
-async def _serve(order: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
+async def _serve(launch: ApiLaunch, service: Service, server: HttpServer, stop: StopOrder) -> int:
     settle_collector()
     serving = asyncio.create_task(server.serve())
     background = asyncio.create_task(service.run_background())
-    turning = asyncio.create_task(_turn(service, order.origin))
+    beating = asyncio.create_task(_beat(service, launch.origin))
     waiting = asyncio.create_task(stop.given.wait())
     await asyncio.wait({serving, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
-    is_clean = await _drain(service, server, order.config.server.shutdown_timeout, stop)
+    is_clean = await _drain(service, server, launch.config.server.shutdown_timeout, stop)
     background.cancel()
     await asyncio.wait({background})
     server.should_exit = True
     await serving
-    turning.cancel()
+    beating.cancel()
     if service.traces is not None:
         await asyncio.to_thread(service.traces.close)
     return 0 if is_clean else 1
 
 
 async def _drain(service: Service, server: HttpServer, seconds: float, stop: StopOrder) -> bool:
-    """Refuse new requests, let running ones finish and their responses be read. False: some were cut off."""
+    """Refuse new requests, let running ones finish and let clients read their answers. False: some answers were cut off."""
     service.draining = True
     service.live.close()
     num_hung_up = 0
@@ -180,14 +182,14 @@ async def _drain(service: Service, server: HttpServer, seconds: float, stop: Sto
     while (left := until - time.monotonic()) > 0 and not stop.abandoned.is_set():
         if service.idle.is_set() and not server.has_unsent:
             break
-        if not service.engine.num_running:  # only slow readers are left: those that read nothing are closed
+        if not service.engine.num_running:  # only readers are left to wait for: disconnect clients that do not read
             num_hung_up += server.hang_up(service.patience.farewell)
         awaited = [stop.abandoned] if service.idle.is_set() else [stop.abandoned, service.idle]
         await _any_of(*awaited, seconds=min(left, DRAIN_LOOK_SECONDS))
     if service.idle.is_set():
         return not num_hung_up and not server.has_unsent
     service.stop()
-    await _any_of(service.idle, seconds=FAREWELL_SECONDS)
+    await _any_of(service.idle, seconds=LAST_EVENT_SECONDS)
     return False
 
 
@@ -201,7 +203,7 @@ async def _any_of(*events: asyncio.Event, seconds: float) -> None:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # not available on every platform
+    except ImportError:  # not available for every platform
         return None
     return uvloop.new_event_loop
 

@@ -1,6 +1,5 @@
-"""`octavo run-batch`: a file of requests in, a file of answers out, by an engine process of its own and without a socket.
-
-Requests are answered by the application that would serve them."""
+"""`octavo run-batch`: answers a file of requests into a file of records, with its own engine process and without a socket. The
+application that would serve the requests over HTTP answers them."""
 
 import asyncio
 import fcntl
@@ -26,17 +25,18 @@ from octavo.server.state.loopback import ask
 from octavo.supervisor.standalone_engine import StandaloneEngine
 
 EXIT_OK, EXIT_STOPPED, EXIT_SOME_FAILED = 0, 1, 3
-EXIT_REFUSED = 2  # by the engine, which has printed what to change
+EXIT_REFUSED = 2  # the engine did not start, and has logged what to change
 LINES_PER_ROW = 2
-"""Lines in progress per row of the engine: while one set is computed, the next is parsed and waits."""
+"""Lines in flight for each row of the engine: while some are computed, the next are parsed and wait."""
 
 
 class Stopped(Exception):
-    """SIGTERM came. Written records stay."""
+    """SIGTERM was received. The records written so far stay."""
 
 
 def run_batch(config: Config, input_path: str, output_path: str, max_concurrency: int | None) -> int:
-    """Returns the exit code: 0 all answered, 3 some lines have an error as their answer, 1 stopped before the end."""
+    """Answer the input's lines into the output. Returns the exit code: 0 all answered, 1 stopped before the end, 2 the engine did
+    not start, 3 some lines failed."""
     with _open_input(input_path) as lines, _open_output(output_path, input_path) as output:
         tally, seen = Tally(), Seen()
         read_back(output, output_path, seen, tally)
@@ -44,12 +44,12 @@ def run_batch(config: Config, input_path: str, output_path: str, max_concurrency
         try:
             code = asyncio.run(job.run())
         except (Stopped, KeyboardInterrupt, EngineDead) as error:
-            job.summary("stopped before the end; the same command goes on from here")
+            job.summary("stopped before the end; run the same command to continue")
             if not isinstance(error, Stopped):
                 raise
             return EXIT_STOPPED
         except OSError as error:
-            job.summary("stopped before the end; the same command goes on from here")
+            job.summary("stopped before the end; run the same command to continue")
             raise OctavoError(f"the output {output_path} cannot be written ({error.strerror})") from None
         finally:
             seen.close()
@@ -70,7 +70,8 @@ def _open_input(path: str) -> BinaryIO:
 
 
 def _open_output(path: str, input_path: str) -> BinaryIO:
-    """Open for reading existing records and appending. A second run on the same file is refused: it would write every answer twice."""
+    """Open the output for reading back and appending. A second run on the same file is refused: it would write every answer
+    twice."""
     try:
         if os.path.exists(path) and os.path.samefile(path, input_path):
             raise ConfigError(f"the output {path} is the input: name another file")
@@ -99,28 +100,28 @@ class _Job:
         self._bar: tqdm[None] | None = None
 
     async def run(self) -> int | None:
-        """None: every line has its record. Otherwise the exit code of an engine that did not start."""
+        """Run the job. None: every line has its record. Otherwise the exit code of an engine that did not start."""
         loop = asyncio.get_running_loop()
         work = asyncio.create_task(self._run())
-        is_told_to_stop = False
+        is_stopping = False
 
         def stop() -> None:
-            nonlocal is_told_to_stop
-            is_told_to_stop = True
+            nonlocal is_stopping
+            is_stopping = True
             work.cancel()
 
         loop.add_signal_handler(signal.SIGTERM, stop)
         try:
             return await work
         except asyncio.CancelledError:
-            if is_told_to_stop:
+            if is_stopping:
                 raise Stopped from None
             raise
 
     async def _run(self) -> int | None:
         num_lines = await asyncio.to_thread(_count_lines, self._lines)
         if all(line is None for line in self._unanswered()):
-            return None  # nothing to ask: do not load the model
+            return None  # nothing left to answer: do not load the model
         self._lines.seek(0)
         async with StandaloneEngine(self._config) as engine:
             try:
@@ -146,7 +147,7 @@ class _Job:
         return None
 
     def _unanswered(self) -> Iterator[Line | BadLine | None]:
-        """Lines without a record, duplicates included: the first line with a custom_id counts."""
+        """Yield each line, or None if it has a record already. Lines that repeat an earlier custom_id are bad lines."""
         server = self._config.server
         rules = Rules(
             batch_routes(), int(server.max_body_bytes), server.strict_fields, seeded_routes(), self._config.model.seed
@@ -157,7 +158,7 @@ class _Job:
                 if isinstance(line, Line) and not here.add(line.custom_id):
                     message = f"line {line.number}: custom_id {line.custom_id[:60]!r} was used by an earlier line"
                     line = BadLine(line.number, "duplicate_custom_id", message, "custom_id")
-                if isinstance(line, BadLine):  # of lines with the same custom_id, it belongs to the first good one
+                if isinstance(line, BadLine):  # a custom_id belongs to the first good line that has it
                     line = msgspec.structs.replace(line, custom_id=None)
                 key = line.number if line.custom_id is None else line.custom_id
                 yield None if key in self._seen else line
@@ -183,7 +184,7 @@ class _Job:
 
 
 def _count_lines(file: BinaryIO) -> int:
-    """Newlines, and a last line without one."""
+    """Count lines, including a last one without a newline."""
     num_lines, last = 0, b"\n"
     while piece := file.read(1 << 20):
         num_lines += piece.count(b"\n")

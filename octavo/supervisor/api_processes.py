@@ -1,8 +1,8 @@
-"""The API processes of one server: started, told of engines, and started again where one ended that nobody asked to.
-Knows nothing of engines but their addresses, and decides nothing: the supervisor asks.
+"""The API processes of one server: starts them, informs them about engines, and kills those that hang. When to do so is the
+supervisor's decision.
 
-Who ends takes its clients' connections with it. Another takes its place under the same number, with addresses of its own, so
-that nothing meant for one is ever taken for another's."""
+The connections of an API process end with it. Its successor has the same number but its own addresses, so a message to one is
+never delivered to the other."""
 
 import contextlib
 import socket
@@ -20,25 +20,25 @@ from octavo.messages import EngineStarted, FromSupervisor, ServerGone
 from octavo.supervisor.acceptor import Acceptor
 from octavo.supervisor.watchdog import Restarts, ServerWatch
 
-_FAREWELL_MS = 1000
+_LINGER_MS = 1000
 
 
 class ApiProcess:
-    """One number's process, and those before it."""
+    """One API process slot: its current process and restart history."""
 
     def __init__(self, origin: int, restarts: Restarts, watch: ServerWatch) -> None:
         self.origin, self.restarts, self.watch = origin, restarts, watch
-        self.verdict = ""  # why it was killed by us
+        self.kill_reason = ""  # why we killed it; empty: we did not
         self.process: subprocess.Popen[bytes] | None = None
         self.orders: zmq.Socket[bytes] | None = None
-        self.number = 0  # of processes so far
+        self.number = 0  # processes started in this slot
         self.started = 0.0
         self.is_ready = False
         self.restart_at: float | None = None
-        self.channel: socket.socket | None = None  # over which it will be dealt connections, once it is ready
+        self.channel: socket.socket | None = None  # passes connections; the acceptor owns it once it is ready
 
     def close_channel(self) -> None:
-        """Of a process that was never ready."""
+        """Close the channel of a process that never became ready."""
         if self.channel is not None:
             self.channel.close()
         self.channel = None
@@ -58,7 +58,7 @@ class ApiProcesses:
         context: "zmq.Context[zmq.Socket[bytes]]",
         heartbeat: Heartbeat,
     ) -> None:
-        """`template`: of everybody's order; what differs is filled in."""
+        """`template`: what the launches of all processes have in common."""
         limit, timeout = template.config.server.max_engine_restarts, template.config.server.step_timeout
         watches = [ServerWatch(heartbeat, origin, timeout) for origin in range(count)]
         self.slots = [ApiProcess(origin, Restarts(limit), watch) for origin, watch in enumerate(watches)]
@@ -79,11 +79,11 @@ class ApiProcesses:
 
     def start(self, slot: ApiProcess, engine_address: str, num_engines: int) -> subprocess.Popen[bytes]:
         slot.number += 1
-        slot.is_ready, slot.restart_at, slot.started, slot.verdict = False, None, time.monotonic(), ""
+        slot.is_ready, slot.restart_at, slot.started, slot.kill_reason = False, None, time.monotonic(), ""
         self._heartbeat.forget(slot.origin)
         slot.close_channel()
         slot.channel, channel = self._acceptor.channel()
-        order = msgspec.structs.replace(
+        launch = msgspec.structs.replace(
             self._template,
             fd=channel.fileno(),
             origin=slot.origin,
@@ -95,53 +95,54 @@ class ApiProcesses:
             slot.orders.close(linger=0)
         slot.orders = self._context.socket(zmq.PUSH)
         slot.orders.set_hwm(0)
-        slot.orders.connect(order.orders_address)
-        slot.process = spawn("octavo.server.process", order, pass_fds=(channel.fileno(), order.heartbeat_fd))
+        slot.orders.connect(launch.orders_address)
+        slot.process = spawn("octavo.server.process", launch, pass_fds=(channel.fileno(), launch.heartbeat_fd))
         channel.close()
         return slot.process
 
-    def welcome(self, slot: ApiProcess) -> None:
-        """It can answer: connections are dealt to it from now on."""
+    def mark_ready(self, slot: ApiProcess) -> None:
+        """The process can answer: let the acceptor pass connections to it."""
         slot.is_ready = True
         if slot.channel is not None:
-            self._acceptor.deal_to(slot.channel)
+            self._acceptor.add_channel(slot.channel)
         slot.channel = None
 
     def look(self, engine_since: float | None) -> None:
-        """Kill those whose event loop does not turn: they would be dealt connections, and answer none. And those that never start:
-        they wait for the engine, which is there since `engine_since`, if it is."""
+        """Kill processes whose event loop is blocked, because they would get connections and answer none; and processes that do
+        not become ready within --start-timeout. They wait for the engine, so the time counts from `engine_since`, when the engine
+        became ready (None: it is not)."""
         limit = self._template.config.server.start_timeout
         for slot in self.slots:
-            if slot.verdict or slot.process is None or slot.has_ended:
+            if slot.kill_reason or slot.process is None or slot.has_ended:
                 continue
             if not slot.is_ready:
                 if limit and engine_since is not None and time.monotonic() - max(slot.started, engine_since) > limit:
-                    slot.verdict = (
+                    slot.kill_reason = (
                         f"API process {slot.origin} is not ready after {limit:g} s (--start-timeout) and is killed"
                     )
                     slot.process.kill()
             elif (problem := slot.watch.look(slot.process.pid)) is not None:
-                slot.verdict = f"API process {slot.origin} hangs and is killed: {problem}"
+                slot.kill_reason = f"API process {slot.origin} hangs and is killed: {problem}"
                 slot.process.kill()
 
     def due(self, now: float) -> list[ApiProcess]:
-        """Whose place is to be taken now."""
+        """Return the slots whose restart is due."""
         return [slot for slot in self.slots if slot.restart_at is not None and now >= slot.restart_at]
 
-    def tell(self, order: FromSupervisor) -> None:
+    def send_all(self, order: FromSupervisor) -> None:
         for slot in self.slots:
             self._send(slot, order)
 
-    def tell_of_engine(self, engine_address: str, num_engines: int) -> None:
+    def announce_engine(self, engine_address: str, num_engines: int) -> None:
         for slot in self.slots:
             self._send(slot, EngineStarted(engine_address, self._reply_address(slot, num_engines)))
 
-    def tell_engine_of(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
-        """That the process is no more: nobody waits for what it asked."""
+    def announce_end(self, slot: ApiProcess, engine_address: str, num_engines: int) -> None:
+        """Tell the engine that this process has ended, so that it aborts the process's requests."""
         socket = self._context.socket(zmq.PUSH)
         socket.connect(engine_address)
         socket.send(msgspec.msgpack.encode(ServerGone(slot.origin, self._reply_address(slot, num_engines))))
-        socket.close(linger=_FAREWELL_MS)
+        socket.close(linger=_LINGER_MS)
 
     def terminate(self) -> None:
         for process in self.processes:
@@ -154,7 +155,7 @@ class ApiProcesses:
 
     def _send(self, slot: ApiProcess, order: FromSupervisor) -> None:
         assert slot.orders is not None
-        if not slot.has_ended:  # else its successor is told by its own order
+        if not slot.has_ended:  # its successor gets the current addresses in its launch
             slot.orders.send(msgspec.msgpack.encode(order))
 
     def _reply_address(self, slot: ApiProcess, num_engines: int) -> str:

@@ -1,5 +1,4 @@
-"""The address that a server listens on, and whether its certificates work: found out before a model is loaded.
-Knows nothing of who accepts connections there."""
+"""The address that a server listens on and its TLS certificates: bound and checked before a model is loaded."""
 
 import os
 import socket
@@ -22,10 +21,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_certificates(server: ServerConfig) -> None:
-    """Raises ConfigError for files that TLS cannot be spoken with: before a model is loaded, not after."""
+    """Raise ConfigError for certificate files that do not work, before a model is loaded."""
     if not server.ssl_certfile:
         return
-    import ssl  # most servers stand behind a proxy that has it
+    import ssl  # not at start: most servers run behind a proxy that does TLS
 
     for flag, path in (
         ("--ssl-certfile", server.ssl_certfile),
@@ -38,7 +37,7 @@ def check_certificates(server: ServerConfig) -> None:
         except OSError as error:
             raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): give a PEM file") from None
 
-    def never() -> NoReturn:  # OpenSSL would ask at the terminal, once in each process
+    def never() -> NoReturn:  # OpenSSL would ask for the passphrase at the terminal, once in each process
         raise ConfigError("the TLS key has a passphrase: give --ssl-keyfile a key without one")
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

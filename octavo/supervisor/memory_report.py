@@ -1,5 +1,4 @@
-"""The memory budget in words and bytes, as printed at start.
-Knows nothing of how the sizes were found."""
+"""The memory budget that is logged at start, in bytes."""
 
 from octavo.cache.span import pages_of
 from octavo.messages import DeviceMemory, EngineReport
@@ -10,11 +9,11 @@ def _count(number: int, what: str) -> str:
 
 
 def _device_memory(memory: DeviceMemory, kv_bytes: int) -> str:
-    """Where all of it goes: the parts add up to the whole."""
-    parts = [f"{memory.other:,} of other processes"] if memory.other else []
+    """Break the GPU's memory down into parts that add up to the total."""
+    parts = [f"{memory.other:,} other processes"] if memory.other else []
     parts += [
-        f"{memory.own:,} of ours (weights, tables, context)",
-        f"{memory.working:,} for a step to work with",
+        f"{memory.own:,} this process (weights, tables, context)",
+        f"{memory.working:,} workspace of a step",
         f"{memory.reserve:,} reserve (graphs, libraries)",
         f"{kv_bytes:,} KV pages",
         f"{memory.for_pages - kv_bytes:,} left free",
@@ -23,7 +22,7 @@ def _device_memory(memory: DeviceMemory, kv_bytes: int) -> str:
 
 
 def _held(report: EngineReport) -> str:
-    """Where all layers keep all pages, they are good for so many tokens, whosever they are."""
+    """Token capacity of the pages. Empty with sliding windows: it then depends on the lengths of the requests."""
     if any(report.windows):
         return ""
     return f"{_count(report.num_pages * report.page_size, 'token')}, or "
@@ -34,7 +33,7 @@ def budget_lines(report: EngineReport) -> list[str]:
         return [
             f"device {report.device}, {report.dtype}",
             f"weights {report.weights_bytes:,} bytes",
-            f"an encoder: embeddings of {report.hidden_size:,} numbers, and no KV pages",
+            f"encoder: embeddings of {report.hidden_size:,} numbers, no KV pages",
             f"in a step: up to {_count(report.max_num_batched_tokens, 'token')} of up to {_count(report.max_num_seqs, 'prompt')}",
             *report.notes,
         ]

@@ -1,5 +1,5 @@
-"""The folder that a server's sockets lie in: made for one run, removed after it, and if nobody was left to do that, by the next;
-and the folder of its files, there too unless another is given. Knows nothing of what lies in them."""
+"""The folder of a server's sockets, made for one run and removed after it, or by the next server if all processes were killed;
+and the folder of its files, inside the first unless --files-folder names another."""
 
 import contextlib
 import fcntl
@@ -14,18 +14,18 @@ from octavo.errors import ConfigError
 
 _PREFIX = "octavo-"
 _LOCK = "lock"
-_MAX_LEN = 80  # a socket's path has room for about a hundred characters
+_MAX_LEN = 80  # a UNIX socket's path may have about a hundred characters
 
 
 class RuntimeDir:
-    """Only this user can enter it. It is in use for as long as this process lives: the lock says so."""
+    """A folder that only this user can enter. A lock file, held for as long as this process lives, marks it as in use."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
         if len(str(self.path)) > _MAX_LEN:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
-        # Locked before it has its name: whoever finds a lock that is free has found what nobody uses.
+        # Locked before it gets its name, so a lock file that is not locked always belongs to an abandoned folder.
         fresh = self.path / "new"
         self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -37,11 +37,11 @@ class RuntimeDir:
 
 
 def remove_abandoned() -> int:
-    """Folders of servers all of whose processes were killed at once. → how many."""
+    """Remove the folders of servers all of whose processes were killed at once. Returns how many."""
     count = 0
     for place in {Path(tempfile.gettempdir()), Path("/tmp")}:
         for lock in place.glob(f"{_PREFIX}*/{_LOCK}"):
-            with contextlib.suppress(OSError):  # another user's, in use, or gone meanwhile
+            with contextlib.suppress(OSError):  # another user's, in use, or removed meanwhile
                 fd = os.open(lock, os.O_RDWR)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,8 +54,8 @@ def remove_abandoned() -> int:
 
 @contextlib.contextmanager
 def files_folder(config: Config, temporary: Path) -> Iterator[Config]:
-    """The configuration with a folder for files, which every API process sees: the one given, or one that ends with the server.
-    Raises ConfigError where it cannot be written, or another server has it."""
+    """Yield the configuration with a folder for files that all API processes share: the given one, or a temporary one that is
+    removed with the server. Raises ConfigError if the folder cannot be written or another server uses it."""
     given = config.batches.files_folder
     folder = Path(given).resolve() if given else temporary / "files"
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,4 @@
-"""StandaloneEngine: an engine process for one caller, for as long as a context lasts: without a supervisor and without HTTP.
-Knows nothing of requests or text."""
+"""StandaloneEngine: an engine process for one caller, for the duration of a context, without a supervisor and without HTTP."""
 
 import asyncio
 import contextlib
@@ -15,12 +14,12 @@ from octavo.supervisor.runtime_dir import RuntimeDir
 from octavo.weights.sources.source import resolve
 
 ENGINE_MODULE = "octavo.engine.process"
-FAREWELL_SECONDS = 5.0  # after which an engine that does not end is killed
+STOP_SECONDS = 5.0  # an engine that has not ended by then is killed
 T = TypeVar("T")
 
 
 class StandaloneEngine:
-    """Raises ConfigError where the model's name leads nowhere."""
+    """An async context manager. The constructor raises ConfigError if the model cannot be found."""
 
     def __init__(self, config: Config) -> None:
         model = config.model
@@ -39,8 +38,8 @@ class StandaloneEngine:
 
     async def __aenter__(self) -> "StandaloneEngine":
         address, source = f"ipc://{self._folder.path}/engine", self._source
-        order = EngineLaunch(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
-        self._process = spawn(ENGINE_MODULE, order)
+        launch = EngineLaunch(self._config, self.model_path, source.kind, source.name, self.name, address, 1)
+        self._process = spawn(ENGINE_MODULE, launch)
         self._ended = asyncio.create_task(asyncio.to_thread(self._process.wait))
         self.client = ZmqClient(address, f"ipc://{self._folder.path}/api-0")
         return self
@@ -50,7 +49,7 @@ class StandaloneEngine:
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        await asyncio.wait({self._ended}, timeout=FAREWELL_SECONDS)
+        await asyncio.wait({self._ended}, timeout=STOP_SECONDS)
         if not self._ended.done():
             self._process.kill()
         self._process.stdout.close()
@@ -58,11 +57,11 @@ class StandaloneEngine:
         self._folder.close()
 
     async def ended(self) -> int:
-        """Its exit code, when it has. 2: it could not start, and has said why."""
+        """Wait for the engine process to end and return its exit code. 2: a start-up error, which it has logged."""
         return await asyncio.shield(self._ended)
 
     async def alongside(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` gives, unless the engine ends before it does: then EngineDead."""
+        """Return the result of `work`. Raises EngineDead if the engine ends first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._ended}, return_when=asyncio.FIRST_COMPLETED)

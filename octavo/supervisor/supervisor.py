@@ -1,5 +1,4 @@
-"""The supervisor: `octavo serve`. Starts the API processes and an engine, another when that ends, and stops them in order.
-Knows nothing of torch, HTTP or tokens."""
+"""The supervisor of `octavo serve`: starts the API processes and the engine, restarts them when they end, stops them in order."""
 
 import contextlib
 import os
@@ -32,11 +31,11 @@ from octavo.supervisor.watchdog import LOOK_SECONDS, Restarts, Watch
 from octavo.weights.sources.source import ModelSource, resolve
 
 BACKLOG = 2048
-ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front names another: the same process without a model
+ENGINE_MODULE = "octavo.engine.process"  # benchmarks.front replaces it by the same process without a model
 
 
 class _Signals:
-    """SIGTERM and SIGINT as bytes to be read, so that they are met where there is nothing half done."""
+    """Turns SIGTERM and SIGINT into bytes on a socket, so that the supervisor handles them between two events."""
 
     def __enter__(self) -> socket.socket:
         reader, self._writer = socket.socketpair()
@@ -56,8 +55,8 @@ class _Signals:
 
 
 def serve(config: Config) -> int:
-    """Serve until told to stop. Returns the exit code: 0 stopped in order, 1 a process was lost for good, 2 a start-up mistake,
-    3 stopped as told, and some requests were cut off, 130 stopped at once."""
+    """Serve until a signal or a fatal failure. Returns the exit code: 0 stopped in order, 1 a process ended and was not
+    restarted, 2 a start-up error, 3 stopped in order but some requests were cut off, 130 stopped at once."""
     started = time.monotonic()
     hold_standard_streams()
     raise_descriptor_limit()
@@ -84,7 +83,8 @@ def serve(config: Config) -> int:
 
 
 class _Supervisor:
-    """One thread, woken by what its processes say or by their end, by signals, and every half second to look at the engine."""
+    """The supervisor's event loop: one thread, woken by its processes' output or end, by signals, and every half second to check
+    on them."""
 
     def __init__(
         self, config: Config, source: ModelSource, listener: socket.socket, acceptor: Acceptor, folder: Path
@@ -98,14 +98,14 @@ class _Supervisor:
         self._engine_started = 0.0
         self._is_engine_ready = False
         self._engine_ready_at = 0.0
-        self._was_engine_ready = False  # this one, or one before it
+        self._was_engine_ready = False  # the current engine or an earlier one
         self._has_served = False
         self._restarts = Restarts(config.server.max_engine_restarts)
         self._restart_at: float | None = None
-        self._verdict = ""  # why the engine was killed by us
+        self._kill_reason = ""  # why we killed the engine; empty: we did not
         self._drain_until: float | None = None  # None: not draining
-        self._close_until: float | None = None  # None: the engine has not been told to end
-        self._exit_code: int | None = None  # what it will be; None: serving
+        self._close_until: float | None = None  # None: the engine has not been asked to stop
+        self._exit_code: int | None = None  # None: not stopping
         self._is_over = False
         self._heartbeat_fd = shared_memory()
         self._heartbeat = Heartbeat(self._heartbeat_fd)
@@ -133,7 +133,7 @@ class _Supervisor:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Whatever happened, nothing stays behind."""
+        """Kill and reap every process, and release the shared memory and the recordings."""
         for process in self._all():
             if process.poll() is None:
                 process.kill()
@@ -146,7 +146,7 @@ class _Supervisor:
 
     def run(self, signals: socket.socket, started: float) -> int:
         self._started = started
-        self._selector.register(signals, selectors.EVENT_READ, lambda: self._told_to_stop(len(signals.recv(64))))
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(len(signals.recv(64))))
         self._start_engine()
         for slot in self._api_processes.slots:
             self._start_server(slot)
@@ -167,7 +167,7 @@ class _Supervisor:
         self._restart_at = None
         self._is_engine_ready = False
         self._engine_started = time.monotonic()
-        order = EngineLaunch(
+        launch = EngineLaunch(
             self._config,
             str(self._source.path),
             self._source.kind,
@@ -180,12 +180,12 @@ class _Supervisor:
             str(self._crash_files.live or ""),
             *self._crash_files.ring_fds,
         )
-        self._engine = spawn(ENGINE_MODULE, order, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
-        self._listen_to(self._engine, self._engine_spoke)
+        self._engine = spawn(ENGINE_MODULE, launch, pass_fds=(self._heartbeat_fd, *self._crash_files.ring_fds))
+        self._listen_to(self._engine, self._on_engine_output)
 
     def _start_server(self, slot: ApiProcess) -> None:
         server = self._api_processes.start(slot, self._engine_address(), self._num_engines)
-        self._listen_to(server, partial(self._server_spoke, slot))
+        self._listen_to(server, partial(self._on_server_output, slot))
 
     def _listen_to(self, process: subprocess.Popen[bytes], answer: Callable[[], None]) -> None:
         assert process.stdout is not None
@@ -193,8 +193,8 @@ class _Supervisor:
 
     # ── what happens ──
 
-    def _engine_spoke(self) -> None:
-        """One line, when it is ready; or the end."""
+    def _on_engine_output(self) -> None:
+        """Handle the engine's standard output: one line, its report, when it is ready; then its end."""
         assert self._engine is not None and self._engine.stdout is not None
         line = self._engine.stdout.readline()
         if not line:
@@ -205,7 +205,8 @@ class _Supervisor:
             self._say(f"the engine is back after {time.monotonic() - self._engine_started:.1f} s")
             return
         self._was_engine_ready = True
-        # Not earlier: until now a client is refused at once. Not later: that the port was taken meanwhile is found here.
+        # Not earlier: until the engine is ready, connections are refused at once. Not later: if the port was taken since it
+        # was bound, this is where we find out.
         try:
             self._acceptor.open(BACKLOG)
         except OSError as error:
@@ -214,13 +215,13 @@ class _Supervisor:
         for text in budget_lines(msgspec.json.decode(line, type=EngineReport)):
             self._say(text)
         self._say(f"API processes: {self._num_servers} (--api-processes {self._config.server.api_processes})")
-        self._say(self._crash_files.words)
+        self._say(self._crash_files.status_line)
         self._say_if_ready()
 
-    def _server_spoke(self, slot: ApiProcess) -> None:
+    def _on_server_output(self, slot: ApiProcess) -> None:
         assert slot.process is not None and slot.process.stdout is not None
         if slot.process.stdout.readline():
-            self._api_processes.welcome(slot)
+            self._api_processes.mark_ready(slot)
             if self._has_served:
                 say(f"API process {slot.origin} is back after {time.monotonic() - slot.started:.1f} s")
             return self._say_if_ready()
@@ -234,21 +235,22 @@ class _Supervisor:
             self._close_engine()
 
     def _server_ended(self, slot: ApiProcess, code: int) -> None:
-        """Its clients' connections are closed with it. The others serve on."""
-        if code == 2 and not self._has_served:  # a start-up mistake: it has said so
+        """Restart an API process that ended on its own, or stop the server. Its connections have closed with it; the other API
+        processes keep serving."""
+        if code == 2 and not self._has_served:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
-        message = slot.verdict or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
+        message = slot.kill_reason or f"API process {slot.origin} ended unexpectedly ({describe_exit(code)})"
         delay = slot.restarts.delay(time.monotonic(), slot.is_ready) if self._has_served else None
         if delay is None:
-            why = f"; no other is started: {slot.restarts.why_not}" if self._has_served else ""
-            self._complain(message + why)
+            why = f"; it is not restarted: {slot.restarts.why_not}" if self._has_served else ""
+            self._say_error(message + why)
             return self._drain(1)
-        self._complain(f"{message}: its connections are closed, and another is started")
-        cause = "start" if not slot.is_ready else "hung" if slot.verdict else "killed" if code < 0 else "failed"
+        self._say_error(f"{message}: its connections are closed; starting another")
+        cause = "start" if not slot.is_ready else "hung" if slot.kill_reason else "killed" if code < 0 else "failed"
         self._heartbeat.count_restart("api", cause)
         if self._engine is not None and self._engine.poll() is None:
-            self._api_processes.tell_engine_of(slot, self._engine_address(), self._num_engines)
+            self._api_processes.announce_end(slot, self._engine_address(), self._num_engines)
         slot.is_ready = False
         slot.restart_at = time.monotonic() + delay
 
@@ -256,24 +258,30 @@ class _Supervisor:
         if self._close_until is not None:
             self._is_over = True
             return
-        if not self._was_engine_ready and code == 2:  # a start-up mistake: it has said so
+        if not self._was_engine_ready and code == 2:  # a start-up error, which it has logged
             self._exit_code, self._is_over = 2, True
             return
-        message = self._verdict or f"the engine ended unexpectedly ({describe_exit(code)})"
+        message = self._kill_reason or f"the engine ended unexpectedly ({describe_exit(code)})"
         cause = (
-            "start" if not self._is_engine_ready else "hung" if self._verdict else "killed" if code < 0 else "failed"
+            "start"
+            if not self._is_engine_ready
+            else "hung"
+            if self._kill_reason
+            else "killed"
+            if code < 0
+            else "failed"
         )
-        self._verdict = ""
-        self._complain(message)
-        self._crash_files.seal_aside(self._num_engines)
+        self._kill_reason = ""
+        self._say_error(message)
+        self._crash_files.seal_in_background(self._num_engines)
         delay = self._restarts.delay(time.monotonic(), self._is_engine_ready) if self._was_engine_ready else None
         if delay is None:
-            why = f"; no other is started: {self._restarts.why_not}" if self._was_engine_ready else ""
-            self._api_processes.tell(EngineGone(message + why))
+            why = f"; it is not restarted: {self._restarts.why_not}" if self._was_engine_ready else ""
+            self._api_processes.send_all(EngineGone(message + why))
             return self._drain(1)
         self._heartbeat.count_restart("engine", cause)
-        # A start that failed computed nothing: nobody is to blame for it.
-        self._api_processes.tell(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
+        # A start that failed computed nothing, so no request can be its cause.
+        self._api_processes.send_all(EngineLost(message, self._heartbeat.seated() if self._is_engine_ready else []))
         self._is_engine_ready = False
         self._restart_at = time.monotonic() + delay
         self._say("starting another engine; requests wait for it")
@@ -282,7 +290,7 @@ class _Supervisor:
         now = time.monotonic()
         if self._restart_at is not None and now >= self._restart_at and self._close_until is None:
             self._start_engine()
-            self._api_processes.tell_of_engine(self._engine_address(), self._num_engines)
+            self._api_processes.announce_engine(self._engine_address(), self._num_engines)
         if self._exit_code is None:
             for slot in self._api_processes.due(now):
                 self._start_server(slot)
@@ -290,35 +298,35 @@ class _Supervisor:
         if not self._is_engine_ready and self._engine is not None and self._loads_too_long(now):
             self._engine.kill()
         if self._is_engine_ready and self._engine is not None and (problem := self._watch.look()) is not None:
-            self._verdict = f"the engine hangs and is killed: {problem}"
+            self._kill_reason = f"the engine hangs and is killed: {problem}"
             self._engine.kill()
         if self._drain_until is not None and now >= self._drain_until:
             self._drain_until = None
             self._api_processes.kill()
         if self._close_until is not None and now >= self._close_until:
-            self._is_over = True  # and whoever is left is killed
+            self._is_over = True  # __exit__ kills the processes that are left
 
     def _loads_too_long(self, now: float) -> bool:
         limit = self._config.server.start_timeout
-        if self._verdict or not limit or self._restart_at is not None or now - self._engine_started < limit:
+        if self._kill_reason or not limit or self._restart_at is not None or now - self._engine_started < limit:
             return False
-        self._verdict = f"the engine has not come up within {limit:g} s and is killed (--start-timeout)"
+        self._kill_reason = f"the engine was not ready within {limit:g} s (--start-timeout) and is killed"
         return True
 
     # ── stopping ──
 
-    def _told_to_stop(self, num_signals: int) -> None:
+    def _on_signals(self, num_signals: int) -> None:
         if self._exit_code is not None or num_signals > 1:
             say("stopped at once; running requests were cut off")
             self._exit_code, self._is_over = 130, True
             return
         if self._has_served:
             timeout = self._config.server.shutdown_timeout
-            self._say(f"stopping: running requests get up to {timeout:g} s; once more (Ctrl-C, SIGTERM) stops at once")
+            self._say(f"stopping: running requests get up to {timeout:g} s; a second Ctrl-C or SIGTERM stops at once")
         self._drain(0)
 
     def _drain(self, exit_code: int) -> None:
-        """API processes first: they refuse what is new and finish what runs; then the engine."""
+        """Stop the API processes, which refuse new requests and finish the running ones; then the engine."""
         if self._exit_code is None:
             self._exit_code = exit_code
             self._api_processes.terminate()
@@ -335,7 +343,7 @@ class _Supervisor:
             with contextlib.suppress(BrokenPipeError):
                 self._engine.stdin.close()
 
-    # ── words ──
+    # ── logging ──
 
     def _say_if_ready(self) -> None:
         if not self._has_served and self._is_engine_ready and self._api_processes.num_ready == self._num_servers:
@@ -347,7 +355,7 @@ class _Supervisor:
     def _say(self, line: str) -> None:
         say(line)
 
-    def _complain(self, message: str) -> None:
+    def _say_error(self, message: str) -> None:
         say(f"error: {message}")
 
     def _engine_address(self) -> str:
@@ -358,18 +366,18 @@ class _Supervisor:
 
 
 def _check_parsers(server: ServerConfig) -> None:
-    """Raises ConfigError for formats that are not known: before a model is loaded, not after."""
+    """Raise ConfigError for unknown parser names, before a model is loaded."""
     names = (server.tool_call_parser, server.reasoning_parser)
     if names != (AUTO, AUTO):
-        from octavo.text.formats import check_parsers  # the templates' engine, which a start need not wait for
+        from octavo.text.formats import check_parsers  # not at start: it imports the template engine
 
         check_parsers(*names)
 
 
 def _num_cores() -> int:
-    """Those this process may use, where the system says so: a container's share, not the machine's."""
+    """Count the cores that this process may use, where the system reports it: a container's share, not the machine's cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _leave_to_wakeup(number: int, frame: object) -> None:
-    """The byte that the interpreter writes is all there is to do."""
+    """Do nothing: the byte that the interpreter writes to the wake-up descriptor is enough."""

@@ -1,5 +1,4 @@
-"""Text and back: tokenizers, chat templates, the incremental detokenizer and stop strings.
-Knows nothing of torch, of the engine or of HTTP."""
+"""From text to token ids and back: tokenizers, chat templates, grammars, output parsers, the detokenizer and stop strings."""
 
 from octavo.text.load import load_text
 from octavo.text.stream import TextDelta, TextStream

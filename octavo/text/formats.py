@@ -1,5 +1,4 @@
-"""How a model's answers are written: the formats of its tool calls and of its reasoning, by its chat template or by a flag.
-Knows nothing of any format, and of templates only their text."""
+"""Choice of the formats of a model's tool calls and reasoning: by a flag, or by what its chat template shows."""
 
 from dataclasses import dataclass
 
@@ -16,18 +15,18 @@ from octavo.text.parsers import (
     tool_format,
 )
 
-NONE = "none"  # as a parser's name: answers are left as they are
+NONE = "none"  # as a parser's name: the output is not parsed
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
     tools: ToolFormat | None  # None: calls stay in the content
-    thinking: ThinkFormat | None  # None: so does reasoning
-    template_takes_tools: bool  # False: they are put into the messages, see tool_prompt.py
+    thinking: ThinkFormat | None  # None: reasoning stays in the content
+    template_takes_tools: bool  # False: tools are described in the messages, see tool_prompt.py
 
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raises ConfigError for names that nobody has: before a model is loaded, not after."""
+    """Raise ConfigError for unknown names, before a model is loaded."""
     if tool_call_parser not in (AUTO, NONE):
         tool_format(tool_call_parser)
     if reasoning_parser not in (AUTO, NONE):
@@ -35,10 +34,10 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
 
 
 def choose_formats(template: ChatTemplate, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormats:
-    """By name (--tool-call-parser, --reasoning-parser), or what the template shows where that is AUTO.
+    """Choose by name (--tool-call-parser, --reasoning-parser), or by what the template shows if the name is AUTO.
 
-    A template that takes tools, and shows a format of calls that no parser here reads, is not given them: calls in the
-    common format, asked for in words, are better than calls that nobody understands.
+    A template that takes tools but shows a call format without a parser is not given the tools. They are then described in
+    words, in the common format: such calls can at least be parsed.
     """
     takes_tools = template.reads("tools", with_tools=True)
     tools: ToolFormat | None = None
@@ -50,8 +49,8 @@ def choose_formats(template: ChatTemplate, tool_call_parser: str = AUTO, reasoni
         tools = tool_format(tool_call_parser)
         if not takes_tools and tools is not tool_format(FORMAT):
             raise ConfigError(
-                f"--tool-call-parser {tool_call_parser}: the model's chat template has no place for tools; give one that has "
-                f"with --chat-template FILE, or leave the flag out: tools are then described in words ({FORMAT} format)"
+                f"--tool-call-parser {tool_call_parser}: the model's chat template does not take tools; give one that does with "
+                f"--chat-template FILE, or leave the flag out: tools are then described in the prompt ({FORMAT} format)"
             )
     thinking: ThinkFormat | None = None
     if reasoning_parser == AUTO:

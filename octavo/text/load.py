@@ -1,5 +1,5 @@
-"""A model's folder or GGUF file → Text: which tokenizer, template, end ids and sampling defaults it brings.
-Knows nothing of weights, of the hub or of torch."""
+"""load_text(): builds Text from a model's folder or GGUF file: its tokenizer, template, end-of-sequence ids and sampling
+defaults."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger("octavo.text")
 _SETTINGS = "tokenizer_config.json"
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _TEKKEN_FILE, _QWEN_FILE = "tekken.json", "qwen.tiktoken"
-# Vocabularies that come without settings: the names of their roles, and further tokens that end a text.
+# For vocabularies that come without settings: their special tokens by role, and further tokens that end a text.
 _ROLES_OF = {
     _TEKKEN_FILE: {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
     _QWEN_FILE: {"eos_token": "<|endoftext|>"},
@@ -48,9 +48,9 @@ def load_text(
     tool_call_parser: str = AUTO,
     reasoning_parser: str = AUTO,
 ) -> Text:
-    """`source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the model's own vocabulary
-    and template. `chat_template`: a file that replaces either's template. `default_sampling`: for what the model's own
-    generation_config.json leaves open. The parsers: see formats.py."""
+    """Load the text side of a model. `source_path`: a folder or a .gguf file. `tokenizer`: a folder or file that replaces the
+    model's own vocabulary and template. `chat_template`: a file that replaces the template of both. `default_sampling`: values
+    for what the model's own generation_config.json does not set. For the parsers see formats.py."""
     model_path = Path(source_path)
     words_path = Path(tokenizer).expanduser() if tokenizer else model_path
     if not words_path.exists():
@@ -61,7 +61,7 @@ def load_text(
     stop_ids = _ids(generation.get("eos_token_id"))
     if model_path.is_dir():
         stop_ids |= _ids(_read_json(model_path / "config.json").get("eos_token_id"))
-    elif words_path != model_path:  # the ids at which the model stops are its own, whoever spells them
+    elif words_path != model_path:  # the model's own stop ids apply whatever the tokenizer
         stop_ids |= set(gguf_eos_ids(read_vocabulary(GGUFFile(model_path).metadata)))
 
     pooling_config: PoolingConfig | None = None
@@ -84,7 +84,7 @@ def load_text(
             stop_ids |= _ids(words.token_id(token)) if token is not None else set()
     template = ChatTemplate(override or sources, variables)
     sampling = {**(default_sampling or {}), **_sampling(generation, model_path)}
-    if pooling_config is None:  # a vocabulary's own file has its advice beside it
+    if pooling_config is None:  # for a single file, read the settings in its folder
         pooling_config = read_pooling_config(
             model_path if model_path.is_dir() or _is_gguf(model_path) else model_path.parent
         )
@@ -113,14 +113,14 @@ def _vocabulary_file(path: Path, folder: Path) -> Path:
 
 
 def _kind(file: Path) -> str:
-    """The usual name of files of its kind."""
+    """The usual file name of this kind of vocabulary."""
     if file.suffix == ".json":
         return _TEKKEN_FILE if file.name.startswith("tekken") else "tokenizer.json"
     return _QWEN_FILE if file.suffix == ".tiktoken" else "tokenizer.model"
 
 
 def _file_tokenizer(file: Path, folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    # Imported where they are needed: most models bring a tokenizer.json and need none of the others.
+    # Imported lazily: most models have a tokenizer.json and need none of the others.
     match _kind(file):
         case "tokenizer.json":
             return read_tokenizer_json(file)
@@ -138,7 +138,7 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
     model = path.read_bytes()
     if is_tiktoken(model[:1000]):
         raise ConfigError(
-            f"{path} is a tiktoken vocabulary, which does not say how it cuts words: give --tokenizer a folder with the "
+            f"{path} is a tiktoken vocabulary, which does not contain its pre-tokenizer: give --tokenizer a folder with the "
             "model's tokenizer.json"
         )
     try:
@@ -165,7 +165,7 @@ def _sentencepiece_tokenizer(path: Path, folder: Path, settings: dict[str, Any])
 
 
 def _added_tokens(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str, int, bool]]:
-    """(content, id, whether it is special) of every token that was added to the SentencePiece model's own."""
+    """Yield (content, id, whether it is special) of every token that was added to those of the SentencePiece model."""
     path = folder / "added_tokens.json"
     for token, token_id in _read_json(path).items():
         if not isinstance(token_id, int):
@@ -173,20 +173,20 @@ def _added_tokens(folder: Path, settings: dict[str, Any]) -> Iterator[tuple[str,
         yield token, token_id, False
     decoder = settings.get("added_tokens_decoder", {})
     if not isinstance(decoder, dict):
-        raise ConfigError(f"{folder / _SETTINGS} is corrupt: added_tokens_decoder is no object; fetch it again")
+        raise ConfigError(f"{folder / _SETTINGS} is corrupt: added_tokens_decoder is not an object; fetch it again")
     for number, entry in decoder.items():
         match entry:
             case {"content": str(content)} if number.isdecimal():
                 yield content, int(number), bool(entry.get("special"))
             case _:
                 raise ConfigError(
-                    f"{folder / _SETTINGS} is corrupt: entry {number!r} of added_tokens_decoder is no id with the "
+                    f"{folder / _SETTINGS} is corrupt: entry {number!r} of added_tokens_decoder is not an id with the "
                     '"content" of a token; fetch it again'
                 )
 
 
 def _folder_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Newer folders keep templates in files of their own; older ones inside tokenizer_config.json."""
+    """Read the chat templates. Newer folders have them in separate files, older ones in tokenizer_config.json."""
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     sources = {path.stem: _read_template(path) for path in more}
     own = folder / "chat_template.jinja"
@@ -228,7 +228,7 @@ def _folder_variables(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token is written as a string or as an object with its content."""
+    """The content of a special token, which is written as a string or as an object."""
     match token:
         case str(content) | {"content": str(content)}:
             return content
@@ -250,7 +250,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # nested without end
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a JSON object: fetch it again")
@@ -258,25 +258,25 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _ids(value: Any) -> set[int]:
-    """An id or a list of ids; anything else, null above all, names none."""
+    """Ids from a value that is an id or a list of ids; anything else, such as null, gives none."""
     values = value if isinstance(value, list) else [value]
     return {item for item in values if isinstance(item, int) and not isinstance(item, bool)}
 
 
 def _sampling(generation: dict[str, Any], folder: Path) -> dict[str, float | int]:
-    """What the model's makers advise. Advice that no request could follow is left out, with a word in the log: it is not
-    worth a start, and not the operator's mistake."""
+    """The sampling defaults in generation_config.json. An invalid value is skipped with a warning: it is not the operator's
+    mistake, and should not stop the server from starting."""
     advice: dict[str, Any] = {}
     for name in _SAMPLING:
         value: Any = generation.get(name)
         if value is None:
             continue
         if name == "top_k" and isinstance(value, float) and value.is_integer():
-            value = int(value)  # 50.0: some tools write every number so
+            value = int(value)  # 50.0: some tools write all numbers as floats
         try:
             SamplingParams(**{name: value})
         except InvalidRequest as error:
-            log.warning("%s is passed over: %s", folder / "generation_config.json", error.message)
+            log.warning("a value in %s is ignored: %s", folder / "generation_config.json", error.message)
         else:
             advice[name] = value
     return advice

@@ -1,5 +1,4 @@
-"""What a sentence-transformers folder, or a GGUF file, says about turning a prompt's hidden states into one vector.
-Knows nothing of hidden states: it reads modules.json and what that names."""
+"""The pooling settings of a sentence-transformers folder (modules.json and the files it names) or of a GGUF file."""
 
 import json
 from dataclasses import dataclass
@@ -21,16 +20,16 @@ _GGUF_TYPES: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """The makers' advice. `kind` None: they say nothing."""
+    """The model's own pooling settings. `kind` None: it has none."""
 
     kind: Pooling | None = None
     normalize: bool = True
-    max_len: int | None = None  # tokens of a prompt, its special ones included
-    unsupported: str = ""  # what happens to vectors besides, which is not offered; in words
+    max_len: int | None = None  # tokens of a prompt, including special tokens
+    unsupported: str = ""  # description of a further operation on vectors that is not supported
 
 
 def read_pooling_config(path: Path) -> PoolingConfig:
-    """`path`: the model's folder, or its .gguf file."""
+    """Read the settings. `path`: the model's folder, or its .gguf file."""
     if path.is_file():
         return gguf_pooling_config(GGUFFile(path).metadata)
     modules = _read(path / "modules.json")
@@ -61,16 +60,16 @@ def gguf_pooling_config(metadata: dict[str, Any]) -> PoolingConfig:
 
 
 def _inside(path: Path, name: Any) -> Path:
-    """A module's own folder, which must lie in the model's."""
+    """A module's folder, which must be inside the model's."""
     if not isinstance(name, str) or Path(name).name != name or name == "..":
         raise ConfigError(f"{path / 'modules.json'} is corrupt: it puts a module into {name!r}; fetch it again")
     return path / name
 
 
 def _mode(folder: Path) -> tuple[Pooling | None, str]:
-    """(how, what of it is not offered)."""
+    """Return (pooling, description of what is not supported)."""
     settings = _object(folder / "config.json")
-    if isinstance(said := settings.get("pooling_mode"), str):  # newer folders write one word
+    if isinstance(said := settings.get("pooling_mode"), str):  # newer folders have one word
         kind = _WORDS.get(said)
         return kind, "" if kind else f"pooling by {said}"
     chosen = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value is True]
@@ -89,5 +88,5 @@ def _read(path: Path) -> Any:
         return None
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # nested without end
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ConfigError(f"{path} is not valid JSON ({error}): fetch it again") from error

@@ -1,9 +1,8 @@
-"""Stop strings in a growing text: what may be shown, and which stop string ended it.
-Knows nothing of tokens: it is fed text and told whether a match may count yet.
+"""Stop strings in a growing text: which text may be released, and which stop string ended it.
 
-The match that is complete first wins; of several complete at the same character, the longest. So the answer does not
-depend on how the text was cut into pieces. A suffix that may still become a stop string is held back until it does or
-cannot any more: at most one character less than the longest stop string.
+The match that is complete first wins; of several that are complete at the same character, the longest. So the result does
+not depend on how the text was cut into pieces. A suffix that may still become a stop string is held back until it does or
+can no longer: at most one character less than the longest stop string.
 """
 
 from collections.abc import Sequence
@@ -12,19 +11,19 @@ import msgspec
 
 
 class Released(msgspec.Struct, frozen=True, gc=False):
-    text: str  # certain to be outside every stop string
+    text: str  # text that is outside every stop string
     stop: str | None = None  # the stop string that was found; nothing may be fed after it
 
 
 class _Pattern:
-    """Knuth-Morris-Pratt: `state` is how many characters of `text` the input so far ends with."""
+    """Knuth-Morris-Pratt matcher: `state` is the number of leading characters of `text` that the input so far ends with."""
 
     __slots__ = ("_fallback", "state", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.state = 0
-        # _fallback[n]: the longest proper suffix of text[:n] that is also its prefix
+        # _fallback[n]: length of the longest proper suffix of text[:n] that is also its prefix
         self._fallback = [0, 0]
         for character in text[1:]:
             length = self._fallback[-1]
@@ -33,7 +32,7 @@ class _Pattern:
             self._fallback.append(length + (text[length] == character))
 
     def feed(self, character: str) -> bool:
-        """True where this character completes the pattern."""
+        """Return whether this character completes the pattern."""
         state = self.state
         if state == len(self.text):
             state = self._fallback[state]
@@ -44,7 +43,7 @@ class _Pattern:
 
     @property
     def held_len(self) -> int:
-        """Characters at the end of the input that a later match could still claim."""
+        """Number of characters at the end of the input that may still become part of a match."""
         return self._fallback[self.state] if self.state == len(self.text) else self.state
 
 
@@ -55,13 +54,14 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, counts: bool = True) -> Released:
-        """`counts` False: a match completed within this text is passed over (min_tokens); one begun in it is not."""
+        """Add text and return what may be released. `counts` False: a match that is completed within this text is ignored
+        (min_tokens); one that only begins in it is not."""
         if not self._patterns:
             return Released(text)
         text, already = self._held + text, len(self._held)
         for at in range(already, len(text)):
             found = None
-            for pattern in self._patterns:  # every one is fed: their states must stay in step
+            for pattern in self._patterns:  # feed every pattern: their states must stay in step
                 if pattern.feed(text[at]) and found is None:
                     found = pattern.text
             if found is not None and counts:
@@ -72,6 +72,6 @@ class StopStrings:
         return Released(text[:cut])
 
     def flush(self) -> str:
-        """The text is over: what was held back cannot become a stop string any more."""
+        """Return the held-back text at the end of the output: it can no longer become a stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,5 +1,5 @@
-"""One choice's tokens → the text to send, cut at stop strings.
-Knows nothing of requests, engines or HTTP; the caller aborts the request when `stopped` turns True."""
+"""TextStream: turns the tokens of one choice into text, cut at stop strings. The caller aborts the request when `stopped`
+becomes True."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,28 +10,27 @@ from octavo.text.stops import Released, StopStrings
 from octavo.text.tokenize.detokenizer import Detokenizer
 
 LOOP = "repetition_detected"
-"""vLLM's word, for the stop reason of an answer that went round in circles."""
+"""The stop reason of an output that was ended because it repeats itself; the word is vLLM's."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     text: str
     finish_reason: FinishReason | None  # set once, on the last delta of the choice
-    stop_reason: str | int | None  # the stop string or the id of stop_token_ids that ended it, or LOOP
-    num_tokens: int  # tokens consumed so far by this choice, the one that ended it included
+    stop_reason: str | int | None  # the stop string or the id in stop_token_ids that ended it, or LOOP
+    num_tokens: int  # tokens of this choice so far, including the one that ended it
 
 
 class TextStream:
-    """Feed it every delta of one choice, in order.
+    """The text of one choice. push() takes every delta, in order.
 
     A stop string counts if its last character came with a token after the first `min_tokens`; the end-of-sequence and
-    stop ids are masked by the sampler until then. The text of the stop string or stop token is emitted where
-    `include_stop_str_in_output` says so, and never otherwise.
+    stop ids are masked by the sampler until then. The text of the stop string or stop token is emitted only if
+    `include_stop_str_in_output` is set.
     """
 
     def __init__(self, detokenizer: Detokenizer, params: SamplingParams, eos_ids: Collection[int]) -> None:
-        self.stopped = (
-            False  # a stop string was found: the engine's request is to be aborted, what it still sends is void
-        )
+        # A stop string was found: the caller must abort the engine's request, and later deltas are ignored.
+        self.stopped = False
         self._detokenizer = detokenizer
         self._stops = StopStrings(params.stop)
         self._params = params
@@ -41,7 +40,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> TextDelta:
         if self.stopped:
             return TextDelta("", None, None, self._num_tokens)
-        if finish is None and not self._params.stop:  # nearly every token of nearly every answer
+        if finish is None and not self._params.stop:  # fast path for nearly every token
             self._num_tokens += len(token_ids)
             return TextDelta("".join(map(self._detokenizer.push, token_ids)), None, None, self._num_tokens)
         ended_by = finish.stop_token if finish is not None and finish.reason == "stop" else None
@@ -50,7 +49,7 @@ class TextStream:
         for at, token_id in enumerate(token_ids):
             self._num_tokens += 1
             if at == last and token_id == ended_by and not self._params.include_stop_str_in_output:
-                break  # the stop token's own text is not part of the answer
+                break  # the stop token's own text is not part of the output
             released = self._feed(self._detokenizer.push(token_id))
             texts.append(released.text)
             if released.stop is not None:
@@ -75,7 +74,7 @@ class TextStream:
         return TextDelta(text, "stop", stop, self._num_tokens)
 
     def _stop_reason(self, ended_by: int | None) -> int | None:
-        """An end-of-sequence id is no reason worth naming, even where the client also lists it, as in vLLM."""
+        """The stop token id to report. As in vLLM, an end-of-sequence id is not reported, even if stop_token_ids has it."""
         if ended_by is None or ended_by in self._eos_ids or ended_by not in self._params.stop_token_ids:
             return None
         return ended_by

@@ -1,5 +1,4 @@
-"""Text: everything a server does with words for one model: encode, decode, render a chat, stream an answer.
-Knows nothing of files, requests or HTTP; load.py builds it."""
+"""Text: all text operations for one model: encode, decode, render a chat, stream an output. load.py builds it."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,13 @@ from octavo.text.tokenize.tokenizer import Tokenizer
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 _MAX_REMEMBERED = 8
-"""Templates of requests: a client that sends its own each time pays once for compiling it."""
+"""Compiled templates of requests to keep: a client that sends its own template each time pays for compiling it once."""
 _MAX_SHRINKING = 4
-"""Normalizing may shorten a text before it is cut into tokens: composing characters does, by less than this."""
+"""Normalizing may shorten a text before it is tokenized (by composing characters), by less than this factor."""
 
 
 _END = "\ue000\ue001\ue000"
-"""Where the text of a message that is to be continued ends: characters that nobody gives a meaning. The last one counts."""
+"""Marks the end of the text of a message that is to be continued: private-use characters. The last occurrence counts."""
 
 
 class Text:
@@ -39,14 +38,14 @@ class Text:
         self.eos_ids: tuple[int, ...] = tuple(eos_ids)
         self.default_sampling: dict[str, float | int] = dict(default_sampling or {})  # names of SamplingParams
         self.pooling_config = pooling_config or PoolingConfig()
-        self.formats = formats or choose_formats(template)  # of its tool calls and its reasoning
+        self.formats = formats or choose_formats(template)  # formats of tool calls and reasoning
         self._tokenizer = tokenizer
         self._template = template
         self._by_template = functools.lru_cache(_MAX_REMEMBERED)(self._replaced)
 
     def require_fit(self, model_vocab_size: int) -> None:
-        """Raises ConfigError where texts have tokens that the model does not know. Some makers add a token or two behind
-        the vocabulary that the model was trained without: those are refused when a request brings them."""
+        """Raise ConfigError if the tokenizer's vocabulary is larger than the model's. Some tokenizers add a token or two after the
+        vocabulary that the model was not trained with: those are rejected when a request uses them."""
         if self._tokenizer.num_ordinary > model_vocab_size:
             raise ConfigError(
                 f"the tokenizer has {self._tokenizer.num_ordinary} tokens and the model knows {model_vocab_size}: they do "
@@ -56,14 +55,14 @@ class Text:
     def encode(
         self, text: str, add_special_tokens: bool = True, *, param: str = "prompt", max_tokens: int | None = None
     ) -> list[int]:
-        """`param`: the request's field that the text came in, for the error that names it. A text that cannot come to
-        `max_tokens` or fewer, however well it is compressed, is refused without being read. What reads like a control
-        token becomes one, as completion prompts are written: people's words in a chat go through encode_chat."""
+        """Encode a text. `param`: the request's field that it came in, for error messages. A text that is too long for
+        `max_tokens`, even if every token were the longest, is rejected without being tokenized. Text that reads like a control
+        token becomes one, which is how completion prompts are written; chat messages go through encode_chat."""
         self._check(text, Field(param), max_tokens)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
-        """As encode() does, but what is longer than `max_tokens` is cut at its end; what the vocabulary puts around a text stays."""
+        """Encode like encode(), but cut at the end to `max_tokens`. Special tokens that the vocabulary adds around a text stay."""
         text = text[: max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING]
         ids = self.encode(text, param=param)
         if len(ids) <= max_tokens:
@@ -94,33 +93,33 @@ class Text:
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
     def token_names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """As the vocabulary writes them: "Ġhello", "▁hello". None: no token has this id."""
+        """Names of the tokens in the vocabulary: "Ġhello", "▁hello". None: no token has this id."""
         return [self._tokenizer.token_name(token_id) for token_id in token_ids]
 
     def spell(self, token_id: int) -> bytes:
-        """What one token adds to a text: maybe only a part of a character."""
+        """Bytes that one token adds to a text: maybe only part of a character."""
         return self._tokenizer.spell(token_id)
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The words as they are cut into tokens at the start of a line and after a space. vLLM takes the second only where it
-        has as many tokens as the first: many words that are one token behind a space are two without, and stay allowed."""
+        """Token ids of the words, at the start of a line and after a space. vLLM uses the second form only if it has as many
+        tokens as the first: many words that are one token after a space are two tokens without it, and are not banned there."""
         found: list[list[int]] = []
         for word in words:
             plain = self._tokenizer.encode(word.lstrip(), False)
             spaced = self._tokenizer.encode(" " + word.lstrip(), False)
             found.append(plain)
-            if plain and spaced[-len(plain) :] != plain:  # else a ban of the one is a ban of the other
+            if plain and spaced[-len(plain) :] != plain:  # else the first ban covers both
                 found.append(spaced)
         return tuple(map(tuple, found))
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """As grammars see it. Raises Unsupported where they cannot be kept to."""
+        """The vocabulary for grammars. Raises Unsupported if the model cannot be constrained by a grammar."""
         pieces = self._tokenizer.pieces
         if pieces is None:
-            raise Unsupported("this model's tokens are not bytes of a text one by one: no grammar can be kept to")
+            raise Unsupported("this model's tokens do not map to bytes one by one: grammars are not supported")
         if not self.eos_ids:
-            raise Unsupported("this model has no token that ends a text: no grammar can come to its end")
+            raise Unsupported("this model has no end-of-sequence token: grammars are not supported")
         return Vocabulary(self.vocab_size, self._tokenizer.spell, pieces.special_ids, self.eos_ids)
 
     @property
@@ -128,17 +127,17 @@ class Text:
         return self._template.is_there
 
     def template_reads(self, variable: str) -> bool:
-        """Whether the chat template knows a variable of this name: enable_thinking, say."""
+        """Whether the chat template uses a variable of this name, such as enable_thinking."""
         return self._template.reads(variable)
 
     def with_template(self, source: str) -> "Text":
-        """The same vocabulary with a request's own chat template, which is held to the limits of template_limits.py. Not for
-        an event loop: compiling takes a while, and so may rendering."""
+        """Return this Text with a request's own chat template, which is subject to template_limits.py. Do not call it in an event
+        loop: compiling takes a while, and so may rendering."""
         return self._by_template(source)
 
     def _replaced(self, source: str) -> "Text":
-        """Another prompt changes nothing in how a model was trained to call and to reason; a template that shows tools in some
-        other format gets them in words."""
+        """Build the Text for another template. The formats stay the model's own, because they come from its training. If the
+        template shows tools in another format, tools are described in words."""
         template = self._template.replaced(source)
         shown, own = choose_formats(template), self.formats
         takes_tools = shown.template_takes_tools and shown.tools is own.tools
@@ -167,8 +166,8 @@ class Text:
         max_tokens: int | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Nothing is added around a rendered chat: the template writes the BOS itself where the model wants one. Only the
-        template writes control tokens: what reads like one in a message, a tool or a variable stays the text it is."""
+        """Render and encode a chat. No special tokens are added: the template writes the BOS itself if the model wants one. Only
+        the template can write control tokens: text that reads like one in a message, a tool or a variable stays text."""
         text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
         self._check(text, Field("messages"), max_tokens)
         return self._tokenizer.encode_chat(text)
@@ -181,8 +180,8 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """As far as asked for: to the answer's beginning, to the end of the last message, or to the end of its text. That is
-        marked, since a template may write what it likes behind it, and trim what comes before."""
+        """Render up to the beginning of the output, to the end of the last message, or to the end of its text. The latter is
+        marked with _END, because a template may write anything after it and trim what is before it."""
         if not continue_final_message:
             return self._render(messages, add_generation_prompt, tools, variables)
         last = {**messages[-1], "content": messages[-1]["content"] + _END}
@@ -201,7 +200,8 @@ class Text:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """With look-alikes hidden: see lookalikes.py. A template without a place for tools gets them as messages."""
+        """Render with look-alikes of control tokens hidden (special_token_escape.py). If the template does not take tools, they
+        are described in messages."""
         if not self.formats.template_takes_tools:
             messages, tools = spell_out(messages, tools or (), self._template), None
         hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
@@ -213,10 +213,11 @@ class Text:
             return self._template.render(
                 given[0], add_generation_prompt=add_generation_prompt, tools=given[1], **given[2]
             )
-        except InvalidRequest as error:  # it may quote what was hidden
+        except InvalidRequest as error:  # the message may quote hidden text
             raise InvalidRequest(error.sentence.reworded(reveal), error.field) from error
 
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = (), marks: Sequence[str] = ()) -> TextStream:
-        """For one choice. The text continues the prompt's: see detokenizer.py. `marks`: special tokens that are part of it."""
+        """Return a stream for one choice, whose text continues the prompt's (detokenizer.py). `marks`: special tokens that are
+        part of the text."""
         detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)

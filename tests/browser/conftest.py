@@ -1,5 +1,5 @@
-"""A real server on the embedded model and a real browser: Debian's chromium, driven by Playwright. Without them: skipped by name.
-`make test-browser` brings Playwright; the browser comes from the system (OCTAVO_TEST_BROWSER names another)."""
+"""A real server on the embedded model and a real browser: Debian's chromium, driven by Playwright. Without them the tests are
+skipped. `make test-browser` installs Playwright; the browser is the system's (OCTAVO_TEST_BROWSER names another)."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ ARTEFACTS = Path(os.environ.get("OCTAVO_TEST_ARTEFACTS", "build/screenshots"))
 KEY = "browser-key"
 
 
-@pytest.fixture(scope="module")  # no longer: while Playwright runs, no test of the same process can have an event loop
+@pytest.fixture(scope="module")  # not longer: while Playwright runs, no test of this process can have an event loop
 def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api", reason="make test-browser installs Playwright")
     program = os.environ.get("OCTAVO_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -29,14 +29,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    # Few pages, so that a handful of requests fills them and some are preempted.
+    # Few pages, so that a few requests fill them and some are preempted.
     with Server("--api-key", KEY, "--kv-cache-memory-bytes", "60M") as started:
         yield started
 
 
 @pytest.fixture
 def open_page(browser: Any, server: Server) -> Iterator[Any]:
-    """open_page(path, scheme) → a page, its key given as browsers ask for it. Fails the test on any error in the page's scripts."""
+    """open_page(path, scheme) opens a page with the API key as HTTP credentials. An error in the page's scripts fails the test."""
     errors: list[str] = []
     pages: list[Any] = []
 
@@ -58,13 +58,13 @@ def open_page(browser: Any, server: Server) -> Iterator[Any]:
 
 
 def keep(page: Any, name: str) -> None:
-    """A screenshot, as an artefact of the test."""
+    """Save a screenshot as an artefact of the test."""
     ARTEFACTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(ARTEFACTS / f"{name}.png"), full_page=True)
 
 
 def unnamed(page: Any) -> list[str]:
-    """What a screen reader could not name."""
+    """Elements that have no name for a screen reader."""
     found: list[str] = page.eval_on_selector_all(
         "button, input, canvas, select, textarea, dialog, [tabindex]",
         "all => all.filter(one => !(one.textContent.trim() || one.ariaLabel || one.labels?.length || one.getAttribute('aria-labelledby'))).map(one => one.outerHTML)",
@@ -73,7 +73,7 @@ def unnamed(page: Any) -> list[str]:
 
 
 def until(page: Any, expression: str, seconds: float = 60) -> None:
-    """Asks again and again from outside: the pages' own content policy refuses a question that polls inside."""
+    """Poll an expression from outside: the pages' content policy forbids polling inside the page."""
     for _ in range(int(seconds * 10)):
         if page.evaluate(expression):
             return

@@ -1,5 +1,5 @@
-"""The cockpit in a browser, over a real load: its numbers are the metrics', its map shows a prefix being shared, and why requests wait.
-Knows nothing of the feed's format."""
+"""The cockpit in a browser under a real load: its numbers agree with the metrics, its map shows a shared prefix, and it says why
+requests wait."""
 
 import json
 import os
@@ -19,7 +19,7 @@ WORDS = "You answer at length and never stop before you have told everything. " 
 
 
 def load(server: Server, num: int, max_tokens: int, name: str) -> list[threading.Thread]:
-    """So many requests with one system prompt, at once."""
+    """Start `num` requests with one system prompt at once."""
 
     def one(number: int) -> None:
         messages = [{"role": "system", "content": WORDS}, {"role": "user", "content": f"Tell story number {number}."}]
@@ -83,7 +83,7 @@ def test_a_load_is_shown_as_the_metrics_tell_it(open_page: Any, server: Server) 
 
 
 def agree(page: Any, server: Server) -> None:
-    """The page's numbers and the metrics' are the same while requests run and wait; the page is a quarter of a second behind."""
+    """Check that the page shows the metrics' numbers while requests run and wait; the page is a quarter of a second behind."""
     for _ in range(40):
         shown = (
             number_of(page, "#batch-told"),
@@ -100,7 +100,7 @@ def agree(page: Any, server: Server) -> None:
 
 
 def show_preempted(page: Any, server: Server) -> None:
-    """The waterfall of a request that was preempted: its stages' times sum to the whole."""
+    """Check the waterfall of a preempted request: the times of its stages add up to the total."""
     _, text = server.get("/v1/requests?limit=100", Authorization=f"Bearer {KEY}")
     journey = max(json.loads(text)["data"], key=lambda journey: journey["preemptions"])
     assert journey["preemptions"] > 0
@@ -127,7 +127,7 @@ def test_it_is_usable_in_the_dark_and_by_keyboard(open_page: Any, server: Server
     until(page, "/[1-9]/.test(document.getElementById('count-shared').textContent)")
     until(page, "document.getElementById('queue').childElementCount > 0")
     keep(page, "cockpit-dark")
-    # A focus stays where it is while a table is brought up to date, and in the table when its row leaves that.
+    # The focus stays where it is while a table is updated, and stays in the table when its row is removed.
     page.focus("#ended button >> nth=0")
     name = page.evaluate("document.activeElement.title")
     until(page, "document.querySelector('#ended button').title.startsWith('dark-')")
@@ -173,7 +173,7 @@ def test_a_dead_engine_is_told_and_what_was_is_kept(open_page: Any, server: Serv
     os.kill(server.engine(), signal.SIGKILL)
     terminal.until(lambda screen: "No connection since" in screen)
     page.wait_for_selector("body[data-stale=yes]")
-    until(page, "document.getElementById('advice').textContent.includes('What you see is how it was at')")
+    until(page, "document.getElementById('advice').textContent.includes('This page shows the state at')")
     keep(page, "cockpit-without-an-engine")
     page.wait_for_selector("body[data-stale=no]")
     assert "engine restarted" in page.inner_text("#connection")

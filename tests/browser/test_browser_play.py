@@ -1,6 +1,5 @@
-"""The playground in a browser: an answer streams, is stopped and resumed, its tokens tell their odds, its journey is drawn, and what
-it copies runs elsewhere.
-Knows nothing of how answers are made."""
+"""The playground in a browser: an answer streams, is stopped and resumed, its tokens show their probabilities, its journey is
+drawn, and the copied code runs elsewhere."""
 
 import json
 import os
@@ -24,7 +23,7 @@ def ask(page: Any, text: str, **controls: str) -> None:
 
 
 def ended(page: Any) -> None:
-    until(page, "document.getElementById('status').textContent.startsWith('ended by')")
+    until(page, "document.getElementById('status').textContent.startsWith('finished')")
 
 
 def test_an_answer_streams_and_tells_of_itself(open_page: Any) -> None:
@@ -116,7 +115,7 @@ def test_an_answer_is_stopped_and_goes_on(open_page: Any) -> None:
     ended(page)
     after = page.inner_text(".message.assistant .text")
     assert after.startswith(before) and len(after) > len(before)
-    # It was cut off by its length now: it can go on again, and is one answer still.
+    # Now its length has cut it off: it can be resumed again and is still one answer.
     page.click("#resume")
     until(page, f"document.querySelector('.message.assistant .text').textContent.length > {len(after)}")
     ended(page)

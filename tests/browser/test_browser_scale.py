@@ -1,5 +1,5 @@
-"""The cockpit over 10,000 pages and 1,000 requests: every page and every row is drawn, can be pointed at, and is what the feed says.
-The model is a clock (benchmarks.front_engine); all else is the real server. How long the browser works is printed, not judged."""
+"""The cockpit with 10,000 pages and 1,000 requests: every page and every row is drawn, can be pointed at, and shows what the feed
+says. The model is a clock (benchmarks.front_engine); all else is the real server. The browser's CPU time is only printed."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ NUM_REQUESTS, NUM_PAGES = 1000, 10_000
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a server with so many requests that come and go."""
+    """The URL of a server with NUM_REQUESTS requests that come and go."""
     folder: Path = tmp_path_factory.mktemp("clock")
     write_tokenizer(folder, VOCAB_SIZE)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": VOCAB_SIZE}))
@@ -50,7 +50,7 @@ async def ask_all(host: str, port: int, is_over: threading.Event) -> None:
 
 
 def last_place(page: Any) -> str:
-    """What is said of the map's last place: the first that a pointer meets from its lower right corner on, line by line."""
+    """The tooltip of the map's last place: the first one that a pointer meets from the lower right corner, line by line."""
     box = page.locator("#map").bounding_box()
     for below in range(int(box["height"]) - 1, 0, -2):
         for at in range(int(box["width"]) - 1, 0, -2):

@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
         lambda f: write_byte_tokenizer(
             f, "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT_TEMPLATE
         ),
-        "chat template", "warning", "no system message",
+        "chat template", "warning", "does not accept a system message",
     ),
     "no template": (lambda f: write_byte_tokenizer(f, ""), "chat template", "warning", "completions only"),
     "no end of sequence": (
@@ -281,4 +281,4 @@ def test_an_engine_that_computes_otherwise_is_found_out(
 
 def test_what_cannot_be_examined_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(folder), "--determinism", "--deep"]) == 2
-    assert "--deep and --determinism are two examinations" in capsys.readouterr().err
+    assert "--deep and --determinism are different checks" in capsys.readouterr().err

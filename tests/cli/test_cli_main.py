@@ -192,7 +192,7 @@ def test_chat_keeps_the_conversation(server: tuple[str, type[Echo]]) -> None:
     }
 
 
-@pytest.mark.parametrize(("text", "message"), [("broken", "it broke"), ("cut", "ended the answer early")])
+@pytest.mark.parametrize(("text", "message"), [("broken", "it broke"), ("cut", "ended the response early")])
 def test_a_failed_turn_is_told_and_forgotten(text: str, message: str, server: tuple[str, type[Echo]]) -> None:
     url, handler = server
     done = octavo("chat", "--url", url, stdin=f"{text}\nhello\n")
@@ -255,12 +255,12 @@ EVENT = b'data: {"choices": [{"text": "so"}]}\n\n'
 @pytest.mark.parametrize(
     ("answers", "message", "printed"),
     [
-        ([b"SSH-2.0-OpenSSH\r\n"], "{url}/v1 does not answer in HTTP: SSH-2.0-OpenSSH", ""),
+        ([b"SSH-2.0-OpenSSH\r\n"], "{url}/v1 does not speak HTTP: SSH-2.0-OpenSSH", ""),
         ([b""], "cannot reach {url}/v1: Remote end closed connection without response; is the server running?", ""),
         ([_whole(b"<html>")], "{url}/v1/models lists no model: is this an OpenAI-compatible server?", ""),
         ([_whole(b"[]")], "{url}/v1/models lists no model: is this an OpenAI-compatible server?", ""),
         ([_whole(b'{"data": []}')], "{url}/v1 serves no model", ""),
-        ([MODELS[:-5]], "{url}/v1 ended the answer early: IncompleteRead(18 bytes read, 5 more expected)", ""),
+        ([MODELS[:-5]], "{url}/v1 ended the response early: IncompleteRead(18 bytes read, 5 more expected)", ""),
         (
             [_whole(b"gone", b"HTTP/1.1 502 Bad Gateway")[:-4]],
             "{url}/v1/models answered 502: Bad Gateway",
@@ -268,7 +268,7 @@ EVENT = b'data: {"choices": [{"text": "so"}]}\n\n'
         ),
         (
             [MODELS, STREAM + b"%x\r\n%s\r\n" % (len(EVENT), EVENT) + b"ff\r\ndata: {"],
-            "{url}/v1 ended the answer early",
+            "{url}/v1 ended the response early",
             "so",
         ),
         ([MODELS, _whole(b"data: {oops\n\n")], "{url}/v1 sent an event that is not a JSON object: b'{{oops'", ""),
@@ -300,6 +300,6 @@ def test_an_interrupt_stops_the_answer_and_keeps_what_came(capsys: pytest.Captur
         complete = chat  # type: ignore[assignment]
 
     history: list[dict[str, str]] = []
-    assert chat._turn(Endless(), history, "go on")
+    assert chat._ask(Endless(), history, "go on")
     assert capsys.readouterr().out == "so far\n"
     assert history == [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "so far"}]

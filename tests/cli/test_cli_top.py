@@ -98,7 +98,7 @@ def url() -> Iterator[str]:
 def test_one_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--url", url, "--api-key", "secret", "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("octavo top  0/4 rows  0 waiting") and "nothing has to wait" in lines
+    assert lines[0].startswith("octavo top  0/4 rows  0 waiting") and "no request has to wait" in lines
     assert "·cS██···" in lines
 
 
@@ -106,7 +106,7 @@ def test_a_line_for_each_look_where_there_is_no_terminal(url: str, capsys: pytes
     assert main(["top", "--url", url, "--api-key", "secret"]) == 1  # the server ended the feed
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 3 and "50 tokens/s" in out.splitlines()[2] and "device 50%" in out.splitlines()[2]
-    assert "ended the answer early" in err and err.count("\n") == 1
+    assert "ended the response early" in err and err.count("\n") == 1
 
 
 def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
@@ -156,7 +156,7 @@ def test_in_a_terminal_it_outlives_the_server_and_leaves_all_as_it_was() -> None
     assert "octavo top  0/4 rows  0 waiting" in gone.splitlines(), "figures are not cut but continued"
     _Feed.holds.set()
     server = _Server(server.server_port)
-    back = terminal.until(lambda screen: "nothing has to wait" in screen)
+    back = terminal.until(lambda screen: "no request has to wait" in screen)
     assert "No connection" not in back and back.count("my-request") <= 1
     terminal.press("q")
     assert terminal.close() == (0, "")

@@ -1,4 +1,4 @@
-"""The clients' contract, on a real loop and scheduler over an executor that needs no model."""
+"""The contract of engine clients, on a real loop and scheduler with an executor that needs no model."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ REPORT = EngineReport("cpu", "float32", 100, 64, 4, 32, 4, 50, 0, 1000, 10)
 
 
 class CountingExecutor:
-    """Samples, for every row, the position that the token takes. Fails at a step on request. `overlap` None: from step to
+    """Samples for every row the position of the new token. Fails at step `fail_at`. `overlap` None: alternates from step to
     step."""
 
     def __init__(self, overlap: bool | None, fail_at: int = -1) -> None:
@@ -96,7 +96,7 @@ async def test_leaving_early_frees_rows_and_pages():
     roomy = msgspec.structs.replace(REPORT, max_model_len=10**7, num_pages=10**6)
     engine = make_engine(report=roomy)
     async with client_of(engine) as client:
-        # So many tokens that it cannot have finished before it is left.
+        # Enough tokens that it cannot finish before it is aborted.
         client.submit(admit("a", [1, 2, 3], SamplingParams(max_tokens=10**6, seed=1), roomy, eos_ids=()))
         async with contextlib.aclosing(client.deltas("a")) as deltas:
             async for _ in deltas:
@@ -142,7 +142,7 @@ async def test_controls():
         assert await client.control(ResetPrefixCache(0)) == "1"
 
 
-def test_the_door_names_the_field_and_the_limit():
+def test_validation_names_the_field_and_the_limit():
     def knock(prompt, **params):
         return admit("x", prompt, SamplingParams(**params), REPORT, eos_ids=(7,))
 

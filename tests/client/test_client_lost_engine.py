@@ -1,4 +1,5 @@
-"""Clients over real sockets whose engines end: a real loop and scheduler on a thread, without a model, and this file supervises."""
+"""Clients over real sockets whose engines end: a real loop and scheduler on a thread, without a model. This file plays the
+supervisor."""
 
 import asyncio
 import queue
@@ -37,10 +38,10 @@ from tests.client.test_client_engine import CountingExecutor, make_engine, reque
 
 
 class Mortal(CountingExecutor):
-    """Tokens depend on the position alone, so any that is missing or comes twice is seen. Ends at a step, or at a prompt."""
+    """Fails at a step or at a prompt. Tokens depend on the position alone, so a missing or repeated one is noticed."""
 
     poison = 99
-    gate: threading.Event  # no step ends while it is clear
+    gate: threading.Event  # no step ends while this is clear
 
     def submit(self, plan: StepPlan) -> None:
         if any(self.poison in entering.token_ids for entering in plan.enters):
@@ -55,7 +56,7 @@ class Mortal(CountingExecutor):
 
 
 class House:
-    """Two API processes' clients in this event loop, and engines on threads, one after the other."""
+    """The clients of two API processes in this event loop, and engines on threads, one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,7 +66,7 @@ class House:
         self.gate = threading.Event()
         self.gate.set()
         self.num_engines = 0
-        self.num_received = 0  # messages, by all of them
+        self.num_received = 0  # messages, by all engines
         self.threads: list[threading.Thread] = []
         self.inbox: Inbox = queue.SimpleQueue()
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -79,7 +80,7 @@ class House:
             self.orders[-1].connect(address)
 
     def bound(self, max_requests: int) -> None:
-        """So many may wait, here and in engines that start from now on."""
+        """Limit the waiting requests of the clients and of engines started from now on."""
         self.queue_limit = QueueLimit(max_requests)
         for origin, client in enumerate(self.clients):
             client._inflight_limit = InflightLimit(self.heartbeat, origin, max_requests, 0, 2)
@@ -126,7 +127,7 @@ class House:
             orders.send(msgspec.msgpack.encode(order))
 
     async def replace_engine(self, **options) -> None:
-        """Wait for its end, and start another."""
+        """Wait until the engine has ended, and start another."""
         await asyncio.to_thread(self.ended.wait)
         self.tell(EngineLost("it ended", self.heartbeat.seated()))
         self.start_engine(**options)
@@ -136,7 +137,7 @@ class House:
     def close(self) -> None:
         self.inbox.put(None)
         self.gate.set()
-        self.ended.set()  # whoever waits for that, in a thread of its own, would keep the event loop from closing
+        self.ended.set()  # a thread that still waits for it would keep the event loop from closing
         for thread in self.threads:
             thread.join(5)
         for client in self.clients:
@@ -170,7 +171,7 @@ async def test_every_stream_goes_on_where_it_was(house, overlap):
         client = house.clients[number % 2]
         client.submit(each)
         reading.append(asyncio.create_task(collect(client, each.id)))
-    for fail_at in (13, 0, 14, -1):  # an engine may end at once, too
+    for fail_at in (13, 0, 14, -1):  # 0: the engine ends at once
         await house.replace_engine(fail_at=fail_at, overlap=overlap)
     answers = await asyncio.wait_for(asyncio.gather(*reading), 20)
     for each, answer in zip(requests, answers, strict=True):
@@ -190,9 +191,9 @@ async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
         await asyncio.sleep(0.01)
     second.submit(request("b", 5))
     second.submit(request("c", 5))
-    await second.deltas("c").aclose()  # never read: nothing of it is to be computed
+    await second.deltas("c").aclose()  # never read: nothing of it may be computed
     second._streams.close("c")
-    with pytest.raises(EngineUnavailable, match="started again"):
+    with pytest.raises(EngineUnavailable, match="being restarted"):
         await second.control(Ping(0))
     house.start_engine()
     for origin, orders in enumerate(house.orders):
@@ -203,13 +204,14 @@ async def test_between_two_engines_requests_are_taken_and_calls_refused(house):
 
 
 async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, monkeypatch):
-    """What one has taken in, the next does not refuse; all else is counted where it came in, and again by the next engine."""
+    """The next engine does not refuse what one has taken in. All other requests are counted in their API process, and again by
+    the next engine."""
     monkeypatch.setattr(inflight_limit, "AWAY_SECONDS", 0.02)
-    house.bound(6)  # beside four rows: three, and two, for each of the processes
+    house.bound(6)  # each of the two processes has a share of three of them, and of two of the four rows
     house.gate.clear()
     house.start_engine(fail_at=0)
     first, second = house.clients
-    await first.ready()  # the engine holds what comes until the second has spoken: nothing is taken in
+    await first.ready()  # the engine takes nothing in until the second client has sent its Hello
 
     def submit(client: ZmqClient, name: str) -> asyncio.Task[dict[int, list[int]]]:
         client.submit(request(name, 7))
@@ -221,26 +223,26 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
         assert refused.value.retry_after >= 1 and not client._streams._streams.get("refused")
 
     taken = [submit(first, f"a{number}") for number in range(10)]
-    is_full(first, "waiting-requests")  # on their way is what an engine without work would take
+    is_full(first, "waiting-requests")  # as many are in flight as an idle engine would accept
     while house.num_received < 1 + len(taken):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await second.ready()
     while first._inflight_limit._sent:
-        first._inflight_limit._let_in()
+        first._inflight_limit._drop_taken()
         await asyncio.sleep(0.01)
     while not second._inflight_limit._is_silent():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    with pytest.raises(Overloaded, match="does not answer, and each of 2"):
+    with pytest.raises(Overloaded, match="does not respond, and each of 2"):
         first.submit(request("refused"))
     new = [submit(second, f"b{number}") for number in range(5)]
-    is_full(second, "does not answer")
+    is_full(second, "does not respond")
     house.gate.set()
     await asyncio.to_thread(house.ended.wait)
     house.tell(EngineLost("it ended", []))
     while not second.is_recovering:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    is_full(second, "does not answer")
-    new.pop().cancel()  # its client leaves, and another has its place
+    is_full(second, "does not respond")
+    new.pop().cancel()  # its client leaves, and another request takes its place
     await asyncio.sleep(2 * inflight_limit.RECOUNT_SECONDS)
     new.append(submit(second, "b5"))
     await house.replace_engine()
@@ -288,7 +290,7 @@ async def test_when_there_will_be_no_other_everybody_is_told(house):
 
 
 class Kept:
-    """An outbox that keeps what is sent."""
+    """An outbox that keeps the messages."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
@@ -302,7 +304,7 @@ class Kept:
 
 
 def test_what_an_ended_process_asked_for_is_let_go():
-    """Its requests hold nothing any more; the others', and its successor's, go on."""
+    """Its requests free their rows and pages; those of other processes and of its successor continue."""
     engine, inbox, outbox = make_engine(), queue.SimpleQueue(), Kept()
     driver, scheduler = Driver(engine, inbox, outbox, num_origins=2), engine.loop.scheduler
 
@@ -322,13 +324,13 @@ def test_what_an_ended_process_asked_for_is_let_go():
     assert take(ServerGone(0, "not the one that is there")) == ["a", "b"]
     assert take(ServerGone(0, "first")) == ["b"] and not audit(scheduler.cache)
     assert take(Hello(0, "third"), asked[2], ServerGone(0, "first")) == ["b", "c"]
-    assert take(Hello(0, "fourth")) == ["b"]  # nobody told of the third's end: the fourth is there
+    assert take(Hello(0, "fourth")) == ["b"]  # the third's end was never announced: the fourth replaces it
     sent = [origin for origin, message in outbox.sent[-2:] if isinstance(message, StepDeltas)]
     assert sent and set(sent) == {1} and len(scheduler.cache.tables) == 1
 
 
 def test_an_engine_rests_when_nothing_has_come_for_a_while_and_not_after_every_message(monkeypatch):
-    """A message about the last request comes just before the next request does, which must not wait."""
+    """A message about the last request arrives just before the next request, which must not wait."""
     engine, inbox = make_engine(), queue.SimpleQueue()
     driver, loop = Driver(engine, inbox, Kept(), num_origins=2), engine.loop
     loop.add(request("a", 2))

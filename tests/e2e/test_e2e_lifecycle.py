@@ -224,5 +224,5 @@ def test_an_engine_that_does_not_come_up_in_time_is_named():
     """API processes wait for it: nobody says that they are late."""
     command = [sys.executable, "-m", "octavo.cli.main", "serve", "--port", "0", "--start-timeout", "0.2"]
     served = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert served.returncode == 1 and "the engine has not come up within 0.2 s" in served.stderr, served.stderr
+    assert served.returncode == 1 and "the engine was not ready within 0.2 s" in served.stderr, served.stderr
     assert "is not ready" not in served.stderr

@@ -127,7 +127,7 @@ def test_streams_of_a_killed_engine_go_on(server, untroubled):
     assert server.wait_until_idle() == (0, 0, 0)
     assert server.get("/health")[0] == 200
     # What led to it was left in a file: the same plans to the last, and, by the model, the same tokens.
-    (line,) = (line for line in server.lines if "what led to it is recorded" in line)
+    (line,) = (line for line in server.lines if "the engine's recording is kept" in line)
     command = line.partition(": octavo ")[2].split()
     done = subprocess.run(
         [sys.executable, "-m", "octavo.cli.main", *command, "--model", "--json"],

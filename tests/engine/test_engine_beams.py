@@ -187,7 +187,7 @@ def test_a_search_that_cannot_fit_is_refused(model):
             (SamplingParams(best_of=9, ignore_eos=True), "best_of must be at most 8"),
             (
                 SamplingParams(use_beam_search=True, ignore_eos=True, n=8, max_tokens=150),
-                "can take 304 KV pages, there are",
+                "can take 304 KV pages, but there are only",
             ),
         ):
             with pytest.raises(InvalidRequest, match=named):

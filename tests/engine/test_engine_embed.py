@@ -262,7 +262,9 @@ def test_a_decoder_embeds_between_the_requests_it_generates_for(
         again = llm.embed([tokens], use_tqdm=False)[0].embedding  # most of it from the prefix cache
         close(again, expected(model, tokens, "last"))
         assert llm.engine_stats()["prefix_hit_tokens"] >= 56
-        with pytest.raises(ContextTooLong, match="60 tokens; at most 24 are embedded; --max-num-batched-tokens"):
+        with pytest.raises(
+            ContextTooLong, match="60 tokens; at most 24 can be embedded; raise --max-num-batched-tokens"
+        ):
             llm.embed([tokens], pooling="mean")
 
 

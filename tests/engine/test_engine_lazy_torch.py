@@ -7,8 +7,8 @@ import pytest
 
 LIGHT = """
 import sys
-from octavo.engine.lazy_torch import _PARTS, light_torch
-with light_torch():
+from octavo.engine.lazy_torch import _PARTS, lazy_torch
+with lazy_torch():
     import torch
 there = [part for part in _PARTS if part in sys.modules]
 assert not there, there
@@ -29,9 +29,9 @@ assert torch.equal(exported.module()(torch.ones(2, 3)), layer(torch.ones(2, 3)))
 """
 BEFORE = """
 import torch, sys
-from octavo.engine.lazy_torch import _PARTS, light_torch
+from octavo.engine.lazy_torch import _PARTS, lazy_torch
 parts = {part: sys.modules[part] for part in _PARTS}
-with light_torch():
+with lazy_torch():
     import torch
 assert all(sys.modules[part] is module for part, module in parts.items())
 """

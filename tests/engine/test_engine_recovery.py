@@ -158,7 +158,7 @@ def test_deaths_from_outside_blame_nobody():
     assert streams.strike(["a"]) == ["a"]  # without any progress, alone, for the second time
     assert names(streams.survivors()) == ["b"]
     again = request("c")
-    with pytest.raises(RequestFailed, match="request a, which was the same, ended two engines"):
+    with pytest.raises(RequestFailed, match="request a, which was identical, ended two engines"):
         streams.open(msgspec.structs.replace(again, params=msgspec.structs.replace(again.params, seed=7)))
     streams.open(msgspec.structs.replace(again, prompt_ids=[1, 2, 3]))
     assert names(streams.survivors()) == ["b", "c"]

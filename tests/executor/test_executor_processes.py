@@ -100,7 +100,7 @@ def test_ranks_print_to_stderr_and_leave_stdout_to_the_engine(capfd: pytest.Capt
         assert os.path.samestat((descriptors / "1").stat(), os.fstat(2))
         assert os.path.samestat((descriptors / "2").stat(), os.fstat(2))
     finally:
-        rank.hang_up()
+        rank.close_pipes()
         rank.end(5)
 
 

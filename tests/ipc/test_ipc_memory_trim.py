@@ -1,4 +1,4 @@
-"""Memory that was freed in pieces goes back to the system when it is asked for."""
+"""Freed memory and library pages that are no longer used go back to the system."""
 
 import ctypes
 import subprocess
@@ -17,8 +17,8 @@ def resident() -> int:
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library keeps what it has")
 
 
-def test_what_was_freed_between_what_is_used_goes_back() -> None:
-    blocks = [bytes(4000) for _ in range(20_000)]  # each by itself too small to go back when it is freed
+def test_freed_blocks_between_used_ones_go_back() -> None:
+    blocks = [bytes(4000) for _ in range(20_000)]  # each too small to go back to the system when it is freed
     kept = blocks[::200]
     full = resident()
     del blocks
@@ -50,7 +50,7 @@ stop.set()
 """
 
 
-def test_what_a_thread_freed_goes_back_whoever_asks():
+def test_memory_freed_by_a_thread_goes_back():
     ran = subprocess.run([sys.executable, "-c", OF_A_THREAD], capture_output=True, text=True)
     assert ran.returncode == 0 and int(ran.stdout) < 8 * 2**20, ran
 
@@ -70,6 +70,6 @@ assert work() == first
 """
 
 
-def test_code_that_has_run_is_let_go_of_and_runs_again():
+def test_library_pages_are_dropped_and_the_code_runs_again():
     ran = subprocess.run([sys.executable, "-c", OF_LIBRARIES], capture_output=True, text=True)
     assert ran.returncode == 0 and int(ran.stdout) > 2 * 2**20, ran

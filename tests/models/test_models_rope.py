@@ -54,7 +54,7 @@ def test_dynamic_is_stretched_by_max_model_len(tmp_path: Path) -> None:
     llm.close()
     # Only all 48 together have transformers' waves for 48.
     assert reference_logits(reference, [*tokens, token])[46].argmax() == token
-    with pytest.raises(ConfigError, match=r"beyond the model's context of 32, which can be stretched to 64; lower it"):
+    with pytest.raises(ConfigError, match=r"beyond the model's context of 32, which can be extended to 64; lower it"):
         LLM(str(tmp_path), max_model_len=65)
 
 

@@ -126,7 +126,7 @@ def test_mistakes_are_named(llm, folder):
         llm.chat([])
     with pytest.raises(ConfigError, match="unknown option 'max_len'"):
         LLM(folder, max_len=3)
-    with pytest.raises(ConfigError, match="port is an option of a server"):
+    with pytest.raises(ConfigError, match="port is an option of the server"):
         LLM(folder, port=3)
     with pytest.raises(ConfigError, match="beyond the model's context"):
         LLM(folder, max_model_len=10_000)

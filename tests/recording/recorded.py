@@ -1,4 +1,4 @@
-"""Random workloads through a real loop with a recorder, on the oracle's device: what the tests of recordings replay."""
+"""Random workloads through a real loop with a recorder, on the oracle's device, for the tests that replay recordings."""
 
 import random
 from collections import deque
@@ -21,14 +21,14 @@ ROOT = b"a secret"
 
 
 class OracleExecutor:
-    """Computes at once; `overlap`: the loop makes its next plan before it asks."""
+    """Computes at submission; `overlap`: the loop makes its next plan before it collects the result."""
 
     def __init__(self, device: OracleDevice, overlap: bool) -> None:
         self.overlap, self._device = overlap, device
         self._results: deque[StepResult] = deque()
         self.tokens: list[list[int]] = []
         self.preparing: deque[Callable[[], None]] = deque()
-        self.grammars: list[str] = []  # that were to be prepared, in their order
+        self.grammars: list[str] = []  # grammars to prepare, in order
 
     def submit(self, plan: StepPlan) -> None:
         result = self._device.run(plan)
@@ -71,7 +71,7 @@ def header_of(report: EngineReport, shares: bool, with_tokens: bool) -> Header:
 
 
 class Recorded:
-    """One workload, recorded. `roll`: how likely a new file is begun after a turn."""
+    """One recorded workload. `roll`: probability that a new file begins after an iteration."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Recorded:
         self._roll, self._aborts = roll, aborts
 
     def run(self, most_turns: int = 10**6) -> None:
-        """All of the workload, with aborts and resets as the scheduler's own tests have them."""
+        """Run the whole workload, with aborts and resets as in the scheduler's own tests."""
         load, loop = self.load, self.loop
         r = random.Random(load.seed + 4 * 10**9)
         turn = 0

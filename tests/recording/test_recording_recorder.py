@@ -1,4 +1,4 @@
-"""What is recorded gives the same plans again, step by step: whatever the load, from any file on, with and without tokens."""
+"""A recording replays to the same plans, step by step: for any load, from any of its files, with and without tokens."""
 
 import logging
 import os
@@ -62,14 +62,15 @@ def test_any_load_gives_the_same_plans_again(tmp_path_factory, seed, kinds, with
     assert replay.num_same == replay.num_steps == recorded.loop.scheduler.num_steps
     assert replay.scheduler.is_idle and replay.cache.pool.num_used == 0
     assert replay.scheduler.num_preemptions == recorded.loop.scheduler.num_preemptions
-    # From every later file on, too: each begins with all that it needs.
+    # Also from every later file: each begins with a state.
     for segment in sorted(folder.glob("*.segment"))[1:]:
         replay = replayed(read(segment))
         assert replay.num_same == replay.num_steps
 
 
 def test_what_was_told_otherwise_is_found(tmp_path):
-    """A prompt that was one token longer shows, of each request that had a row: a replay that cannot fail would say nothing."""
+    """A prompt that is one token longer makes the replay differ, for each request that had a row: the replay must be able to
+    fail."""
     recorded_load(tmp_path, seed=22)
     recording = read(tmp_path)
     happenings = Replay(recording).follow()
@@ -81,7 +82,7 @@ def test_what_was_told_otherwise_is_found(tmp_path):
             changed = [*recording.records[:at], longer, *recording.records[at + 1 :]]
             try:
                 replay = replayed(Recording(recording.state, changed, []))
-            except ConfigError:  # no scheduler would have let it in
+            except ConfigError:  # no scheduler would have accepted it
                 found.add(record.id)
                 continue
             found |= {record.id} if replay.num_same < replay.num_steps else set()
@@ -89,7 +90,7 @@ def test_what_was_told_otherwise_is_found(tmp_path):
 
 
 def test_files_roll_under_a_load_that_never_rests(tmp_path):
-    """The oldest go, what is left is whole, and there is never more than the limit."""
+    """The oldest files are removed, the rest can be replayed, and the limit always holds."""
     limit = 40_000
     recorded = Recorded(Workload(3), tmp_path, False, limit=limit)
     recorded.load.arrivals = []
@@ -121,11 +122,11 @@ def test_a_torn_tail_is_told_and_the_rest_is_replayed(tmp_path):
     last = list(chunks_in(whole))[-1]
     start = len(whole) - len(stream_chunk(last.content, last.position))
     half = last.content[: len(last.content) // 2]
-    # A chunk that was not written whole; last words that were cut amid a record.
+    # Incomplete chunks, and a complete chunk that ends in the middle of a record.
     for torn in (whole[:-1], whole[:-100], whole[:start] + stream_chunk(half, last.position)):
         file.write_bytes(torn)
         recording = read(file)
-        assert len(recording.records) < total and "not written whole" in recording.notes[0]
+        assert len(recording.records) < total and "not written completely" in recording.notes[0]
         replay = replayed(recording)
         assert replay.num_same == replay.num_steps
     assert replay.num_steps > 10
@@ -190,7 +191,7 @@ def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_pa
 
     recorder.is_due = True
     assert turn() and not any(turn() for _ in range(30))
-    many = [f"aside {number}" for number in range(500)]  # whose grammar never is ready
+    many = [f"aside {number}" for number in range(500)]  # their grammar never becomes ready
     for name in many:
         loop.add(GenerateRequest(name, [1, 2] * 200, SamplingParams(max_tokens=1, seed=0, grammar="g"), []))
     recorder.is_due = True
@@ -200,40 +201,40 @@ def test_a_state_that_is_too_large_is_said_once_and_tried_ever_less_often(tmp_pa
     recording = read(tmp_path / "small")
     assert replayed(recording).num_steps >= 30
     (note,) = recording.notes
-    assert note.startswith("what followed could not be recorded: the engine's state takes"), note
+    assert note.startswith("the rest could not be recorded: the engine's state takes"), note
     for name in many:
         loop.abort(Abort(name))
     assert any(turn() for _ in range(4 * 64)) and not any(turn() for _ in range(30)), "tried once more, all was well"
     recording = read(tmp_path / "small")
-    assert recording.notes == ["some of it could not be written: what is before the last gap is passed over"]
+    assert recording.notes == ["some records could not be written: everything before the last gap is skipped"]
     replay = replayed(recording)
     assert replay.num_same == replay.num_steps and replay.scheduler.num_steps == loop.scheduler.num_steps
-    # A file that has only what followed says why, too.
+    # A file with only what followed says why, too.
     alone = tmp_path / "alone.octavo"
     alone.write_bytes(gap_chunk("the engine's state is too large", 5) + stream_chunk(b"", 9))
-    with pytest.raises(ConfigError, match="holds no state to begin with: the engine's state is too large"):
+    with pytest.raises(ConfigError, match="holds no state to start from: the engine's state is too large"):
         read(alone)
 
 
 def test_last_words_of_a_killed_engine_are_kept(tmp_path, monkeypatch, capfd):
-    """Nothing but the state reached a file: the supervisor has the rest from the memory that it shares, and the next engine,
-    which begins anew there, need not wait until the file is written."""
+    """Only the state has reached a file. The supervisor takes the rest from the shared ring, and the next engine, which resets
+    the ring, need not wait until the file is written."""
     monkeypatch.setattr(recorder_file, "FLUSH_SECONDS", 1000)
     crash_files = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     recorded = Recorded(Workload(13), crash_files.live, False, ring=RecordingRing(crash_files._ring_fd), name="001")
     while not [chunk for file in crash_files.live.glob("*.segment") for chunk in chunks_in(file.read_bytes())]:
         pass
     recorded.run(most_turns=20)
-    with crash_files._sealing:  # as long as a disk likes
-        crash_files.seal_aside(1)
+    with crash_files._sealing:  # a slow disk
+        crash_files.seal_in_background(1)
         ring = RecordingRing(crash_files._ring_fd)
         ring.reset()
         ring.put(b"another engine")
         assert not list(tmp_path.glob("crash-*"))
     crash_files.close(2)
-    (path,) = tmp_path.iterdir()  # a running server's folder goes with it
+    (path,) = tmp_path.iterdir()  # the running server's folder is removed at its end
     assert path.name.startswith("crash-") and path.suffix == ".octavo"
-    assert f"what led to it is recorded: octavo replay {path}" in capfd.readouterr().err
+    assert f"the engine's recording is kept: octavo replay {path}" in capfd.readouterr().err
     replay = replayed(read(path))
     assert recorded.loop.scheduler.num_steps - PLAIN_TURNS < replay.num_steps == replay.num_same > 5
     recorded.loop.close()
@@ -243,11 +244,11 @@ def test_crash_files_do_not_pile_up_and_those_of_killed_servers_are_found(tmp_pa
     first = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     for number in range(1, MOST_KEPT + 3):
         (first.live / f"{number:03d}-000001.segment").write_bytes(b"x")
-        first.seal_aside(number)
+        first.seal_in_background(number)
         first._sealers[-1].join()
     assert len(list(tmp_path.glob("crash-*"))) == MOST_KEPT
     (first.live / "009-000001.segment").write_bytes(b"the last")
-    os.close(first._lock)  # as when all of its processes are killed
+    os.close(first._lock)  # as if all of its processes were killed
     second = CrashFiles(RecorderConfig(record_folder=str(tmp_path)))
     (left,) = (file for file in tmp_path.glob("crash-*") if file.read_bytes() == b"the last")
     assert f"octavo replay {left}" in capfd.readouterr().err
@@ -305,7 +306,7 @@ def test_a_grammar_is_named_once_and_not_kept_for_ever(tmp_path, monkeypatch):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_other_settings_serve_the_same_requests(tmp_path_factory, seed, has_windows, with_tokens):
-    """Whatever the settings, everybody is served who fits, to the last token."""
+    """With any settings, every request that fits is served to its last token."""
     folder = tmp_path_factory.mktemp("recording")
     load = Workload(seed, has_windows=has_windows, has_beams=True, has_grammars=bool(seed % 2))
     recorded = Recorded(load, folder, with_tokens, aborts=False)
@@ -351,7 +352,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     other.write_text("no recording")
     for arguments, words in (
         ([str(tmp_path / "missing")], "cannot be read"),
-        ([str(other)], "no recording of octavo serve"),
+        ([str(other)], "not a recording of octavo serve"),
         ([str(file), "--steps", "a:b"], "--steps a:b"),
         ([str(file), "--what-if", "pages=3"], "NAME is one of max_num_seqs"),
         ([str(file), "--what-if", "num_pages=0"], "num_pages is a whole number of at least 1"),
@@ -386,7 +387,8 @@ def test_a_grammar_that_nobody_waits_for_any_more_holds_up_nobody(tmp_path):
 
 
 def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits(tmp_path):
-    """Whoever sends one schema after the other and leaves is in nobody's way, and what was kept waiting is replayed as it was."""
+    """A client that sends one schema after another and leaves delays no other request, and the waiting requests are replayed as
+    they were."""
     recorded = Recorded(Workload(3), tmp_path, False)
     recorded.load.arrivals = []
     loop, executor = recorded.loop, recorded.executor
@@ -398,7 +400,7 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
         send(f"gone {number}", f"large {number}")
         send(f"stays {number}", f"small {number}") if number % 20 == 0 else None
         loop.abort(Abort(f"gone {number}"))
-    recorded.recorder.take(loop.scheduler)  # a file that begins while some are not even ordered
+    recorded.recorder.take(loop.scheduler)  # a file that begins while some grammars are not even requested
     assert executor.grammars == ["large 0", "small 0"]
     while executor.preparing:
         executor.preparing.popleft()()
@@ -407,14 +409,14 @@ def test_grammars_of_those_who_left_are_not_made_ready_before_those_of_who_waits
     assert executor.grammars == ["large 0", "small 0", "small 20", "small 40"] and loop.scheduler.is_idle
     loop.close()
     names = {recorded.recorder._name(grammar) for grammar in executor.grammars}
-    for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from its beginning, and from that file on
+    for path in (tmp_path, max(tmp_path.glob("*.segment"))):  # from the beginning, and from that file
         replay = replayed(read(path))
         assert replay.scheduler.is_idle and replay.num_same == replay.num_steps == loop.scheduler.num_steps > 0
         assert replay.scheduler.grammar_cache._ready == names and not replay.scheduler.grammar_cache._ordered
 
 
 def test_the_model_gives_the_same_tokens_from_any_file_on(tmp_path):
-    """What pages held when a file begins, of those that run and of prefixes nobody holds, is computed again first."""
+    """The pages at the start of a file, those of running requests and cached prefixes, are computed again first."""
     source = write_tiny_llama(tmp_path / "model")
     options = {"page_size": 4, "kv_cache_memory_bytes": 36 * 1024, "max_num_seqs": 8, "max_num_batched_tokens": 24}
     config = replace(Config(), record_tokens=True, max_model_len=96, **options)

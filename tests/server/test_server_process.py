@@ -95,7 +95,7 @@ class Server:
         self.port = listener.getsockname()[1]
         self.acceptor = Acceptor(listener)
         ours, channel = self.acceptor.channel()
-        self.acceptor.deal_to(ours)
+        self.acceptor.add_channel(ours)
         order = ApiLaunch(
             config(**options), channel.fileno(), 0, self.engine.address, f"ipc://{folder}/api", str(folder), "m",
             patience=patience or Patience(),

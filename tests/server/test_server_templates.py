@@ -27,7 +27,7 @@ async def test_it_makes_the_prompt(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "chat_template is no valid Jinja in line 1"),
+        ("{% for %}", "chat_template is not valid Jinja in line 1"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "2 seconds"),
         ("{{ 'a' * 10 ** 10 }}", "characters of text"),

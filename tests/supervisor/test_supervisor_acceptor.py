@@ -1,4 +1,4 @@
-"""Connections are dealt out in turn, whoever is awake; a process that has ended or is full gets none."""
+"""Connections go to the API processes round robin; a process that has ended or is full gets none."""
 
 import resource
 import socket
@@ -13,9 +13,9 @@ SECONDS = 20.0
 
 
 def add(acceptor: Acceptor) -> socket.socket:
-    """The end of a process that is ready."""
+    """Register a ready process and return its end of the channel."""
     ours, theirs = acceptor.channel()
-    acceptor.deal_to(ours)
+    acceptor.add_channel(ours)
     return theirs
 
 
@@ -63,7 +63,7 @@ def test_a_burst_is_shared_evenly(acceptor: Acceptor) -> None:
     ports = {connection.getpeername()[1] for share in shares for connection in share}
     assert ports == {client.getsockname()[1] for client in clients}
     assert all(share[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for share in shares)
-    # They are the connections themselves: what one side writes, the other reads.
+    # The passed sockets are the same connections: one end reads what the other writes.
     by_port = {connection.getpeername()[1]: connection for share in shares for connection in share}
     clients[7].sendall(b"hello")
     taken = by_port[clients[7].getsockname()[1]]
@@ -95,7 +95,7 @@ def test_with_nobody_left_a_client_waits_for_the_next(acceptor: Acceptor) -> Non
 
 def test_what_finds_no_room_waits(acceptor: Acceptor) -> None:
     channel = add(acceptor)
-    acceptor._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is: a few messages
+    acceptor._channels[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the smallest buffer: a few messages
     acceptor.open(64)
     clients = connect(acceptor, 40)
     taken = take(channel, 40)

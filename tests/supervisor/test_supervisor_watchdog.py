@@ -1,4 +1,4 @@
-"""When an engine is given up, seen on real processes; and what is left behind when nobody could clean up."""
+"""When a hung engine is killed, tested on real processes; and the removal of folders that killed servers left behind."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from octavo.supervisor.watchdog import MAX_FAILED_STARTS, WINDOW_SECONDS, Restar
 
 
 class Clock:
-    """Where the watch takes its time from: a look is half a second after the one before it."""
+    """The clock of the watch: it advances by half a second with every look."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -35,7 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def started(code: str) -> subprocess.Popen[bytes]:
-    """A process that runs `code` and has said that it does."""
+    """Start a process that runs `code`, and wait until it runs."""
     process = subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline()
     process.stdout.close()
@@ -43,7 +43,7 @@ def started(code: str) -> subprocess.Popen[bytes]:
 
 
 def looks(watch: Watch | SimpleNamespace, clock: Clock, seconds: float) -> str | None:
-    """The first complaint within so many seconds."""
+    """The first problem that is reported within this many seconds."""
     for _ in range(int(seconds / watchdog.LOOK_SECONDS)):
         clock.now += watchdog.LOOK_SECONDS
         if (problem := watch.look()) is not None:
@@ -66,15 +66,15 @@ def test_a_step_that_computes_nothing_is_found_soon(clock: Clock) -> None:
         heartbeat.seat([], [(0, "cmpl-a"), (3, "cmpl-b"), (4, "cmpl-b")])
         watch = Watch(heartbeat, step_timeout=100)
         assert looks(watch, clock, 9) is None and heartbeat.stalled_seconds > 5
-        heartbeat.begin()  # it turned: all is well, for another ten seconds
+        heartbeat.begin()  # a heartbeat: no problem for another ten seconds
         assert looks(watch, clock, 9) is None
         problem = looks(watch, clock, 10)
         assert problem is not None and "step 0 has not ended" in problem and "nothing is computed" in problem
         assert problem.endswith("requests in it: cmpl-a, cmpl-b")
         heartbeat.rest()
         problem = looks(watch, clock, 20)
-        assert problem is not None and "the idle engine has not turned" in problem
-        assert looks(Watch(heartbeat, step_timeout=0), clock, 1000) is None  # nobody wants it watched
+        assert problem is not None and "the idle engine has sent no heartbeat" in problem
+        assert looks(Watch(heartbeat, step_timeout=0), clock, 1000) is None  # a timeout of 0: not watched
     finally:
         process.kill()
         process.wait()
@@ -98,7 +98,7 @@ def test_what_the_kernel_tells() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         while watchdog._computed(process.pid) != watchdog._STOPPED:
             pass
-        # One that is stopped stands for all of its family.
+        # One stopped process makes the whole family count as stopped.
         assert watchdog._computed(os.getpid()) == watchdog._STOPPED
     finally:
         process.kill()
@@ -128,14 +128,14 @@ def test_an_api_process_whose_event_loop_does_not_turn_is_found(clock: Clock) ->
         def look(seconds: float) -> str | None:
             return looks(SimpleNamespace(look=lambda: watch.look(process.pid)), clock, seconds)
 
-        assert look(1000) is None  # it loads
+        assert look(1000) is None  # it is still loading
         heartbeat.turn(3)
-        heartbeat.reset()  # an engine's beginning is none of an API process
+        heartbeat.reset()  # a new engine's start does not count as an API process's heartbeat
         assert look(9) is None
         heartbeat.turn(3)
         assert look(9) is None
         problem = look(10)
-        assert problem is not None and problem.startswith("its event loop has not turned") and "computed" in problem
+        assert problem is not None and problem.startswith("its event loop has been blocked") and "computed" in problem
         heartbeat.forget(3)
         assert look(1000) is None
     finally:
@@ -155,7 +155,7 @@ def test_restarts_are_limited_in_number_and_in_a_row() -> None:
     assert Restarts(0).delay(1.0, True) is None
 
 
-def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
+def test_a_heartbeat_is_shared_by_processes_and_names_the_requests_in_rows() -> None:
     fd = shared_memory()
     heartbeat, other = Heartbeat(fd), Heartbeat(fd)
     os.close(fd)
@@ -172,7 +172,7 @@ def test_a_pulse_is_shared_by_processes_and_names_who_is_seated() -> None:
     heartbeat.close(), other.close()
 
 
-def test_what_is_usual_follows_the_longest_steps_of_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_usual_follows_the_longest_recent_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 10**12
     monkeypatch.setattr(heartbeat_module, "time", SimpleNamespace(monotonic_ns=lambda: now))
     heartbeat = Heartbeat()

@@ -22,14 +22,14 @@ def test_it_replaces_the_models_own() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("{% for %}", "no valid Jinja in line 1"),
-        ("a\n{{ b", "no valid Jinja in line 2"),
+        ("{% for %}", "not valid Jinja in line 1"),
+        ("a\n{{ b", "not valid Jinja in line 2"),
         ("{{ 'a' * 10 ** 12 }}", "is refused"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% import 'os' as os %}", "no loader"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "unsafe"),
-        ("{{ (" * 3000 + "1" + ") }}" * 3000, "no valid Jinja"),
+        ("{{ (" * 3000 + "1" + ") }}" * 3000, "not valid Jinja"),
         ("x" * (MAX_REQUEST_SOURCE + 1), f"at most {MAX_REQUEST_SOURCE}"),
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "2 seconds"),
     ],

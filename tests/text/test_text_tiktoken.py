@@ -176,7 +176,10 @@ def broken_tekken(folder: Path, **config: Any) -> Path:
         (lambda folder: (folder / "qwen.tiktoken").write_text("YQ== 0\nYg== 2\n"), "ranks"),
         (lambda folder: (folder / "qwen.tiktoken").write_text(""), "cut short"),
         (lambda folder: (folder / "qwen.tiktoken").write_text("YQ== 0\nYg== 1\n"), "lacks the byte 0x00"),
-        (lambda folder: (folder / "tokenizer.model").write_text("YQ== 0\nYg== 1\n"), "tiktoken.*how it cuts words"),
+        (
+            lambda folder: (folder / "tokenizer.model").write_text("YQ== 0\nYg== 1\n"),
+            "tiktoken.*does not contain its pre-tokenizer",
+        ),
     ],
 )
 def test_a_broken_file_says_so_in_one_line(write: Any, words: str, tmp_path: Path) -> None:

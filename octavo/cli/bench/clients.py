@@ -1,5 +1,4 @@
-"""Client processes of `octavo bench serve`: one load split over several, sent together, the records put together again.
-Knows nothing of HTTP or of what the figures will be."""
+"""Client processes of `octavo bench serve`: splits a workload over several processes, sends it, and merges the records."""
 
 import argparse
 import asyncio
@@ -19,27 +18,27 @@ from octavo.cli.bench.workload import Workload
 from octavo.config import AUTO
 from octavo.errors import RequestFailed
 
-CORES_EACH = 4  # the server needs the others
-STREAMS_EACH = 32  # fewer would gain nothing
+CORES_EACH = 4  # cores per client process: the server needs the others
+STREAMS_EACH = 32  # streams per client process: with fewer, another process gains nothing
 MAX_AUTO = 8
-START_LIMIT_S = 120.0  # a process that is not there by then will not come
+START_LIMIT_S = 120.0  # a process that has not started by then has failed
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    records: list[Record]  # in order of the load
-    cpu_seconds: list[float]  # of each process, while it sent and received
+    records: list[Record]  # in the order of the workload
+    cpu_seconds: list[float]  # CPU time of each process while it sent and received
 
     @property
     def busiest(self) -> float:
-        """The largest share of the run's time for which one of the processes computed: near 1, it was what was measured."""
+        """Largest CPU share of a client process during the run: near 1, the client itself was the bottleneck."""
         seconds = max(r.ended for r in self.records) - min(r.started for r in self.records)
         return min(1.0, max(self.cpu_seconds) / seconds) if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one process is to send, and where it goes."""
+    """The part of the workload that one process sends."""
 
     arguments: argparse.Namespace
     model: str
@@ -48,7 +47,7 @@ class _Share:
 
 
 def num_processes(wanted: int | str, num_streams: int, num_cores: int | None = None) -> int:
-    """`wanted` is a number or "auto". Never more than there are streams: each process has one at least."""
+    """Number of client processes. `wanted` is a number or "auto". At most one per stream."""
     if num_cores is None:
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if wanted == AUTO:
@@ -57,7 +56,7 @@ def num_processes(wanted: int | str, num_streams: int, num_cores: int | None = N
 
 
 def split(load: Workload, max_concurrency: int | None, num: int) -> list[tuple[Workload, int | None]]:
-    """Every num-th request to the same process, so that each sees the same arrivals; streams as evenly as they divide."""
+    """Give every num-th request to the same process, so that all have similar arrivals, and divide the streams evenly."""
     return [
         (
             Workload(load.prompts[at::num], load.arrivals[at::num]),
@@ -68,7 +67,7 @@ def split(load: Workload, max_concurrency: int | None, num: int) -> list[tuple[W
 
 
 def merge(parts: list[list[Record]]) -> list[Record]:
-    """The inverse of `split`."""
+    """Merge the records: the inverse of `split`."""
     merged: list[Record] = [part[at] for at in range(len(parts[0])) for part in parts if at < len(part)]
     return merged
 
@@ -76,7 +75,7 @@ def merge(parts: list[list[Record]]) -> list[Record]:
 def send_all(
     arguments: argparse.Namespace, model: str, load: Workload, done: Callable[[int], object], num: int
 ) -> Outcome:
-    """`done` is told how many more requests have ended."""
+    """Send the workload from `num` processes. `done` is called with the number of further requests that have ended."""
     shares = [_Share(_plain(arguments), model, *part) for part in split(load, arguments.max_concurrency, num)]
     if num == 1:
         records, seconds = _send(shares[0], lambda: None, lambda: done(1))
@@ -95,13 +94,13 @@ def send_all(
         ends = _gather(list(started), done)
     finally:
         for child in started.values():
-            child.terminate()  # those that have said all have nothing left to do
+            child.terminate()  # a process that has sent its records has nothing left to do
             child.join()
     return Outcome(merge([records for records, _ in ends]), [seconds for _, seconds in ends])
 
 
 def _gather(pipes: list[Connection], done: Callable[[int], object]) -> list[tuple[list[Record], float]]:
-    """What each process ended with, in their order; the news on the way go to `done`."""
+    """Collect the result of each process, in order; progress goes to `done`."""
     ends: dict[Connection, tuple[list[Record], float]] = {}
     while len(ends) < len(pipes):
         for pipe in wait([pipe for pipe in pipes if pipe not in ends]):
@@ -118,7 +117,7 @@ def _gather(pipes: list[Connection], done: Callable[[int], object]) -> list[tupl
 
 
 def _work(share: _Share, barrier: Any, pipe: Connection) -> None:
-    """A client process. Nobody sends before everybody can."""
+    """Run a client process. The barrier makes all processes start to send together."""
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         pipe.send(_send(share, lambda: barrier.wait(START_LIMIT_S), lambda: pipe.send(1)))
 
@@ -140,7 +139,7 @@ def _send(share: _Share, ready: Callable[[], object], done: Callable[[], object]
 
 
 def _plain(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Without the command's function, which cannot cross to another process and is not needed there."""
+    """The arguments without the command's function, which cannot be pickled and is not needed in the child."""
     return argparse.Namespace(**{name: value for name, value in vars(arguments).items() if name != "run"})
 
 
@@ -148,5 +147,5 @@ def show_share(outcome: Outcome) -> str:
     num = len(outcome.cpu_seconds)
     text = f"{num} process{'es' if num > 1 else ''}, the busiest computing for {outcome.busiest:.0%} of the time"
     if math.floor(outcome.busiest * 100) >= 85:
-        text += ": the client may be what was measured; raise --client-processes"
+        text += ": the client may be the bottleneck; raise --client-processes"
     return text

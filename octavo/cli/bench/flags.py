@@ -1,5 +1,4 @@
-"""The flags of `octavo bench latency | throughput | serve`.
-Knows nothing of how anything is measured; the measuring modules are loaded when their command runs."""
+"""The flags of `octavo bench latency | throughput | serve`. The measuring modules are imported when their command runs."""
 
 import argparse
 import importlib
@@ -54,7 +53,7 @@ def _processes(text: str) -> int | str:
 
 
 def slo(text: str) -> tuple[str, float]:
-    """One service level, in milliseconds: ttft:500."""
+    """Parse one service level in milliseconds: ttft:500."""
     name, _, limit = text.partition(":")
     if name not in SLO_NAMES or not limit:
         raise argparse.ArgumentTypeError(
@@ -66,12 +65,12 @@ def slo(text: str) -> tuple[str, float]:
 def _add_lengths(parser: argparse.ArgumentParser, input_len: int, output_len: int) -> None:
     add = parser.add_argument
     add("--input-len", "--random-input-len", type=positive, default=input_len, metavar="N", help=f"tokens in each prompt (default: {input_len})")  # fmt: skip
-    add("--output-len", "--random-output-len", type=positive, default=output_len, metavar="N", help=f"tokens to generate for each (default: {output_len})")  # fmt: skip
+    add("--output-len", "--random-output-len", type=positive, default=output_len, metavar="N", help=f"tokens to generate for each prompt (default: {output_len})")  # fmt: skip
 
 
 def _add_result(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--result", "--output-json", metavar="FILE", help="also write everything measured to this JSON file"
+        "--result", "--output-json", metavar="FILE", help="also write all measurements to this JSON file"
     )
 
 
@@ -79,17 +78,15 @@ def _add_latency(kinds: Any) -> None:
     parser = kinds.add_parser(
         "latency",
         help="time to finish one batch",
-        description="Time from handing over one batch of equal requests to its last token. End-of-sequence is ignored.",
+        description="Measure the time from submitting one batch of equal requests to its last token. End-of-sequence is ignored.",
     )
     _add_lengths(parser, 32, 128)
     parser.add_argument(
         "--batch-size", type=positive, default=8, metavar="N", help="requests in the batch (default: 8)"
     )
+    parser.add_argument("--num-iters", type=positive, default=10, metavar="N", help="measured runs (default: 10)")
     parser.add_argument(
-        "--num-iters", type=positive, default=10, metavar="N", help="times it is measured (default: 10)"
-    )
-    parser.add_argument(
-        "--num-iters-warmup", type=whole, default=1, metavar="N", help="times it is run before measuring (default: 1)"
+        "--num-iters-warmup", type=whole, default=1, metavar="N", help="runs before measuring (default: 1)"
     )
     _add_result(parser)
     add_config_flags(parser, OFFLINE)
@@ -100,17 +97,17 @@ def _add_throughput(kinds: Any) -> None:
     parser = kinds.add_parser(
         "throughput",
         help="tokens per second over many requests at once",
-        description="Tokens per second when all requests are handed over at once. End-of-sequence is ignored.",
+        description="Measure tokens per second when all requests are submitted at once. End-of-sequence is ignored.",
     )
     _add_lengths(parser, 128, 128)
     parser.add_argument("--num-prompts", type=positive, default=32, metavar="N", help="requests (default: 32)")
     parser.add_argument(
-        "--shared-prefix", type=whole, default=0, metavar="N", help="tokens of each prompt that all prompts share, on top of --input-len (default: 0)"
+        "--shared-prefix", type=whole, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)"
     )  # fmt: skip
     parser.add_argument(
         "--compare-sequential",
         action="store_true",
-        help="also run the same requests one after another and print the ratio",
+        help="also run the same requests one after another, and print the ratio",
     )
     _add_result(parser)
     add_config_flags(parser, OFFLINE)
@@ -120,7 +117,7 @@ def _add_throughput(kinds: Any) -> None:
 def _add_serve(kinds: Any) -> None:
     parser = kinds.add_parser(
         "serve",
-        help="drive any OpenAI-compatible server",
+        help="measure any OpenAI-compatible server",
         description="Send streamed requests to a server and report time to first token, time per output token, "
         "inter-token latency, throughput and goodput.",
     )
@@ -130,27 +127,29 @@ def _add_serve(kinds: Any) -> None:
     )
     add("--model", metavar="NAME", help="model to ask for (default: the first one the server lists)")
     add("--endpoint", type=one_of(("chat", "completions")), default="completions", metavar="{chat,completions}", help="which API (default: completions)")  # fmt: skip
-    add("--api-key", metavar="KEY", help="key to send; also OCTAVO_API_KEY")
+    add("--api-key", metavar="KEY", help="the server's API key; environment: OCTAVO_API_KEY")
     add("--num-prompts", type=positive, default=100, metavar="N", help="requests (default: 100)")
-    add("--num-warmups", type=whole, default=1, metavar="N", help="requests sent and not measured before (default: 1)")
-    add("--request-rate", type=above_zero, default=float("inf"), metavar="X", help="requests per second, arriving at random as Poisson would have it (default: inf, all at once)")  # fmt: skip
-    add("--max-concurrency", type=positive, metavar="N", help="most requests open at one time (default: no limit)")
+    add("--num-warmups", type=whole, default=1, metavar="N", help="requests before measuring (default: 1)")
+    add("--request-rate", type=above_zero, default=float("inf"), metavar="X", help="requests per second, with Poisson arrivals (default: inf, all at once)")  # fmt: skip
+    add("--max-concurrency", type=positive, metavar="N", help="most requests in flight (default: no limit)")
     add("--client-processes", type=_processes, default=AUTO, metavar="N", help="processes that send and receive; auto: by cores and streams (default: auto)")  # fmt: skip
     _add_lengths(parser, 128, 128)
-    add("--shared-prefix-len", "--random-prefix-len", type=whole, default=0, metavar="N", help="tokens all prompts begin with, on top of --input-len (default: 0)")  # fmt: skip
+    add("--shared-prefix-len", "--random-prefix-len", type=whole, default=0, metavar="N", help="tokens that all prompts share at their start, in addition to --input-len (default: 0)")  # fmt: skip
     add("--prompt-kind", type=one_of(("words", "ids")), default="words", metavar="{words,ids}", help="prompts of random words, about one token each, or of random token ids (default: words)")  # fmt: skip
     add(
         "--vocab-size",
         type=positive,
         default=30000,
         metavar="N",
-        help="token ids are drawn below this (default: 30000)",
+        help="with --prompt-kind ids: token ids are below this (default: 30000)",
     )
     add(
-        "--ignore-eos", action="store_true", help="ask for exactly --output-len tokens, also where the model would stop"
+        "--ignore-eos",
+        action="store_true",
+        help="generate exactly --output-len tokens, even if the model would stop earlier",
     )
     add("--temperature", type=number, default=0.0, metavar="X", help="sampling temperature (default: 0)")
-    add("--goodput", type=slo, nargs="+", default=[], metavar="NAME:MS", help="service levels a request must meet to count as good: ttft:500 tpot:50 e2el:10000")  # fmt: skip
+    add("--goodput", type=slo, nargs="+", default=[], metavar="NAME:MS", help="service levels that a request must meet to count for goodput: ttft:500 tpot:50 e2el:10000")  # fmt: skip
     add("--timeout", type=above_zero, default=600.0, metavar="X", help="seconds after which a request counts as failed (default: 600)")  # fmt: skip
     add("--seed", type=whole, default=0, metavar="N", help="seed of prompts and arrivals (default: 0)")
     _add_result(parser)

@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 client on asyncio streams: POST, and the events of a server-sent stream as they arrive.
-Knows nothing of OpenAI's bodies or of measuring; it is small so that the client is not what a benchmark measures."""
+"""A small HTTP/1.1 client on asyncio streams: POST, and server-sent events as they arrive. It is small so that the benchmark does
+not measure its own client."""
 
 import asyncio
 import ssl
@@ -13,7 +13,7 @@ _LIMIT = 2**20  # longest header or SSE line
 
 
 class HTTPFailure(Exception):
-    """The server answered something else than 200, or not in HTTP. `status` is 0 where there was no answer."""
+    """The server's status was not 200, or its response was not HTTP. `status` is 0 if there was no response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class HTTPFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go: a parsed base URL without /v1."""
+    """The server's address: a parsed base URL without /v1."""
 
     host: str
     port: int
@@ -43,7 +43,7 @@ class Target:
 
 
 class Client:
-    """Keeps connections open between requests; a connection carries one request at a time."""
+    """An HTTP client that keeps connections open between requests; a connection carries one request at a time."""
 
     def __init__(self, target: Target, api_key: str = "") -> None:
         self._target = target
@@ -62,7 +62,7 @@ class Client:
         return b"".join([part async for part in self._exchange(self._post(path, body))])
 
     async def post_events(self, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """The payload of each `data:` line, as it arrives."""
+        """Yield the payload of each `data:` line as it arrives."""
         rest = b""
         async for part in self._exchange(self._post(path, body)):
             *lines, rest = (rest + part).split(b"\n")
@@ -84,7 +84,8 @@ class Client:
             self._idle.pop().abort()
 
     async def _exchange(self, request: bytes) -> AsyncIterator[bytes]:
-        """Send, then the body of a 200 answer in pieces. The connection is kept only if the answer was read to its end."""
+        """Send a request and yield the body of a 200 response in pieces. The connection is kept only if the body was read to its
+        end."""
         connection, status = await self._send(request)
         try:
             if status != 200:
@@ -104,10 +105,10 @@ class Client:
             connection.abort()
 
     async def _send(self, request: bytes) -> tuple["_Connection", int]:
-        """A connection on which the request was sent and whose answer's head, with this status, was read."""
+        """Send a request and read the head of the response: (connection, status)."""
         while self._idle:
             connection = self._idle.pop()
-            # A server may close an idle connection at any moment: only a fresh one that fails is a failure.
+            # A server may close an idle connection at any moment: only the failure of a new connection counts.
             try:
                 return connection, await connection.ask(request)
             except (OSError, HTTPFailure):
@@ -135,13 +136,13 @@ class _Connection:
         self._writer.transport.abort()
 
     async def ask(self, request: bytes) -> int:
-        """Send, and read the head of the answer: its status. Interim 1xx answers are skipped."""
+        """Send a request, read the head of the response and return its status. Interim 1xx responses are skipped."""
         self._writer.write(request)
         status = 100
         try:
             while 100 <= status < 200:
                 status = await self._head()
-        except ValueError as error:  # a number that is none, or a line over the limit
+        except ValueError as error:  # not a number, or a line over the limit
             raise HTTPFailure(0, f"the head of the answer is malformed: {error}") from None
         return status
 

@@ -1,5 +1,4 @@
-"""`octavo bench latency`: how long one batch of equal requests takes, from hand-over to last token.
-Knows nothing of servers."""
+"""`octavo bench latency`: measures the time of one batch of equal requests, from submission to the last token."""
 
 import argparse
 import sys

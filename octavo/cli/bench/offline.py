@@ -1,5 +1,5 @@
-"""A model in this process, as the offline benchmarks use it: random prompts, fixed lengths, greedy, nothing cached.
-Knows nothing of which benchmark asks."""
+"""Subject: a model in this process for the offline benchmarks, with random prompts, fixed lengths, greedy sampling and an empty
+prefix cache."""
 
 import argparse
 import time
@@ -30,22 +30,22 @@ class Subject:
         seed = options.get("seed", 0)
         self.prompts = id_prompts(num_prompts, arguments.input_len, shared_len, report.vocab_size, seed)
         self._params = _exactly(arguments.output_len)
-        # Never longer than what is measured: only that was checked against the context.
+        # Never longer than the measured output: only that length was checked against the context.
         self._warmup_params = _exactly(min(WARMUP_TOKENS, arguments.output_len))
 
     def warm_up(self) -> None:
-        """Pays what only the first request pays: allocations, lazy initialisation."""
+        """Run one request, to pay for allocations and lazy initialisation before measuring."""
         self.llm.generate([self.prompts[0]], self._warmup_params, use_tqdm=False)
 
     def time_together(self, use_tqdm: bool = False) -> float:
-        """Seconds from handing all prompts over at once to the last token."""
-        self.llm.reset_prefix_cache()  # or the second run would measure the cache of the first
+        """Seconds from submitting all prompts at once to the last token."""
+        self.llm.reset_prefix_cache()  # otherwise a second run would measure the cache of the first
         started = time.perf_counter()
         self.llm.generate(self.prompts, self._params, use_tqdm=use_tqdm)
         return time.perf_counter() - started
 
     def time_one_by_one(self, prompts: Iterable[list[int]] | None = None) -> float:
-        """Seconds for the same prompts, each handed over when the one before has ended."""
+        """Seconds for the same prompts, each submitted when the one before has ended."""
         self.llm.reset_prefix_cache()
         started = time.perf_counter()
         for prompt in self.prompts if prompts is None else prompts:

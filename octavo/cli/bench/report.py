@@ -1,5 +1,5 @@
-"""Percentiles, the printed table and the JSON file of a benchmark, with the facts that make a figure comparable.
-Knows nothing of what was measured."""
+"""Percentiles, the printed table and the JSON file of a benchmark, with the facts about the machine that make figures
+comparable."""
 
 import json
 import os
@@ -17,7 +17,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear between the two nearest ranks, as numpy does it."""
+    """Percentile with linear interpolation between the two nearest ranks, as in numpy."""
     assert values
     ordered = sorted(values)
     at = (len(ordered) - 1) * percent / 100
@@ -27,7 +27,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles in milliseconds; None where nothing was measured."""
+    """Mean and percentiles in milliseconds; None if nothing was measured."""
     if not seconds:
         return None
     figures = {"mean": sum(seconds) / len(seconds)} | {f"p{p}": percentile(seconds, p) for p in PERCENTILES}
@@ -49,7 +49,7 @@ def show_figures(figures: dict[str, str]) -> list[str]:
 
 
 def facts(command: Sequence[str] | None = None) -> dict[str, Any]:
-    """What the figures depend on and cannot say themselves."""
+    """The circumstances of a measurement: command, time, versions, machine."""
     return {
         "command": _without_keys(sys.argv if command is None else command),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -66,7 +66,7 @@ def facts(command: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def _without_keys(command: Sequence[str]) -> list[str]:
-    """Results are shared; keys are not."""
+    """The command without API keys: results are shared, keys must not be."""
     said: list[str] = []
     for text in command:
         name = text.split("=")[0].replace("_", "-")
@@ -96,14 +96,14 @@ def _processor() -> str:
 
 
 def check_writable(path: str | None) -> None:
-    """Before anything is measured: an hour's figures must not be lost to a mistyped folder."""
+    """Check before measuring that the result can be written: an hour's figures must not be lost to a mistyped path."""
     if not path:
         return
     if not (folder := Path(path).absolute().parent).is_dir():
         raise ConfigError(f"--result {path}: the folder {folder} does not exist")
     is_new = not os.path.lexists(path)
     try:
-        with open(path, "a"):  # to append, so that earlier results stay until there are new ones
+        with open(path, "a"):  # append mode keeps earlier results until there are new ones
             pass
         if is_new:
             os.unlink(path)  # a run that fails leaves no empty file

@@ -1,5 +1,4 @@
-"""Sends prompts to a server and times what comes back: one Record per request.
-Knows nothing of how many processes do so, nor of what becomes of the records."""
+"""Sends prompts to a server and times the responses: one Record per request."""
 
 import argparse
 import asyncio
@@ -35,7 +34,7 @@ class _Usage(msgspec.Struct, gc=False):
 
 
 class _Chunk(msgspec.Struct, gc=False):
-    """The parts of a streamed chunk that are measured; decoding nothing else keeps the client cheap."""
+    """The parts of a streamed chunk that are measured; decoding nothing else keeps the client fast."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -44,12 +43,12 @@ class _Chunk(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class Record:
-    """One request, in seconds of time.perf_counter()."""
+    """Times of one request, in seconds of time.perf_counter()."""
 
     started: float
     first: float = 0.0  # first text
     ended: float = 0.0  # last choice, or the failure
-    gaps: list[float] = field(default_factory=list)  # between one text and the next
+    gaps: list[float] = field(default_factory=list)  # between consecutive texts
     prompt_tokens: int = 0
     output_tokens: int = 0
     has_usage: bool = False
@@ -57,22 +56,22 @@ class Record:
 
     @property
     def ttft(self) -> float | None:
-        """None where no text came."""
+        """Time to first token; None if no text came."""
         return self.first - self.started if self.first else None
 
     @property
     def latency(self) -> float | None:
-        """None for a failed request: the time until it failed is not how long an answer takes."""
+        """Time to the end of the response; None for a failed request, whose time is not a latency."""
         return None if self.error else self.ended - self.started
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for answers of one token."""
+        """Time per output token after the first; None for an output of one token."""
         return (self.ended - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 class Sender:
-    """Sends one prompt and times its answer."""
+    """Sends one prompt and times its response."""
 
     def __init__(self, client: Client, arguments: argparse.Namespace, model: str) -> None:
         self._client = client
@@ -135,7 +134,7 @@ class Sender:
             return
         if not done:
             record.error = "the stream ended without [DONE]"
-        record.first = record.first or record.ended  # an answer without text: its end is all there is
+        record.first = record.first or record.ended  # a response without text: use its end
         if not record.has_usage:
             record.output_tokens = num_texts
 
@@ -145,7 +144,7 @@ def describe(failure: HTTPFailure) -> str:
 
 
 def _message(text: str) -> str:
-    """OpenAI's error message out of a body, or the body."""
+    """The message of an OpenAI error body, or the body itself."""
     try:
         error = json.loads(text)["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
@@ -162,8 +161,8 @@ def client_for(arguments: argparse.Namespace) -> Client:
 async def drive(
     sender: Sender, load: Workload, max_concurrency: int | None, done: Callable[[], object]
 ) -> list[Record]:
-    """Every request at its time, at most `max_concurrency` open at once; the records in order of arrival. `done` is
-    called at the end of each."""
+    """Send every request at its arrival time, with at most `max_concurrency` open at once. Returns the records in order of
+    arrival. `done` is called at the end of each."""
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else None
 
     async def one(prompt: str | list[int]) -> Record:
@@ -182,7 +181,7 @@ async def drive(
 
 
 def loop_factory() -> Any:
-    """The faster loop where there is one, so that the client takes less of a machine it shares with the server."""
+    """uvloop if it is installed: the client then takes less CPU time from a server on the same machine."""
     try:
         import uvloop
 

@@ -1,5 +1,5 @@
-"""`octavo bench serve`: drives any OpenAI-compatible server and reports what its clients would feel.
-Knows nothing of Octavo's own server: the same requests and the same clock for every server it is pointed at."""
+"""`octavo bench serve`: sends load to any OpenAI-compatible server and reports the latency and throughput that clients see. It
+treats Octavo's own server like any other."""
 
 import argparse
 import asyncio
@@ -24,8 +24,8 @@ def is_good(record: Record, levels: dict[str, float]) -> bool:
 
 
 def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
-    """The figures of a run. Rates are over the time from the first request to the last end, be it an answer's
-    or a failure's: a server that lets requests time out must not look faster for it."""
+    """Compute the figures of a run. Rates are over the time from the first request to the end of the last, including failed
+    ones: a server that lets requests time out must not look faster for it."""
     good = [r for r in records if not r.error]
     seconds = max(r.ended for r in records) - min(r.started for r in records)
     rate = (lambda amount: round(amount / seconds, 3)) if seconds > 0 else (lambda amount: 0.0)
@@ -47,14 +47,14 @@ def judge(records: list[Record], levels: dict[str, float]) -> dict[str, Any]:
         "ttft_ms": report.spread([r.ttft for r in good if r.ttft is not None]),
         "tpot_ms": report.spread([r.tpot for r in good if r.tpot is not None]),
         "itl_ms": report.spread([gap for r in good for gap in r.gaps]),
-        # Below 1: several tokens came in one event, by the server's choice or because it was behind.
+        # Below 1: several tokens came in one event, by the server's choice or because it fell behind.
         "texts_per_token": round(sum(len(r.gaps) + 1 for r in good) / output, 3) if output else None,
         "e2el_ms": report.spread([r.latency for r in good if r.latency is not None]),
     }
 
 
 def show(figures: dict[str, Any]) -> str:
-    """The figures as people read them."""
+    """Format the figures for the terminal."""
     source = "" if figures["token_counts_from"] == "usage" else " (counted in chunks: the server sent no usage)"
     lines = {
         "requests": f"{figures['num_requests'] - figures['num_errors']} answered, {figures['num_errors']} failed, "
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _warm_up(arguments: argparse.Namespace) -> str:
-    """The model's name, once the first requests have been answered."""
+    """Send the warm-up requests and return the model's name."""
     client = client_for(arguments)
     try:
         model = arguments.model or await _first_model(client, arguments.base_url)

@@ -1,5 +1,4 @@
-"""`octavo bench throughput`: tokens per second with all requests handed over at once, and what batching them gains.
-Knows nothing of servers."""
+"""`octavo bench throughput`: measures tokens per second with all requests submitted at once, and the gain from batching."""
 
 import argparse
 import sys
@@ -49,7 +48,7 @@ def _rates(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 
 def page_facts(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    """What the run did to the KV pages. Slot use is over all steps since the start, which the run dominates."""
+    """Statistics of the KV pages during the run. Slot use covers all steps since the start, most of which are the run's."""
     hits = after["prefix_hit_tokens"] - before["prefix_hit_tokens"]
     return {
         "num_pages": after["num_pages"],

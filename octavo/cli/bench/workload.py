@@ -1,10 +1,9 @@
-"""What a benchmark sends: prompts and arrival times, drawn from a seed and nothing else.
-Knows nothing of servers, engines or tokenizers."""
+"""The workload of a benchmark: prompts and arrival times, which depend only on a seed."""
 
 import random
 from dataclasses import dataclass
 
-# Frequent English words: with a leading space each is one token in every vocabulary of note, so words count as tokens.
+# Frequent English words: with a leading space each is one token in all common vocabularies, so words count as tokens.
 _FREQUENT = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which one "
     "you were her all she there would their we him been has when who will more no if out so said what up its about into "
@@ -18,14 +17,14 @@ WORDS = _FREQUENT.split()
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`prompts` are texts or lists of token ids; request i is sent `arrivals[i]` seconds after the start."""
+    """Prompts (texts or lists of token ids) and their arrival times: request i is sent `arrivals[i]` seconds after the start."""
 
     prompts: list[str | list[int]]
     arrivals: list[float]
 
 
 def id_prompts(num: int, input_len: int, shared_len: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random token ids. The lowest ids, where special tokens live, are left out as far as the vocabulary allows."""
+    """Prompts of random token ids. The lowest ids, which are often special tokens, are left out as far as the vocabulary allows."""
     rng = random.Random(seed)
     lowest = min(1000, vocab_size // 2)
     shared = [rng.randrange(lowest, vocab_size) for _ in range(shared_len)]
@@ -39,7 +38,7 @@ def word_prompts(num: int, input_len: int, shared_len: int, seed: int) -> list[s
 
 
 def poisson_arrivals(num: int, rate: float, seed: int) -> list[float]:
-    """Exponential gaps with a mean of 1 / rate, the first at 0; a rate of infinity sends everything at once."""
+    """Arrival times with exponential gaps of mean 1 / rate, the first at 0; an infinite rate sends everything at once."""
     rng = random.Random(seed)
     arrivals, now = [], 0.0
     for _ in range(num):

@@ -1,2 +1,2 @@
-"""`octavo doctor`: would a model serve (model.py), and does it give the same bytes in every company (determinism.py)?
-Knows nothing of torch or tensors: what needs them is loaded by name."""
+"""`octavo doctor`: checks whether a model would serve (model.py), and whether its output depends on the batch
+(determinism.py)."""

@@ -1,5 +1,5 @@
-"""`octavo doctor --determinism`: the same requests in many ways, on this machine; are the bytes the same?
-Knows nothing of torch: engines are started as serving starts them, one after the other."""
+"""`octavo doctor --determinism`: runs the same requests in many ways on this machine and compares the bytes. Engines are started
+as for serving, one after the other."""
 
 import gc
 import json
@@ -18,18 +18,18 @@ from octavo.messages import EngineReport, Logprobs
 from octavo.weights.sources.source import resolve
 
 EXIT_DIFFERS = 1
-# What `auto` becomes for it: enough for all ways, and several engines one after the other find room on one GPU.
+# Values for `auto`: enough for all ways, and small enough to start several engines one after the other on one GPU.
 _MAX_NUM_SEQS, _KV_BYTES = 64, 2**30
 
 
 @dataclass(slots=True)
-class Answer:
+class Output:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
 
 
-Answers = dict[int, Answer]
-"""By the request's number."""
+Outputs = dict[int, Output]
+"""Outputs by the request's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         self._loop.close()
         del self._loop
-        gc.collect()  # on a GPU the next engine wants the memory
+        gc.collect()  # on a GPU the next engine needs the memory
 
-    def answer(self, way: Way) -> tuple[Answers, int]:
-        """What came of it, and by how much the number that must grow has grown."""
-        before, answers = self._figure(way.must), dict[int, Answer]()
+    def run_way(self, way: Way) -> tuple[Outputs, int]:
+        """Run the requests of a way. Returns their outputs, and by how much the counter way.must has grown."""
+        before, outputs = self._figure(way.must), dict[int, Output]()
         for group in way.groups:
             if not way.keeps_prefixes:
                 self._loop.scheduler.cache.reset_prefixes()
@@ -69,10 +69,10 @@ class _Engine:
             while waiting or self._loop.has_work:
                 while waiting and (waiting[0].step <= step or not self._loop.has_work):
                     self._ask(waiting.pop(0).ask, numbers)
-                self._step(numbers, answers)
+                self._step(numbers, outputs)
                 step += 1
-        answers.pop(-1, None)
-        return answers, self._figure(way.must) - before
+        outputs.pop(-1, None)
+        return outputs, self._figure(way.must) - before
 
     def _ask(self, ask: Ask, numbers: dict[str, int]) -> None:
         name = f"ask-{self._num_asked}"
@@ -80,13 +80,13 @@ class _Engine:
         numbers[name] = ask.number
         self._loop.add(admit(name, ask.prompt, ask.params, self.report, ()))
 
-    def _step(self, numbers: dict[str, int], answers: Answers) -> None:
+    def _step(self, numbers: dict[str, int], outputs: Outputs) -> None:
         for delta in self._loop.step():
             if delta.finish is not None and delta.finish.reason == "error":
                 raise RequestFailed(f"request {numbers[delta.request_id]} failed: {delta.finish.message}")
-            answer = answers.setdefault(numbers[delta.request_id], Answer())
-            answer.token_ids += delta.token_ids
-            answer.logprobs += delta.logprobs
+            output = outputs.setdefault(numbers[delta.request_id], Output())
+            output.token_ids += delta.token_ids
+            output.logprobs += delta.logprobs
 
     def _figure(self, name: str) -> int:
         scheduler = self._loop.scheduler
@@ -94,7 +94,7 @@ class _Engine:
 
 
 def examine(config: Config) -> Iterator[Verdict | EngineReport]:
-    """The first engine's report, then one verdict after the other, each as soon as it is known."""
+    """Yield the first engine's report, then each verdict as soon as it is known."""
     if config.scheduler.max_num_seqs == AUTO:
         config = replace(config, max_num_seqs=_MAX_NUM_SEQS)
     if config.cache.kv_cache_memory_bytes == AUTO:
@@ -106,9 +106,9 @@ def examine(config: Config) -> Iterator[Verdict | EngineReport]:
         yield report
         asks = make_asks(report)
         started = time.monotonic()
-        expected, _ = engine.answer(Way("alone", alone(asks)))
-        num_tokens = sum(len(answer.token_ids) for answer in expected.values())
-        message = f"{len(asks)} requests, {num_tokens} tokens with their logprobs: what all others are compared with"
+        expected, _ = engine.run_way(Way("alone", alone(asks)))
+        num_tokens = sum(len(output.token_ids) for output in expected.values())
+        message = f"{len(asks)} requests, {num_tokens} tokens with their logprobs: the reference for all other ways"
         yield Verdict("one at a time", True, message, time.monotonic() - started)
         ways = [
             Way("all at once", together(asks)),
@@ -123,24 +123,24 @@ def examine(config: Config) -> Iterator[Verdict | EngineReport]:
         yield from _in_another(config, setting, asks, expected)
 
 
-def _in_another(config: Config, setting: Setting, asks: list[Ask], expected: Answers) -> Iterator[Verdict]:
+def _in_another(config: Config, setting: Setting, asks: list[Ask], expected: Outputs) -> Iterator[Verdict]:
     with _Engine(replace(config, **setting.options)) as engine:
         for way in setting.ways:
             yield _judge(engine, way, asks, expected)
 
 
-def _judge(engine: _Engine, way: Way, asks: list[Ask], expected: Answers) -> Verdict:
+def _judge(engine: _Engine, way: Way, asks: list[Ask], expected: Outputs) -> Verdict:
     started = time.monotonic()
-    found, grown = engine.answer(way)
+    found, grown = engine.run_way(way)
     message = next(filter(None, (_difference(ask, found[ask.number], expected[ask.number]) for ask in asks)), "")
     if not message and way.must and not grown:
-        return Verdict(way.name, False, f"nothing was shown: there were no {way.must}", time.monotonic() - started)
-    count = "" if not way.must else f"{grown} {way.must.replace('hit_tokens', 'tokens from the cache')}"
+        return Verdict(way.name, False, f"this proves nothing: there were no {way.must}", time.monotonic() - started)
+    count = "" if not way.must else f"{grown} {way.must.replace('hit_tokens', 'tokens from the prefix cache')}"
     return Verdict(way.name, not message, message or count, time.monotonic() - started)
 
 
-def _difference(ask: Ask, found: Answer, expected: Answer) -> str:
-    """The first one, in words; "": none."""
+def _difference(ask: Ask, found: Output, expected: Output) -> str:
+    """Describe the first difference; "": there is none."""
     who = f"request {ask.number} ({ask.kind}, {len(ask.prompt)} prompt tokens)"
     for place, (token, other) in enumerate(zip(found.token_ids, expected.token_ids, strict=False)):
         mine, its = found.logprobs[place], expected.logprobs[place]
@@ -157,10 +157,10 @@ def _difference(ask: Ask, found: Answer, expected: Answer) -> str:
 
 
 def run(config: Config, *, as_json: bool) -> int:
-    """Prints the report. 0: every way gave the same bytes; 1: one did not."""
+    """Print the report and return the exit code. 0: every way gave the same bytes; 1: some did not."""
     verdicts: list[Verdict] = []
     report: EngineReport | None = None
-    show = _shower()
+    show = _printer()
     started = time.monotonic()
     for found in examine(config):
         if isinstance(found, EngineReport):
@@ -197,7 +197,7 @@ def _conclusion(config: Config, report: EngineReport, verdicts: list[Verdict]) -
     return f"   {wrong} of {len(verdicts)} ways differ{hint}"
 
 
-def _shower() -> Callable[[Verdict], None]:
+def _printer() -> Callable[[Verdict], None]:
     try:
         "✓✗".encode(sys.stdout.encoding or "ascii")
         marks = "✓", "✗"

@@ -1,5 +1,4 @@
-"""`octavo doctor MODEL`: would it serve? One line for each thing that could go wrong, by the code that serving runs.
-Knows nothing of torch or tensors: what needs them is loaded by name."""
+"""`octavo doctor MODEL`: checks whether a model would serve, with the code that serving runs. It prints one line per check."""
 
 import importlib
 import json
@@ -41,7 +40,7 @@ class Finding:
 class Diagnosis:
     model: str
     findings: list[Finding] = field(default_factory=list)
-    memory: dict[str, Any] = field(default_factory=dict)  # numbers for machines; empty: it never came to that
+    memory: dict[str, Any] = field(default_factory=dict)  # numbers for the JSON report; empty: a check before it failed
 
     @property
     def failure(self) -> Finding | None:
@@ -49,7 +48,7 @@ class Diagnosis:
 
 
 class _DryRun(Protocol):
-    """worker/dry_run.py, as it is seen from here."""
+    """The interface of worker/dry_run.py, which is imported by name because it imports torch."""
 
     spec: ModelSpec
 
@@ -62,9 +61,9 @@ class _DryRun(Protocol):
 
 
 def run(config: Config, *, deep: bool, as_json: bool) -> int:
-    """Prints the report. Raises ConfigError with the first reason why the model would not serve."""
+    """Print the report. Raises ConfigError with the first reason why the model would not serve."""
     diagnosis = Diagnosis(config.model.model or "the embedded model")
-    show = None if as_json else _shower(config.model.model)
+    show = None if as_json else _printer(config.model.model)
     for finding in examine(config, diagnosis, deep=deep):
         diagnosis.findings.append(finding)
         if show is not None:
@@ -79,7 +78,7 @@ def run(config: Config, *, deep: bool, as_json: bool) -> int:
 
 
 def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
-    """One finding after the other, as soon as each is known."""
+    """Yield each finding as soon as it is known."""
     is_dummy = config.model.load_format == "dummy"
     try:
         source = resolve(config.model.model, config.model.revision, allow_missing_weights=is_dummy)
@@ -88,49 +87,49 @@ def examine(config: Config, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Fin
         return
     diagnosis.model = source.name
     yield Finding("files", "ok", f"a {'GGUF file' if source.kind == 'gguf' else 'folder'}, {source.path}")
-    checkup = _load_checkup(config, source)
+    dry_run = _load_dry_run(config, source)
     spec: ModelSpec | None = None
-    for finding in _model(checkup, diagnosis, deep=deep and not is_dummy):
+    for finding in _model(dry_run, diagnosis, deep=deep and not is_dummy):
         if finding.check == "configuration" and finding.status == "ok":
-            spec = checkup.spec
+            spec = dry_run.spec
         yield finding
-    yield from _words(config, source, spec)
+    yield from _text_findings(config, source, spec)
 
 
-def _load_checkup(config: Config, source: ModelSource) -> _DryRun:
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the engine does: read when torch is first imported
-    checkup: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
-    return checkup
+def _load_dry_run(config: Config, source: ModelSource) -> _DryRun:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as in the engine; read when torch is first imported
+    dry_run: _DryRun = importlib.import_module("octavo.worker.dry_run").DryRun(config, source)
+    return dry_run
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _model(checkup: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
+def _model(dry_run: _DryRun, diagnosis: Diagnosis, *, deep: bool) -> Iterator[Finding]:
     steps: list[tuple[str, Callable[[], str]]] = [
-        ("configuration", checkup.configuration),
-        ("arithmetic", checkup.arithmetic),
-        ("tensors", checkup.tensors),
-        ("memory", lambda: _memory(checkup, diagnosis)),
+        ("configuration", dry_run.configuration),
+        ("arithmetic", dry_run.arithmetic),
+        ("tensors", dry_run.tensors),
+        ("memory", lambda: _memory(dry_run, diagnosis)),
     ]
     if deep:
-        steps.insert(3, ("numbers", checkup.numbers))
+        steps.insert(3, ("numbers", dry_run.numbers))
     for at, (name, step) in enumerate(steps):
         try:
             message = step()
         except ConfigError as error:
             yield Finding(name, "failed", error.message)
             for later, _ in steps[at + 1 :]:
-                yield Finding(later, "skipped", f"not looked at: {name} comes first")
+                yield Finding(later, "skipped", f"not checked, because {name} failed")
             return
         yield Finding(name, "ok", message)
     if not deep:
-        yield Finding("numbers", "skipped", "not looked at: --deep reads every weight and looks for NaN")
+        yield Finding("numbers", "skipped", "not checked: --deep reads every weight and looks for NaN")
 
 
-def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
-    needs = checkup.needs()
-    settled = checkup.settled(needs)
+def _memory(dry_run: _DryRun, diagnosis: Diagnosis) -> str:
+    needs = dry_run.needs()
+    settled = dry_run.settled(needs)
     diagnosis.memory = {
         "weights_bytes": needs.weights_bytes,
         "available_bytes": needs.available_bytes + needs.weights_bytes,
@@ -138,18 +137,18 @@ def _memory(checkup: _DryRun, diagnosis: Diagnosis) -> str:
         "page_size": settled.page_size,
         "num_pages": settled.num_pages,
         "max_model_len": settled.max_model_len,
-        "kv_bytes": _kv_bytes(checkup.spec.context_len, settled) if settled.can_generate else [],
+        "kv_bytes": _kv_bytes(dry_run.spec.context_len, settled) if settled.can_generate else [],
     }
     if not settled.can_generate:
         available = needs.available_bytes + needs.weights_bytes
         return f"weights {_size(needs.weights_bytes)} of the {_size(available)} available; an encoder keeps no KV pages"
-    room = f"{settled.num_pages * settled.page_size:,} tokens of"
+    room = f"{settled.num_pages * settled.page_size:,} tokens, in"
     if any(settled.windows):
         room = f"{settled.num_pages // _pages_of(settled.max_model_len, settled):,}"
     return (
         f"weights {_size(needs.weights_bytes)} of the {_size(needs.available_bytes + needs.weights_bytes)} available; "
         f"KV pages {_size(settled.num_pages * settled.page_bytes)} for {room} requests of up to "
-        f"{settled.max_model_len:,}"
+        f"{settled.max_model_len:,} tokens"
     )
 
 
@@ -170,10 +169,10 @@ def _pages_of(num_tokens: int, settled: EngineReport) -> int:
     return pages_of(num_tokens, settled.page_size, settled.windows, settled.max_num_batched_tokens)
 
 
-# ── its words ───────────────────────────────────────────────────────────────────────────────────────
+# ── tokenizer, template, stop tokens ────────────────────────────────────────────────────────────────
 
 
-def _words(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
+def _text_findings(config: Config, source: ModelSource, spec: ModelSpec | None) -> Iterator[Finding]:
     try:
         text = load_text(
             source.path,
@@ -204,15 +203,17 @@ def _tokenizer(text: Text, spec: ModelSpec | None) -> Finding:
         ids = text.encode(sample, add_special_tokens=False)
         back = text.decode(ids)
         if back != sample and not lossy:
-            lossy = f"; it does not give back every text: {sample!r} came back as {back!r}"
+            lossy = f"; decoding does not restore every text: {sample!r} became {back!r}"
     if spec is not None and text.vocab_size > spec.vocab_size:
-        beyond = f"ids from {spec.vocab_size} on are beyond the model's vocabulary, a text that holds them is refused"
+        beyond = (
+            f"ids from {spec.vocab_size} on are beyond the model's vocabulary; a text that contains them is rejected"
+        )
         return Finding("tokenizer", "warning", f"{size}: {beyond}{lossy}")
-    if lossy and not (spec is not None and spec.is_encoder):  # an encoder writes nothing back
+    if lossy and not (spec is not None and spec.is_encoder):  # an encoder generates no text
         return Finding("tokenizer", "warning", size + lossy)
     if lossy:
         return Finding("tokenizer", "ok", size)
-    return Finding("tokenizer", "ok", f"{size}; texts in several scripts came back as they went in")
+    return Finding("tokenizer", "ok", f"{size}; decoding restores texts in several scripts exactly")
 
 
 def _pooling(text: Text) -> Finding:
@@ -221,11 +222,13 @@ def _pooling(text: Text) -> Finding:
         return Finding(
             "pooling",
             "warning",
-            f"{pooling_config.unsupported} is not offered: every request must name a pooling of its own",
+            f"{pooling_config.unsupported} is not supported: every request must set its own pooling",
         )
     how = f"by {pooling_config.kind or 'mean'}{', normalised' if pooling_config.normalize else ''}"
     longest = f", of up to {pooling_config.max_len:,} tokens" if pooling_config.max_len else ""
-    return Finding("pooling", "ok", f"{how}{longest}{'' if pooling_config.kind else ' (the model says nothing of it)'}")
+    return Finding(
+        "pooling", "ok", f"{how}{longest}{'' if pooling_config.kind else ' (the model does not specify it)'}"
+    )
 
 
 def _chat(text: Text) -> Finding:
@@ -237,11 +240,13 @@ def _chat(text: Text) -> Finding:
     except OctavoError as error:
         return Finding("chat template", "failed", f"{error.message}; give another one with --chat-template FILE")
     if "Hello!" not in text.render_chat(messages):
-        return Finding("chat template", "failed", "it leaves out what the user said: give another one")
+        return Finding(
+            "chat template", "failed", "it omits the user's message: give another one with --chat-template FILE"
+        )
     try:
         text.render_chat([{"role": "system", "content": "Be brief."}, *messages])
     except OctavoError as error:
-        return Finding("chat template", "warning", f"it takes no system message ({error.message})")
+        return Finding("chat template", "warning", f"it does not accept a system message ({error.message})")
     return Finding("chat template", "ok", f"one message becomes {len(ids)} tokens")
 
 
@@ -251,13 +256,13 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
         return Finding(
             "stop tokens",
             "warning",
-            "none: every answer runs on to max_tokens; name one as eos_token_id in generation_config.json",
+            "none: every output continues to max_tokens; set eos_token_id in generation_config.json",
         )
     if spec is not None and (beyond := [token for token in text.eos_ids if token >= spec.vocab_size]):
         return Finding(
             "stop tokens",
             "warning",
-            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, the vocabulary ends at "
+            f"{', '.join(names)}: of these {', '.join(map(str, beyond))} cannot be sampled, because the vocabulary ends at "
             f"{spec.vocab_size - 1}; correct eos_token_id",
         )
     return Finding("stop tokens", "ok", ", ".join(names))
@@ -266,7 +271,7 @@ def _stops(text: Text, spec: ModelSpec | None) -> Finding:
 # ── the report ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _shower(model: str) -> Callable[[Finding], None]:
+def _printer(model: str) -> Callable[[Finding], None]:
     try:
         "".join(_MARKS.values()).encode(sys.stdout.encoding or "ascii")
         marks = _MARKS
@@ -281,7 +286,7 @@ def _shower(model: str) -> Callable[[Finding], None]:
 
 
 def _table(memory: dict[str, Any]) -> list[str]:
-    """KV pages by context and sequences; what does not fit beside the weights is in brackets."""
+    """Table of KV memory by context length and number of sequences; what does not fit beside the weights is in brackets."""
     left = memory["available_bytes"] - memory["weights_bytes"]
     heads = ["1 sequence", *(f"{count} sequences" for count in _SEQUENCES[1:])]
     lines = ["", f"   {'KV pages for':>14}" + "".join(f"{head:>16}" for head in heads)]
@@ -289,7 +294,7 @@ def _table(memory: dict[str, Any]) -> list[str]:
         cells = [entry["bytes"] for entry in memory["kv_bytes"] if entry["tokens"] == length]
         shown = [_size(size) if size <= left else f"({_size(size)})" for size in cells]
         lines.append(f"   {f'{length:,} tokens':>14}" + "".join(f"{cell:>16}" for cell in shown))
-    lines.append(f"   {_size(left)} is left beside the weights; (in brackets): more than that")
+    lines.append(f"   {_size(left)} is free beside the weights; sizes in brackets do not fit")
     return lines
 
 

@@ -1,5 +1,4 @@
-"""The ways in which the same requests come to an engine, for the self-test of determinism: requests, arrivals, engines.
-Knows nothing of what is compared or printed."""
+"""The ways in which `octavo doctor --determinism` runs the same requests: their arrivals and the engines' settings."""
 
 import itertools
 import random
@@ -11,11 +10,11 @@ from octavo.cache.span import pages_of
 from octavo.messages import EngineReport, SamplingParams
 
 _SEED = 20
-# Around pages of 16 and tiles of 64; one beyond 256, where a GPU's attention is split.
+# Around pages of 16 and tiles of 64; one above 256, where a GPU's attention is split.
 _PROMPT_LENS = (1, 2, 15, 16, 300, 33, 64, 65, 17, 90)
-_LITTLE_STEP = 64  # tokens, where pages are few
-_STEM_LEN = 48  # what some prompts begin with
-_NUM_TOKENS = 24  # of every answer
+_LITTLE_STEP = 64  # tokens per step in the settings with few pages
+_STEM_LEN = 48  # length of the prefix that some prompts share
+_NUM_TOKENS = 24  # output tokens of every request
 _BATCHES = (2, 17, 64)
 _STRANGER = SamplingParams(temperature=1.0, max_tokens=6, seed=7, ignore_eos=True)
 KINDS = {
@@ -28,7 +27,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `number`: which of those that are compared; −1: a stranger, who is there to be in the way."""
+    """One request. `number`: its number among the compared requests; −1: a stranger, which only fills the batch."""
 
     number: int
     kind: str
@@ -38,27 +37,27 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Before the engine's step number `step` of a group."""
+    """A request that arrives before the engine's step number `step` of its group."""
 
     step: int
     ask: Ask
 
 
 Group = list[Arrival]
-"""What comes before the engine is empty again."""
+"""Requests that run together: the engine is idle before and after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     name: str
     groups: list[Group]
-    keeps_prefixes: bool = False  # what the groups before it left in the prefix cache may be used
-    must: str = ""  # a number of the engine's that must grow, or nothing was shown: "preemptions", "hit_tokens"
+    keeps_prefixes: bool = False  # keep what earlier groups left in the prefix cache
+    must: str = ""  # counter that must grow, or the way proves nothing: "preemptions", "hit_tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One engine, and the ways that it is tried in."""
+    """One engine's settings, and the ways to try with it."""
 
     name: str
     ways: list[Way]
@@ -66,7 +65,7 @@ class Setting:
 
 
 def make_asks(report: EngineReport) -> list[Ask]:
-    """The requests that are compared: prompts of many lengths, some with a stem in common, sampled in every way."""
+    """The compared requests: prompts of many lengths, some with a common prefix, with every kind of sampling."""
     rng = random.Random(_SEED)
     most = report.max_model_len - _NUM_TOKENS
     stem = [rng.randrange(report.vocab_size) for _ in range(_STEM_LEN)]
@@ -95,7 +94,7 @@ def together(asks: Sequence[Ask]) -> list[Group]:
 
 
 def in_batches(asks: Sequence[Ask], report: EngineReport) -> list[Group]:
-    """Among strangers, so that steps have two rows, a few and many; who is beside whom is drawn."""
+    """Mix the requests with strangers, so that steps have two, some and many rows. The mixture is random."""
     rng = random.Random(_SEED + 1)
     rest, groups = list(asks), list[Group]()
     rng.shuffle(rest)
@@ -111,7 +110,7 @@ def in_batches(asks: Sequence[Ask], report: EngineReport) -> list[Group]:
 
 
 def one_by_one(asks: Sequence[Ask]) -> list[Group]:
-    """The last first, each a few steps after the one before: prefills meet decodes."""
+    """In reverse order, each a few steps after the one before: prefills and decodes share steps."""
     return [[Arrival(3 * place, ask) for place, ask in enumerate(reversed(asks))]]
 
 
@@ -121,12 +120,12 @@ def _stranger(rng: random.Random, report: EngineReport) -> Ask:
 
 
 def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
-    """All but the first engine, which has the configuration that was asked for."""
+    """The settings of all engines but the first, which has the user's configuration."""
     every = together(asks)
     longest = max(len(ask.prompt) for ask in asks) + _NUM_TOKENS
     max_model_len = min(report.max_model_len, longest + report.page_size)
-    # Room for the longest and hardly more: as answers grow, others must leave again and again. Steps are small, for what
-    # lies behind a window is given back after a step, and must not be room for everybody else.
+    # Pages for little more than the longest request: as outputs grow, others are preempted again and again. Steps are small,
+    # because pages out of a window are freed after a step, and must not be enough for all other requests.
     step_tokens = min(report.max_num_batched_tokens, max(_LITTLE_STEP, report.max_num_seqs))
     num_pages = pages_of(max_model_len, report.page_size, report.windows, step_tokens)
     little = {
@@ -152,7 +151,7 @@ def settings(asks: Sequence[Ask], report: EngineReport) -> list[Setting]:
         Setting("pages", [Way("with pages of twice the size", every)], {"page_size": 2 * report.page_size}),
         Setting("step by step", [Way("operation by operation", every)], {"enforce_eager": True}),
     ]
-    if report.memory is not None:  # a GPU computes
+    if report.memory is not None:  # on a GPU
         return found
     for count in (1, 3):
         threads = f"with {count} compute thread{'s' if count > 1 else ''}"

@@ -1,5 +1,4 @@
-"""Every line of a batch to its record, so many at once and no more.
-Knows nothing of files, of processes or of what a line asks."""
+"""Answers the lines of a batch, a bounded number at once, and writes a record for each."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -9,8 +8,8 @@ from octavo.server.batch.records import Record, answer_record, bad_line_record
 from octavo.server.state.loopback import LoopbackResponse
 
 MAX_PAUSE_SECONDS = 30
-LOOK_SECONDS = 0.05  # how often a line that stands aside looks whether it may go
-BREATH = 256  # lines that were answered before, after which others get their turn
+CHECK_SECONDS = 0.05  # how often a waiting line checks whether the engine is still crowded
+YIELD_EVERY = 256  # lines after which other tasks get to run: lines answered earlier never await
 
 Ask = Callable[[str, bytes], Awaitable[LoopbackResponse]]
 Write = Callable[[Record], Awaitable[None]]
@@ -23,10 +22,10 @@ async def answer_lines(
     write: Write,
     is_crowded: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`slots`: how many may be under way, here and wherever else the same slots are used, in turn. While others wait for the
-    engine (`is_crowded`) one of ours is enough. None among the lines: one that was answered before. Records are written as
-    answers come. An exception, of `write` for one, ends all."""
-    under_way: set[asyncio.Task[None]] = set()
+    """Ask for every line and write its record as the answer arrives. `slots` bounds the lines in flight; batches that run at the
+    same time share it. While other requests wait for the engine (`is_crowded`), only one line of this batch is in flight. None
+    among the lines: answered earlier. An exception, for example of `write`, ends all."""
+    in_flight: set[asyncio.Task[None]] = set()
     try:
         async with asyncio.TaskGroup() as group:
             for number, line in enumerate(lines):
@@ -34,32 +33,32 @@ async def answer_lines(
                     case Line():
                         await slots.acquire()
                         try:
-                            await _stand_aside(under_way, is_crowded)
+                            await _wait_while_crowded(in_flight, is_crowded)
                         except BaseException:
-                            slots.release()  # nobody is under way who would
+                            slots.release()  # there is no task yet that would
                             raise
                         task = group.create_task(_answer(line, ask, write))
-                        under_way.add(task)
-                        task.add_done_callback(under_way.discard)
-                        # Not by the task itself: one that is cancelled before its first step does nothing at all.
+                        in_flight.add(task)
+                        task.add_done_callback(in_flight.discard)
+                        # Not inside the task: a task that is cancelled before its first step never runs.
                         task.add_done_callback(lambda _: slots.release())
                     case BadLine():
                         await write(bad_line_record(line))
-                if number % BREATH == 0:
+                if number % YIELD_EVERY == 0:
                     await asyncio.sleep(0)
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None  # the first ended the others
 
 
-async def _stand_aside(under_way: set[asyncio.Task[None]], is_crowded: Callable[[], bool]) -> None:
-    while under_way and is_crowded():
-        await asyncio.wait(under_way, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+async def _wait_while_crowded(in_flight: set[asyncio.Task[None]], is_crowded: Callable[[], bool]) -> None:
+    while in_flight and is_crowded():
+        await asyncio.wait(in_flight, timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _answer(line: Line, ask: Ask, write: Write) -> None:
     answer = await ask(line.url, line.body)
-    while answer.status == 503 or (answer.status == 429 and not line.waits_no_longer):
-        # Nobody is waiting for this one: it comes back when there is room, or an engine, again.
+    while answer.status == 503 or (answer.status == 429 and not line.limits_its_wait):
+        # No client waits for this line: retry once there is room in the queue, or an engine, again.
         await asyncio.sleep(min(answer.retry_after or 1, MAX_PAUSE_SECONDS))
         answer = await ask(line.url, line.body)
     await write(answer_record(line, answer))

@@ -1,5 +1,4 @@
-"""BatchStore: what is known of each batch, in one folder that every API process sees. One of them runs them, all may ask.
-Knows nothing of HTTP, of lines or of how a batch is run."""
+"""BatchStore: the state of every batch, in a folder that all API processes share. One process runs the batches, all read them."""
 
 import contextlib
 import re
@@ -14,8 +13,8 @@ from octavo.server.batch.files import FileStore, new_name, replace_file, unlink_
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 MAX_BATCHES = 1000
-"""Kept. Beyond, the oldest that have ended are forgotten; their files stay."""
-_PRIVATE = ("input", "owner")  # of a batch that has not ended, made before its card
+"""Batches that are kept. Beyond that, the oldest ended ones are removed; their files stay."""
+_PRIVATE = ("input", "owner")  # files of a batch that has not ended, written before its card
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 ENDED = frozenset(("failed", "completed", "expired", "cancelled"))
@@ -93,15 +92,15 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class Unfinished(NamedTuple):
-    """A batch that waits or runs."""
+    """A batch that waits or is running."""
 
     id: str
     is_cancelled: bool
 
 
 class BatchStore:
-    """A batch is a card (ID.json). While it has not ended there are ID.open and its lines, ID.input, whatever becomes of the file
-    that they came from; ID.owner, whose key its requests have; and ID.cancel once somebody has asked."""
+    """A batch is a card (ID.json). Until it has ended there are also ID.open; its lines, ID.input, which stay even if the
+    uploaded file is deleted; ID.owner, the owner of its requests; and ID.cancel once its cancellation was requested."""
 
     def __init__(self, root: Path) -> None:
         self._folder = root / "batches"
@@ -118,7 +117,7 @@ class BatchStore:
         output_expires_after: OutputExpiry | None,
         owner: bytes = b"",
     ) -> Batch:
-        """Raises NotFound where there is no such file."""
+        """Store a new batch. Raises NotFound if the input file does not exist."""
         self._make_room()
         now = int(time.time())
         batch = Batch(
@@ -132,12 +131,12 @@ class BatchStore:
         return batch
 
     def get(self, batch_id: str) -> Batch:
-        """As its owner sees it. Raises NotFound."""
+        """The batch as clients see it, with a requested cancellation. Raises NotFound."""
         batch = self.load(batch_id)
         return batch if batch.has_ended else self._as_asked(batch)
 
     def load(self, batch_id: str) -> Batch:
-        """As whoever runs it left it. Raises NotFound."""
+        """The batch as the runner last saved it. Raises NotFound."""
         if BATCH_ID.fullmatch(batch_id):
             with contextlib.suppress(FileNotFoundError):
                 return msgspec.json.decode(self._path(batch_id, "json").read_bytes(), type=Batch)
@@ -152,10 +151,10 @@ class BatchStore:
         return batches
 
     def cancel(self, batch_id: str) -> Batch:
-        """Whoever runs it will see. Raises NotFound, or InvalidRequest where it has ended."""
+        """Request cancellation; the runner will notice. Raises NotFound, or InvalidRequest if the batch has ended."""
         batch = self.get(batch_id)
         if batch.has_ended:
-            raise InvalidRequest(f"batch {batch.id} has ended: it is {batch.status}", param="batch_id")
+            raise InvalidRequest(f"batch {batch.id} has ended: its status is {batch.status}", param="batch_id")
         self._path(batch_id, "cancel").touch()
         return self.get(batch_id)
 
@@ -168,35 +167,35 @@ class BatchStore:
         self.forget(batch.id)
 
     def forget(self, batch_id: str) -> None:
-        """That it has to be run."""
+        """Remove the files that mark the batch as unfinished."""
         for kind in (*_PRIVATE, "cancel", "open"):
             self._path(batch_id, kind).unlink(missing_ok=True)
 
     def tidy(self) -> None:
-        """Forget what is left of batches that never began."""
+        """Remove old files of batches whose creation was never completed."""
         unfinished = {batch.id for batch in self.unfinished()}
         for path in (path for kind in _PRIVATE for path in self._folder.glob(f"batch_*.{kind}")):
             if path.stem not in unfinished:
                 unlink_stale(path)
 
     def unfinished(self) -> list[Unfinished]:
-        """Oldest first."""
+        """Batches that have not ended, oldest first."""
         names = sorted(path.stem for path in self._folder.glob("batch_*.open"))
         return [Unfinished(name, self._path(name, "cancel").exists()) for name in names]
 
     def open_input(self, batch_id: str) -> BinaryIO:
-        """Raises FileNotFoundError where somebody took it away."""
+        """Open the batch's lines. Raises FileNotFoundError if the file was removed from the folder."""
         return self._path(batch_id, "input").open("rb")
 
     def owner(self, batch_id: str) -> bytes:
-        """Of whatever its requests leave behind: who created it."""
+        """The owner (see owner_of) that the batch's requests have: the client that created the batch."""
         try:
             return self._path(batch_id, "owner").read_bytes()
         except FileNotFoundError:
             return b""
 
     def outputs(self, batch_id: str) -> tuple[Path, Path]:
-        """What the batch has written so far: answers, and errors."""
+        """Paths of the records written so far: answers, errors."""
         return self._path(batch_id, "output"), self._path(batch_id, "errors")
 
     def _as_asked(self, batch: Batch) -> Batch:
@@ -212,7 +211,9 @@ class BatchStore:
         ended = [name for name in names if name not in unfinished]
         excess = len(names) + 1 - MAX_BATCHES
         if excess > len(ended):
-            raise InvalidRequest(f"{len(unfinished)} batches wait or run; this server takes at most {MAX_BATCHES}")
+            raise InvalidRequest(
+                f"{len(unfinished)} batches are waiting or running; this server accepts at most {MAX_BATCHES}"
+            )
         for name in ended[: max(0, excess)]:
             self._path(name, "json").unlink(missing_ok=True)
 

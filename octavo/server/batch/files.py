@@ -1,5 +1,5 @@
-"""FileStore: uploaded files and the outputs of batches, in one folder that every API process sees; bounded in bytes and count.
-Knows nothing of HTTP or of what is in a file. No name on disk comes from a client: all are made here."""
+"""FileStore: uploaded files and the outputs of batches, in a folder that all API processes share; bounded in bytes and count.
+No name on disk comes from a client: all names are made here."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 MAX_FILENAME_LEN = 255
 STALE_SECONDS = 24 * 3600
 LOOK_EVERY_BYTES = 16 * 2**20
-"""Bytes of an upload after which the whole store is measured again: others may be filling it."""
+"""Bytes of an upload after which the whole store is measured again: other uploads may be filling it."""
 
 Purpose = Literal["batch", "batch_output"]
 
@@ -37,19 +37,19 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 def new_name(prefix: str) -> str:
-    """Sorted by name is sorted by time."""
+    """Make a unique name. Names sort by time."""
     return f"{prefix}{time.time_ns():016x}{os.urandom(8).hex()}"
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Whoever reads sees the old or the new, whole."""
+    """Replace a file atomically: readers see the old or the new content."""
     part = path.with_name(f"{path.name}.{os.getpid()}.new")
     part.write_bytes(data)
     part.replace(path)
 
 
 def unlink_stale(path: Path) -> None:
-    """What is this old was left by a process that died."""
+    """Remove a file older than STALE_SECONDS: a process that died has left it."""
     with contextlib.suppress(FileNotFoundError):
         if time.time() - path.stat().st_ctime > STALE_SECONDS:
             path.unlink()
@@ -65,7 +65,7 @@ class FileStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self) -> "Upload":
-        """Raises InvalidRequest where there is no room for another."""
+        """Begin an upload. Raises InvalidRequest if there is no room for another file."""
         num_files = sum(entry.name.endswith(".json") for entry in os.scandir(self.folder))
         if num_files >= self._max_files:
             raise InvalidRequest(
@@ -75,8 +75,8 @@ class FileStore:
         return Upload(self, new_name("file-"))
 
     def check_room(self) -> None:
-        """Raises InvalidRequest where files, uploads and what batches have written so far are too much together."""
-        # By inode: a batch has its input under a name of its own, and no byte of it twice.
+        """Raise InvalidRequest if files, uploads and the records of batches together exceed the limit."""
+        # By inode: a batch's input is a hard link to the uploaded file and must not count twice.
         sizes = dict(
             _size(entry) for folder in os.scandir(self._root) if folder.is_dir() for entry in os.scandir(folder)
         )
@@ -88,7 +88,7 @@ class FileStore:
             )
 
     def adopt(self, path: Path, file_id: str, filename: str, expires_after: int | None = None) -> None:
-        """A batch's output becomes a file. Done twice, it is done once."""
+        """Turn a batch's output into a file. Idempotent."""
         if not self._data(file_id).exists():
             path.replace(self._data(file_id))
         if not self._card(file_id).exists():
@@ -112,14 +112,14 @@ class FileStore:
             raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id") from None
 
     def keep(self, file_id: str, path: Path) -> None:
-        """The file's bytes under another name too, where they stay when the file is deleted or expires. Raises NotFound."""
+        """Link the file's content to `path`, where it stays if the file is deleted or expires. Raises NotFound."""
         self.get(file_id)
         data = self._data(file_id)
         try:
             os.link(data, path)
         except FileNotFoundError:
             raise NotFound(f"no such file: {file_id[:60]!r}", param="file_id") from None
-        except OSError:  # a file system without links
+        except OSError:  # a file system without hard links
             shutil.copyfile(data, path)
 
     def newest_first(self) -> list[StoredFile]:
@@ -131,17 +131,17 @@ class FileStore:
         return files
 
     def delete(self, file_id: str) -> None:
-        """Raises NotFound. Whoever reads it now reads on."""
+        """Delete a file. Open readers can finish. Raises NotFound."""
         self.get(file_id)
         self._remove(file_id)
 
     def tidy(self) -> None:
-        """Forget uploads that nobody will finish."""
+        """Remove old uploads that were never finished."""
         for path in self.folder.glob("*.part"):
             unlink_stale(path)
 
     def _remove(self, file_id: str) -> None:
-        # The card first: a file without one is not there.
+        # The card first: a file without a card does not exist for clients.
         for path in (self._card(file_id), self._data(file_id)):
             path.unlink(missing_ok=True)
 
@@ -160,7 +160,7 @@ class FileStore:
 
 
 class Upload:
-    """A file that is being written. It is there for others once `finish` says so."""
+    """A file that is being written. Others see it once `finish` has returned."""
 
     def __init__(self, store: FileStore, file_id: str) -> None:
         self._store, self._id = store, file_id
@@ -186,7 +186,7 @@ class Upload:
         return self._store._save(self._id, filename, purpose, expires_after)
 
     def discard(self) -> None:
-        """Nothing is left of it. Does nothing once it is finished."""
+        """Remove the unfinished file. Does nothing after `finish`."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 

@@ -1,5 +1,4 @@
-"""The lines of a batch's input: OpenAI's {custom_id, method, url, body}, read one at a time, each a request or a reason why not.
-Knows nothing of where the lines come from or of who answers them."""
+"""The lines of a batch's input, OpenAI's {custom_id, method, url, body}: read one at a time into a request or an error."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -12,20 +11,20 @@ from octavo.messages.params import choice_seed
 MAX_CUSTOM_ID_LEN = 512
 KEYS = ("custom_id", "method", "url", "body")
 ROOM_AROUND_BODY = 64 * 1024
-"""Bytes of a line beyond its body's limit: the other keys, and space."""
-_SKIPPED = 1 << 20  # bytes read at once of a line that is too long to be kept
+"""Bytes that a line may have beyond its body's limit, for the other keys and white space."""
+_SKIPPED = 1 << 20  # bytes read at once while a line that is too long is skipped
 
 
 class Line(msgspec.Struct, frozen=True):
-    number: int  # from 1, as editors count
+    number: int  # from 1
     custom_id: str
     url: str
     body: bytes
-    ignored: tuple[str, ...] = ()  # keys beside the four
+    ignored: tuple[str, ...] = ()  # keys besides the four
 
     @property
-    def waits_no_longer(self) -> bool:
-        """It says itself for how long it would wait for a row: a refusal is its answer then."""
+    def limits_its_wait(self) -> bool:
+        """Whether the request sets max_queue_ms: then a 429 is its answer and it is not retried."""
         return bytes(_object(self.body, "body").get("max_queue_ms", b"null")) != b"null"
 
 
@@ -38,19 +37,17 @@ class BadLine(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a line may ask for. `seeded`: of these routes, those whose requests take a seed."""
+    """What a line may ask for. `seeded`: the routes whose requests take a seed."""
 
     urls: tuple[str, ...]
     max_body_bytes: int
     is_strict: bool = False
     seeded: frozenset[str] = frozenset()
-    seed: int | None = (
-        None  # requests without a seed get one, made from this and their custom_id; None: they stay without
-    )
+    seed: int | None = None  # requests without a seed get one made from this and their custom_id; None: they get none
 
 
 def read_lines(file: BinaryIO, rules: Rules) -> Iterator[Line | BadLine]:
-    """Memory: one line. Empty lines are passed over, and count."""
+    """Parse the file with one line in memory at a time. Empty lines are skipped but counted."""
     longest = rules.max_body_bytes + ROOM_AROUND_BODY
     number = 0
     while raw := file.readline(longest + 1):
@@ -109,14 +106,14 @@ def _body(raw: bytes, custom_id: str, url: str, rules: Rules) -> bytes:
         raise _Bad("request_too_large", f"body is over the limit of {rules.max_body_bytes} bytes", "body")
     members = _object(raw, "body")
     if bytes(members.get("stream", b"false")) not in (b"false", b"null"):
-        raise _Bad("invalid_value", "body.stream: the answers of a batch come whole, leave stream out", "body.stream")
+        raise _Bad("invalid_value", "body.stream: answers of a batch are not streamed, leave stream out", "body.stream")
     if rules.seed is None or url not in rules.seeded or bytes(members.get("seed", b"null")) != b"null":
         return raw
     return msgspec.json.encode({**members, "seed": msgspec.Raw(str(_seed(rules.seed, custom_id)).encode())})
 
 
 def _seed(base: int, custom_id: str) -> int:
-    """Of the request alone, not of its place: a run that goes on after a break draws what it would have drawn."""
+    """Derive a seed from the custom_id, not from the line's position: a run that is resumed samples the same answers."""
     digest = hashlib.blake2b(custom_id.encode(), digest_size=7).digest()
     return choice_seed(base, int.from_bytes(digest))
 
@@ -136,7 +133,7 @@ def _string(members: Mapping[str, msgspec.Raw], name: str) -> str:
         raise _Bad("missing_required_parameter", f"{name} is missing", name)
     try:
         value = msgspec.json.decode(members[name], type=str)
-        value.encode()  # half a surrogate pair is JSON and no text
+        value.encode()  # a lone surrogate is valid JSON but not text
     except (msgspec.MsgspecError, UnicodeError):
         raise _Bad("invalid_type", f"{name} must be a string", name) from None
     return value

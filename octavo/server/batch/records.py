@@ -1,5 +1,5 @@
-"""What a batch writes, a line for each request: its answer or its error, with OpenAI's names; read back to go on after a break.
-Knows nothing of requests, and of answers only what they used."""
+"""The records that a batch writes, one line for each request with its answer or error, in OpenAI's format. They are read back
+when a batch is resumed."""
 
 import io
 import os
@@ -26,7 +26,7 @@ class Response(msgspec.Struct, frozen=True):
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str
     message: str
-    line: int | None = None  # of the input, where the line could not be read as a request
+    line: int | None = None  # line number in the input, if the line has no usable custom_id
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -46,7 +46,7 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    """Each dialect has its own names; what is absent is 0."""
+    """Usage of an answer. Each API has its own field names; absent ones are 0."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -86,7 +86,7 @@ class Tally(msgspec.Struct):
         self.completed += 1
         try:
             usage = msgspec.json.decode(record.response.body, type=_AnswerBody).usage
-        except msgspec.MsgspecError:  # an answer in a shape of its own
+        except msgspec.MsgspecError:  # an answer with another kind of usage
             return
         if usage is None:
             return
@@ -113,7 +113,7 @@ def bad_line_record(bad: BadLine) -> Record:
 
 
 def unanswered_record(line: Line | BadLine, code: str, message: str) -> Record:
-    number = line.number if line.custom_id is None else None  # all that it can be known by
+    number = line.number if line.custom_id is None else None  # the only identification of a line without a custom_id
     return Record(_new_id(), line.custom_id, None, Fault(code, message, number))
 
 
@@ -128,11 +128,11 @@ def _new_id() -> str:
 
 
 class Seen:
-    """Which custom_ids, and which bad lines by their number, were met. On disk beyond a few MB, so that it may hold millions;
-    nothing of it stays."""
+    """The set of custom_ids, and of the numbers of bad lines, that have been seen. It is on disk beyond a few MB, so that it can
+    hold millions, and is removed when closed."""
 
     def __init__(self) -> None:
-        # An empty name: a temporary file of SQLite's own, which it removes. One thread at a time uses it, not always the same.
+        # An empty name: a temporary file that SQLite removes itself. One thread at a time uses it, not always the same one.
         self._connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = OFF")
         self._connection.execute("PRAGMA synchronous = OFF")
@@ -140,12 +140,12 @@ class Seen:
         self._connection.execute("BEGIN")
 
     def add(self, key: str | int) -> bool:
-        """False: it was there."""
+        """Add a key. False: it was there already."""
         cursor = self._connection.execute("INSERT OR IGNORE INTO seen VALUES (?)", (_key(key),))
         return cursor.rowcount == 1
 
     def note(self, record: Record | _Written) -> None:
-        """That its line has one."""
+        """Mark this record's line as answered."""
         if record.custom_id is not None:
             self.add(record.custom_id)
         elif record.error is not None and record.error.line is not None:
@@ -163,15 +163,15 @@ def _key(key: str | int) -> str:
 
 
 class _RecordFile(io.BufferedRandom):
-    """Reads through a buffer; what is written is with the system at once, so that no end of this process can lose it, and whole
-    or not at all."""
+    """A file that reads through a buffer but writes at once, so that no record is lost when this process ends. A record is
+    written completely or not at all."""
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         start, num_written = self.tell(), 0
         try:
             while num_written < len(data):
                 num_written += os.pwrite(self.fileno(), data[num_written:], start + num_written)
-        except OSError:  # the disk is full, say
+        except OSError:  # the disk is full, for example
             os.ftruncate(self.fileno(), start)
             raise
         self.seek(start + num_written)
@@ -179,26 +179,26 @@ class _RecordFile(io.BufferedRandom):
 
 
 def open_records(path: Path | str) -> BinaryIO:
-    """For `read_back`, and then to be written on."""
+    """Open a file of records, for `read_back` and then for appending."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)  # noqa: SIM115
     return cast(BinaryIO, _RecordFile(file))
 
 
 def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
-    """What an earlier run has written, into `seen` and `tally`; `file` is then at the place to go on. The last line, where the
-    run was killed in the middle of it, is cut off. Raises ConfigError, and changes nothing, where this is no such file."""
+    """Read the records of an earlier run into `seen` and `tally`, and leave `file` at the position to append. An incomplete last
+    line, of a run that was killed, is cut off. Raises ConfigError, without changing the file, if it holds anything else."""
     decode: Callable[[bytes], _Written] = msgspec.json.Decoder(_Written).decode
     end = 0
     for number, text in enumerate(file, 1):
         if not text.endswith(b"\n"):
             start = text[: len(RECORD_START)]
             if not RECORD_START.startswith(start):
-                raise _foreign(name, number)
+                raise _not_records(name, number)
             break
         try:
             record = decode(text)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            raise _foreign(name, number) from None
+            raise _not_records(name, number) from None
         seen.note(record)
         tally.count(record)
         end += len(text)
@@ -206,5 +206,5 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
     file.seek(end)
 
 
-def _foreign(name: str, number: int) -> ConfigError:
-    return ConfigError(f"{name} line {number} is no record of a batch: name another output, or move that file away")
+def _not_records(name: str, number: int) -> ConfigError:
+    return ConfigError(f"{name} line {number} is not a record of a batch: name another output, or move that file away")

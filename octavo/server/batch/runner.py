@@ -1,8 +1,7 @@
-"""BatchRunner: answers the lines of batches at background pace, in whichever API process is the first to take the lock.
-Knows nothing of HTTP or of any endpoint.
+"""BatchRunner: answers the lines of batches in the background, in the API process that holds the lock.
 
-A batch that was under way when its process ended is taken up again by another, or by the next server on the same folder:
-what was answered is read back, and only the rest is asked."""
+If that process ends, another one, or the next server on the same folder, resumes its batches: it reads the records back and asks
+only for the remaining lines."""
 
 import asyncio
 import contextlib
@@ -37,12 +36,12 @@ from octavo.server.state.service import Ask
 
 log = logging.getLogger("octavo.server")
 
-LOOK_SECONDS = 0.5  # how often the folder is looked at for what other processes have asked
-MAX_ACTIVE = 8  # batches that share the slots, in turn; the others wait
-MAX_LINES = 50_000  # OpenAI's
-MAX_ERRORS = 100  # lines that are named when a batch is refused
+LOOK_SECONDS = 0.5  # how often the folder is checked for batches and cancellations from other processes
+MAX_ACTIVE = 8  # batches that run at once and share the slots; the others wait
+MAX_LINES = 50_000  # OpenAI's limit
+MAX_ERRORS = 100  # lines named in the errors of a refused batch
 LOOK_EVERY_RECORDS = 64
-PAUSE_SECONDS = 30  # after which a batch whose end could not be stored is taken up again
+PAUSE_SECONDS = 30  # before a batch whose result could not be stored is tried again
 OUTCOMES: tuple[Status, ...] = ("failed", "expired", "cancelled")
 WHY_NOT_ANSWERED = {  # with OpenAI's codes
     "expired": BatchError("batch_expired", "the batch's completion window ended before this request was answered"),
@@ -51,7 +50,7 @@ WHY_NOT_ANSWERED = {  # with OpenAI's codes
 
 
 class _Refused(Exception):
-    """The batch ends as failed, with these reasons."""
+    """The batch ends as failed, with these errors."""
 
     def __init__(self, errors: list[BatchError]) -> None:
         self.errors = errors
@@ -68,7 +67,8 @@ class BatchRunner:
         lock: Path,
         is_crowded: Callable[[], bool],
     ) -> None:
-        """`rules.urls`: all that batches may ask; each batch names one of them. `is_crowded`: requests wait for the engine."""
+        """`rules.urls`: all routes that batches may use; each batch names one. `is_crowded`: whether requests wait for the
+        engine."""
         self._files, self._batches = files, batches
         self._ask, self._rules, self._model_name = ask, rules, model_name
         self._lock, self._is_crowded = lock, is_crowded
@@ -77,20 +77,20 @@ class BatchRunner:
         self._cancelled: dict[str, asyncio.Event] = {}
 
     def wake(self) -> None:
-        """Something in the folder has changed: look now."""
+        """Check the folder now: this process has changed something in it."""
         self._news.set()
 
     async def run(self, num_slots: int) -> None:
-        """Until cancelled. `num_slots`: lines of all batches together that are under way at once."""
+        """Run batches until cancelled. `num_slots`: lines of all batches together that are in flight at once."""
         slots = asyncio.Semaphore(num_slots)
         with self._lock.open("wb") as lock:
-            is_mine = is_tidy = False  # as long as another process has the lock, that one runs them
+            is_mine = is_tidy = False  # while another process holds the lock, that one runs the batches
             problem = ""
             try:
                 while True:
                     self._news.clear()
                     try:
-                        is_mine = is_mine or _took(lock)
+                        is_mine = is_mine or _try_lock(lock)
                         if is_mine and not is_tidy:
                             await asyncio.to_thread(self._files.tidy)
                             await asyncio.to_thread(self._batches.tidy)
@@ -98,9 +98,9 @@ class BatchRunner:
                         if is_mine:
                             self._look(await asyncio.to_thread(self._batches.unfinished), slots)
                         problem = ""
-                    except OSError as error:  # no more open files, say: batches wait, and are looked for again
-                        if str(error) != problem:  # else it has been said
-                            log.warning("batches cannot be looked for: %s", error.strerror)
+                    except OSError as error:  # too many open files, for example: batches wait for the next check
+                        if str(error) != problem:  # log the same problem once
+                            log.warning("cannot check for new batches: %s", error.strerror)
                         problem = str(error)
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_SECONDS):
@@ -112,7 +112,7 @@ class BatchRunner:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _look(self, unfinished: list[Unfinished], slots: asyncio.Semaphore) -> None:
-        """One of them may have ended since it was found: whoever takes it up sees that."""
+        """Start unfinished batches and pass cancellations on. A batch may have ended since it was listed: `_Run` handles that."""
         for batch_id, is_cancelled in unfinished:
             if batch_id not in self._running:
                 if len(self._running) >= MAX_ACTIVE and not is_cancelled:
@@ -125,10 +125,10 @@ class BatchRunner:
     async def _guard(self, batch_id: str, slots: asyncio.Semaphore) -> None:
         try:
             await _Run(self, self._batches.load(batch_id), slots, self._cancelled[batch_id]).run()
-        except NotFound:  # somebody took its card away: there is nothing to run
+        except NotFound:  # its card was removed from the folder: there is nothing to run
             self._batches.forget(batch_id)
         except Exception:
-            log.exception("batch %s could not be brought to its end; the next try is in %d s", batch_id, PAUSE_SECONDS)
+            log.exception("batch %s could not be finished; trying again in %d s", batch_id, PAUSE_SECONDS)
             await asyncio.sleep(PAUSE_SECONDS)
         finally:
             del self._running[batch_id], self._cancelled[batch_id]
@@ -136,7 +136,7 @@ class BatchRunner:
 
 
 class _Run:
-    """One batch, from wherever it is to its end. Whatever ends it, the answers that it has become its output."""
+    """Runs one batch from its current state to its end. However it ends, the answers so far become its output."""
 
     def __init__(self, runner: BatchRunner, batch: Batch, slots: asyncio.Semaphore, cancelled: asyncio.Event) -> None:
         self._files, self._batches = runner._files, runner._batches
@@ -146,12 +146,12 @@ class _Run:
         self._batch = batch
         self._slots, self._cancelled = slots, cancelled
         self._tally, self._seen = Tally(), Seen()
-        self._knows_all = False  # that was written so far
+        self._knows_all = False  # whether all earlier records were read back
         self._num_written = 0
         self._next_save = 0.0
 
     async def run(self) -> None:
-        if self._batch.has_ended:  # its process died just before it could put this away
+        if self._batch.has_ended:  # its process died before it removed the open marks
             return self._batches.end(self._batch)
         try:
             with contextlib.ExitStack() as stack:
@@ -163,14 +163,14 @@ class _Run:
                     with contextlib.suppress(_Refused):
                         await asyncio.to_thread(self._read_back)
                 if not self._has_files:
-                    await asyncio.to_thread(self._name_the_rest)
+                    await asyncio.to_thread(self._record_unanswered)
             await asyncio.to_thread(self._finish)
         finally:
             self._seen.close()
 
     @property
     def _has_files(self) -> bool:
-        """All is written; what was, is a file or about to be one."""
+        """Whether all records are written and the output files have their ids."""
         return self._batch.output_file_id is not None or self._batch.error_file_id is not None
 
     def _read_back(self) -> None:
@@ -179,12 +179,12 @@ class _Run:
                 read_back(file, "the output", self._seen, self._tally)
             except ConfigError as error:
                 log.error("batch %s: %s", self._batch.id, error.message)
-                words = "what the batch has written so far cannot be read back; it is kept as it is"
+                words = "the records written so far cannot be read back; they are kept as they are"
                 raise _Refused([BatchError("server_error", words)]) from None
         self._knows_all = True
 
     async def _outcome(self) -> tuple[Status, list[BatchError]]:
-        """How it ends: by itself, because somebody asked, because its time is up, or because it cannot go on."""
+        """Work until the batch is completed, cancelled, expired or failed. Returns (outcome, errors)."""
         try:
             await asyncio.to_thread(self._read_back)
             return await self._until_over(), []
@@ -194,7 +194,7 @@ class _Run:
             return "failed", [BatchError("storage_full", f"the answers cannot be stored ({error.strerror})")]
         except Exception as error:
             log.exception("batch %s failed", self._batch.id)
-            words = f"the server could not run this batch ({type(error).__name__}); its log says why"
+            words = f"the server could not run this batch ({type(error).__name__}); see the server's log"
             return "failed", [BatchError("server_error", words)]
 
     async def _until_over(self) -> Status:
@@ -226,7 +226,7 @@ class _Run:
         return self._ask(url, body, self._owner)
 
     def _validate(self) -> int:
-        """The number of requests. Raises _Refused where a line is none: OpenAI's batches run whole or not at all."""
+        """Return the number of requests. Raises _Refused if a line is bad: as at OpenAI, such a batch does not run at all."""
         errors: list[BatchError] = []
         ids, total = Seen(), 0
         try:
@@ -254,11 +254,12 @@ class _Run:
         try:
             return self._batches.open_input(self._batch.id)
         except FileNotFoundError:
-            words = "the lines of the input file are gone from the server's folder"
+            words = "the lines of the input file were removed from the server's folder"
             raise _Refused([BatchError("invalid_file", words, param="input_file_id")]) from None
 
     def _unanswered(self, file: BinaryIO) -> Iterator[Line | BadLine | None]:
-        """A bad line among them passed when the batch began, by the rules of a server before this one."""
+        """Yield each line, or None if it has a record already. A line may be bad though the batch passed validation, if an
+        earlier server with other rules validated it."""
         for line in read_lines(file, self._rules):
             key = line.number if line.custom_id is None else line.custom_id
             yield None if key in self._seen else line
@@ -271,7 +272,7 @@ class _Run:
         self._num_written += 1
         if self._num_written % LOOK_EVERY_RECORDS == 0:
             try:
-                await asyncio.to_thread(self._files.check_room)  # it looks at every file
+                await asyncio.to_thread(self._files.check_room)  # it stats every file
             except InvalidRequest as error:
                 raise _Refused([BatchError("storage_full", error.message)]) from None
         if (now := time.monotonic()) >= self._next_save:
@@ -279,7 +280,7 @@ class _Run:
             self._change(request_counts=self._counts(), usage=self._usage())
 
     def _decide(self, outcome: Status, reasons: list[BatchError]) -> None:
-        """From here on it ends so, whoever takes it up."""
+        """Save the outcome. A process that resumes the batch after this keeps it."""
         now = int(time.time())
         self._change(
             **({} if outcome == "completed" else {f"{outcome}_at": now}),
@@ -293,8 +294,8 @@ class _Run:
     def _decided(self) -> Status:
         return next((name for name in OUTCOMES if getattr(self._batch, f"{name}_at") is not None), "completed")
 
-    def _name_the_rest(self) -> None:
-        """Lines without an answer get a record that says why."""
+    def _record_unanswered(self) -> None:
+        """Write a record that says why for every line without an answer."""
         batch = self._batch
         why = WHY_NOT_ANSWERED.get(self._decided) or (batch.errors.data[0] if batch.errors else None)
         if why is None or why.code == "storage_full" or batch.in_progress_at is None or not self._knows_all:
@@ -307,10 +308,10 @@ class _Run:
                         self._errors.write(encode_record(record))
                         self._tally.count(record)
         except (OSError, _Refused):
-            log.exception("batch %s: lines that were not answered could not be named", batch.id)
+            log.exception("batch %s: the records of unanswered lines could not be written", batch.id)
 
     def _finish(self) -> None:
-        """Outputs become files, then the batch says so. Killed in between, the next to take it up does the rest."""
+        """Make the outputs files, then end the batch. If this process is killed in between, the next one completes it."""
         batch, outcome = self._batch, self._decided
         paths = self._batches.outputs(batch.id)
         if not self._has_files:
@@ -343,7 +344,7 @@ class _Run:
         )
 
 
-def _took(lock: BinaryIO) -> bool:
+def _try_lock(lock: BinaryIO) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

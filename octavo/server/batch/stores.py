@@ -1,5 +1,4 @@
-"""The one place of files and batches that the endpoints of this process share.
-Knows nothing of HTTP or of what is stored."""
+"""The file store and batch store that the endpoints of this process share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ class Stores:
 
 
 def open_stores(service: Service) -> Callable[[], Stores]:
-    """Raises Unsupported when called, where this process was given no folder."""
+    """Return a function that gives the stores. It raises Unsupported if this process has no folder for them."""
     config = service.config.batches
     if not config.files_folder:
 
         def refuse() -> Stores:
-            raise Unsupported("files and batches are not offered here: this server was given no folder for them")
+            raise Unsupported("files and batches are not available: this server has no folder for them")
 
         return refuse
     root = Path(config.files_folder)

@@ -1,23 +1,22 @@
-// One answer on the screen: its text token by token with what else was likely, its thoughts, its tool calls.
-// Knows nothing of requests or controls: chunks come in, a card grows.
+// One answer on the screen: its text token by token with alternatives, its reasoning, its tool calls.
 
 import { element } from "./common.js";
 
 export class Answer {
-  // `tip`: what floats beside a token; `told`: where a screen reader hears of it.
+  // `tip`: the tooltip of a token; `told`: the live region for screen readers.
   constructor(tip, told) {
     this.text = "";
     this.thought = "";
-    this.calls = []; // as the API tells them
-    this.started = 0; // when the first piece came
+    this.calls = []; // in the API's format
+    this.started = 0; // when the first piece arrived
     this.isStopped = false;
-    this.isSaid = false; // it is among the messages
+    this.isSaid = false; // whether it is in `messages`
     this.usage = null;
     this.reason = "";
-    this.at = -1; // the token that the keyboard is at
+    this.at = -1; // the token selected with the keyboard
     Object.assign(this, { tip, told });
     this.thoughtBox = element("div", { class: "thought hidden" });
-    this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; arrow keys tell how likely each token was" });
+    this.textBox = element("div", { class: "text", tabindex: 0, role: "group", "aria-label": "answer; the arrow keys show each token's probability" });
     this.callBox = element("div", {});
     this.who = element("div", { class: "who" }, element("span", { text: "assistant" }));
     this.card = element("article", { class: "message assistant", "aria-busy": "true" }, this.who, this.thoughtBox, this.textBox, this.callBox);
@@ -46,7 +45,7 @@ export class Answer {
 
   write(piece, tokens) {
     this.text += piece;
-    // Tokens' texts and the piece agree but where a character lies across tokens: then the piece is right.
+    // The tokens' texts add up to the piece, unless a character is split over several tokens: then the piece is right.
     const isWhole = tokens?.length && tokens.map((token) => token.token).join("") === piece;
     if (!isWhole) this.textBox.append(tokens?.length === 1 ? this.span(piece, tokens[0]) : piece);
     else for (const token of tokens) this.textBox.append(this.span(token.token, token));
@@ -55,7 +54,7 @@ export class Answer {
   span(text, token) {
     const span = element("span", { class: "token", text });
     const doubt = 1 - Math.exp(token.logprob);
-    span.style.borderBottomColor = `color-mix(in srgb, var(--warn) ${(100 * doubt).toFixed(0)}%, transparent)`; // doubtful tokens are underlined
+    span.style.borderBottomColor = `color-mix(in srgb, var(--warn) ${(100 * doubt).toFixed(0)}%, transparent)`; // unlikely tokens are underlined
     span.odds = [token, ...token.top_logprobs.filter((other) => other.token !== token.token)]
       .map((other) => `${JSON.stringify(other.token)} ${(Math.exp(other.logprob) * 100).toFixed(1)} %`);
     span.addEventListener("pointerenter", () => this.show(span));
@@ -101,10 +100,10 @@ export class Answer {
     );
   }
 
-  // Fields for what the tools answer; `onGiven` gets the messages.
+  // Show a field for each tool's result; `onGiven` gets the messages.
   askResults(onGiven) {
     const fields = this.calls.map((call, place) => {
-      const field = element("textarea", { rows: 1, "aria-label": `result of ${call.function.name}`, placeholder: `what ${call.function.name} answers` });
+      const field = element("textarea", { rows: 1, "aria-label": `result of ${call.function.name}`, placeholder: `result of ${call.function.name}` });
       this.callBox.children[place].append(field);
       return field;
     });
@@ -125,7 +124,7 @@ export class Answer {
     return message;
   }
 
-  // It is over, for now. `show` opens its journey.
+  // The answer has ended, or was stopped. `show` opens its journey.
   done(show) {
     this.card.setAttribute("aria-busy", "false");
     if (this.who.childElementCount === 1) this.who.append(element("button", { type: "button", class: "plain", text: "journey", onclick: () => this.showJourney() }));
@@ -140,6 +139,6 @@ export class Answer {
     const tokens = this.usage ? `${this.usage.prompt_tokens} → ${this.usage.completion_tokens} tokens` : "";
     const spent = (performance.now() - this.started) / 1000;
     const rate = this.usage?.completion_tokens > 1 && spent > 0 ? `${((this.usage.completion_tokens - 1) / spent).toFixed(0)} tokens/s` : "";
-    return [`ended by ${this.reason}`, tokens, rate].filter(Boolean).join(", ");
+    return [`finished (${this.reason})`, tokens, rate].filter(Boolean).join(", ");
   }
 }

@@ -1,5 +1,4 @@
-// The cockpit: follows the live feed and draws it. What it shows is what the feed says; nothing is made up here.
-// Knows nothing of how the server comes to its numbers.
+// The cockpit: follows the live feed and draws it. It shows what the feed says; the page itself measures nothing.
 
 import { ask, colour, count, element, events, find, keyDialog, percent, seconds, theme } from "./common.js";
 import { Batch, PageMap, drawHost, drawSpark, ownerColour } from "./drawing.js";
@@ -7,21 +6,21 @@ import { Past } from "./past.js";
 import { openJourney, journeyButton, touch } from "./inspect.js";
 import { keepRows, write } from "./rows.js";
 
-const STAGE_SECONDS = 60; // stages' times are means over what ended in this long
-const SPEAK_SECONDS = 15; // a screen reader is not told more often, while the reason stays the same
+const STAGE_SECONDS = 60; // stage times are averages over the requests that ended in this time
+const SPEAK_SECONDS = 15; // while the reason stays the same, announce it to screen readers at most this often
 const MAX_ENDED = 200, MAX_ROWS = 60, MAX_TABLE = 250;
 const STAGES = [
-  ["receive", "① receive", "Requests that are here, and how long it takes to read and parse one"],
-  ["queue", "② queue, schedule", "Requests without a row, and how long those of the last minute waited"],
-  ["tokenize", "③ tokenize", "From text to token ids, for a request"],
-  ["embed", "④ embed", "Prompt tokens that enter the model; below, those that were found computed"],
-  ["transform", "⑤ transform", "How long a step takes, and how many there are"],
-  ["pages", "⑥ KV pages", "Pages that requests hold"],
-  ["decode", "⑦ decode", "Tokens that come out, and rows that decode"],
-  ["stream", "⑧ stream", "Requests that end, and how long it takes to write the last bytes"],
+  ["receive", "① receive", "Open requests, and the time to read and parse one"],
+  ["queue", "② queue, schedule", "Requests without a row, and how long requests of the last minute waited"],
+  ["tokenize", "③ tokenize", "Time to turn a request's text into token ids"],
+  ["embed", "④ embed", "Prompt tokens that enter the model; below, those found in the prefix cache"],
+  ["transform", "⑤ transform", "Time of a step, and steps per second"],
+  ["pages", "⑥ KV pages", "KV pages that requests hold"],
+  ["decode", "⑦ decode", "Generated tokens, and rows that decode"],
+  ["stream", "⑧ stream", "Finished requests, and the time to write their last bytes"],
 ];
-const REASONS = { grammar: "its grammar to be compiled", rows: "a free row", pages: "free pages", budget: "room in the step's tokens", order: "those before it", step: "the end of the step" };
-const LANES = { new: "new", preempted: "back, after pages ran out", grammar: "until their grammars are compiled" };
+const REASONS = { grammar: "its grammar", rows: "a free row", pages: "free pages", budget: "the step's token budget", order: "earlier requests", step: "the end of the step" };
+const LANES = { new: "new", preempted: "preempted", grammar: "waiting for their grammars" };
 
 const map = new PageMap(find("map")), batch = new Batch(find("batch"));
 const past = new Past();
@@ -39,7 +38,7 @@ for (const [name, title, tip] of STAGES) {
 }
 find("legend").append(
   ...["free", "cached", "shared"].map((name) => element("span", {}, element("i", { "data-colour": name, class: name }), element("span", { id: `count-${name}`, text: name }))),
-  element("span", {}, element("i", { class: "owned" }), element("span", { id: "count-owned", text: "one request's" })),
+  element("span", {}, element("i", { class: "owned" }), element("span", { id: "count-owned", text: "used by one request" })),
   element("span", { id: "count-host", class: "hidden" }),
   element("span", { id: "count-per", class: "hidden" }),
 );
@@ -57,7 +56,7 @@ async function follow() {
         take(JSON.parse(event.data));
         connection("live");
       }
-      connection("lost", "the server has ended the feed");
+      connection("lost", "the server has closed the feed");
     } catch (error) {
       if (mine.signal.aborted) return;
       connection("lost", error.status ? error.message : "the server cannot be reached");
@@ -78,7 +77,7 @@ function connection(is, why = "") {
   document.body.dataset.stale = is === "lost" && state ? "yes" : "no";
   find("connection").dataset.state = is;
   write(find("connection"), is === "live" ? (restartedAt ? `live · engine restarted ${restartedAt}` : "live") : `no connection since ${lostAt}`);
-  if (is === "lost") advise(`${why[0].toUpperCase()}${why.slice(1)}.${state ? ` What you see is how it was at ${lostAt}.` : ""} Trying again.`, "lost");
+  if (is === "lost") advise(`${why[0].toUpperCase()}${why.slice(1)}.${state ? ` This page shows the state at ${lostAt}.` : ""} Reconnecting.`, "lost");
 }
 
 async function loadModel() {
@@ -86,13 +85,13 @@ async function loadModel() {
     const models = await (await ask("/v1/models")).json();
     write(find("model"), `${models.data[0].id} · context ${count(models.data[0].max_model_len)}`);
   } catch {
-    // Told by the feed's own error.
+    // The feed reports the same error.
   }
 }
 
 function take(news) {
   if (news.pages) {
-    // The whole: a new feed, perhaps of another engine.
+    // The complete map: a new feed begins, perhaps of another engine.
     const bytes = Uint8Array.from(atob(news.pages), (letter) => letter.charCodeAt(0));
     map.codes = new Uint16Array(bytes.buffer);
     if (state && news.totals.steps < state.totals.steps) restartedAt = clock();
@@ -109,7 +108,7 @@ function take(news) {
   if (!isPaused) schedule();
 }
 
-// Not while the tab is hidden, and not twice between two frames.
+// Draw in the next frame: not while the tab is hidden, and at most once a frame.
 function schedule() {
   if (isDue) return;
   isDue = true;
@@ -128,7 +127,7 @@ function draw() {
   const rate = past.rates();
   drawLine(rate);
   write(find("step"), `step ${count(state.step)}`);
-  if (!lostAt) advise(state.advice || (state.rows.length ? "Nothing has to wait." : "Nothing to do: no request is here."), state.blocked_by || (state.advice ? "other" : "none"));
+  if (!lostAt) advise(state.advice || (state.rows.length ? "No request is waiting." : "Nothing to do: there are no requests."), state.blocked_by || (state.advice ? "other" : "none"));
   drawSparks();
   map.draw();
   drawHost(find("host"), state.num_host_pages, state.waiting.filter((wait) => wait[5]).map((wait) => [wait[0], wait[5]]));
@@ -157,14 +156,14 @@ function drawLine(rate) {
   const meanOf = stageMeans();
   const prompts = state.rows.filter((row) => row[3]).length;
   const values = {
-    receive: [`${count(state.rows.length + state.num_waiting)} here`, `parsed in ${seconds(meanOf("receive", "parse"))}`],
-    queue: [`${count(state.num_waiting)} waiting`, state.num_waiting ? `the oldest ${seconds(Math.max(...state.lanes.map((lane) => lane[2])))}` : `waited ${seconds(meanOf("queue", "preempted"))}`],
-    tokenize: [seconds(meanOf("tokenise")), "a request"],
+    receive: [`${count(state.rows.length + state.num_waiting)} open`, `parsed in ${seconds(meanOf("receive", "parse"))}`],
+    queue: [`${count(state.num_waiting)} waiting`, state.num_waiting ? `oldest ${seconds(Math.max(...state.lanes.map((lane) => lane[2])))}` : `waited ${seconds(meanOf("queue", "preempted"))}`],
+    tokenize: [seconds(meanOf("tokenise")), "per request"],
     embed: [`${count(rate.prompt_tokens)}/s`, `${count(rate.cached_tokens)}/s cached`],
-    transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `a step · ${rate.steps.toFixed(0)}/s`],
+    transform: [`${seconds(mean(rate.busy_seconds, rate.steps))}`, `per step · ${rate.steps.toFixed(0)}/s`],
     pages: [percent(used() / Math.max(1, state.num_pages)), `${count(used())} of ${count(state.num_pages)}`],
     decode: [`${count(rate.generation_tokens)}/s`, `tokens · ${count(state.rows.length - prompts)} rows`],
-    stream: [`${rate.finished.toFixed(1)}/s`, `ended · flush ${seconds(meanOf("detokenise", "flush"))}`],
+    stream: [`${rate.finished.toFixed(1)}/s`, `finished · flush ${seconds(meanOf("detokenise", "flush"))}`],
   };
   for (const item of find("line").children) {
     const [value, more] = values[item.dataset.stage];
@@ -176,14 +175,14 @@ function drawLine(rate) {
 function drawSparks() {
   const kinds = [
     ["ttft", "time to first token", seconds, 0], ["itl", "time between tokens", seconds, 0],
-    ["rate", "tokens a second", (value) => (value === null ? "–" : count(value)), 0], ["pages", "pages in use", percent, 1],
+    ["rate", "tokens per second", (value) => (value === null ? "–" : count(value)), 0], ["pages", "pages in use", percent, 1],
   ];
   for (const [name, words, format, most] of kinds) {
     const points = past.sparks[name], value = find(`value-${name}`);
     const now = past.now(name), latest = now ?? points.findLast((point) => point[1] !== null)?.[1] ?? null;
     const highest = points.reduce((top, point) => Math.max(top, point[1] ?? 0), 0);
     write(value, format(latest));
-    value.classList.toggle("old", now === null); // the last there was
+    value.classList.toggle("old", now === null); // no current value: the last known one is shown
     value.title = `at most ${format(highest)} in the last five minutes`;
     const canvas = find(`spark-${name}`);
     canvas.setAttribute("aria-label", `${words}: ${format(latest)}, at most ${format(highest)} in the last five minutes`);
@@ -197,11 +196,11 @@ function drawLegend() {
   write(find("count-free"), `free ${count(state.num_free_pages)}`);
   write(find("count-cached"), `cached ${count(state.num_cached_pages)}`);
   write(find("count-shared"), `shared ${count(state.num_shared_pages)}`);
-  write(find("count-owned"), `one request's ${count(used() - state.num_shared_pages)}`);
+  write(find("count-owned"), `used by one request ${count(used() - state.num_shared_pages)}`);
   find("count-host").classList.toggle("hidden", !state.num_host_pages);
   write(find("count-host"), `swapped out ${count(state.num_host_pages_used)} of ${count(state.num_host_pages)}`);
   find("count-per").classList.toggle("hidden", map.per === 1);
-  write(find("count-per"), `a cell is ${map.per} pages`);
+  write(find("count-per"), `one cell is ${map.per} pages`);
 }
 
 function drawBatch() {
@@ -225,7 +224,7 @@ function drawQueue() {
   find("lanes").replaceChildren(
     ...state.lanes.map(([name, number, oldest]) => {
       const bar = element("div", { class: "bar", style: `width:${((100 * number) / most).toFixed(1)}%` });
-      const words = `${LANES[name] || name}${oldest ? `, the oldest for ${seconds(oldest)}` : ""}`;
+      const words = `${LANES[name] || name}${oldest ? `, oldest ${seconds(oldest)}` : ""}`;
       return element("div", { class: "lane" }, element("span", { class: "number", text: count(number) }), element("div", {}, bar, element("span", { text: words })));
     }),
   );
@@ -236,7 +235,7 @@ function drawQueue() {
     (wait) => wait[0],
     (wait) => [element("td", {}, journeyButton(wait[0])), cell(), cell("right number"), cell("right number")],
     (cells, [, reason, since, promptLen, isPreempted]) => {
-      write(cells[1], (REASONS[reason] || reason) + (isPreempted ? ", had to leave its row" : ""));
+      write(cells[1], `${REASONS[reason] || reason}${isPreempted ? " (preempted)" : ""}`);
       write(cells[2], seconds(since));
       write(cells[3], count(promptLen));
     },
@@ -254,7 +253,7 @@ function drawEnded() {
       const parts = [["wait", sum("queue", "preempted", "restart")], ["prompt", sum("prefill", "recompute")], ["decode", sum("decode", "several", "engine")]];
       const bar = element("div", { class: "mini", title: parts.map(([, spent]) => seconds(spent)).join(" · ") });
       bar.append(...parts.map(([kind, spent]) => element("i", { "data-kind": kind, style: `width:${((100 * spent) / Math.max(1e-9, end.seconds)).toFixed(1)}%` })));
-      const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "left" : end.status });
+      const status = element("td", { class: `right number${end.status >= 400 ? " bad" : ""}`, text: end.status === 499 ? "aborted" : end.status });
       return [
         element("td", {}, journeyButton(end.id)),
         status,
@@ -265,7 +264,7 @@ function drawEnded() {
           { class: "wide" },
           bar,
           element("span", { class: "unseen", text: parts.map(([kind, spent]) => `${kind} ${seconds(spent)}`).join(", ") }),
-          ...(end.preemptions ? [element("small", { class: "faint", text: `left its row ${end.preemptions} ×` })] : []),
+          ...(end.preemptions ? [element("small", { class: "faint", text: `preempted ${end.preemptions} ×` })] : []),
         ),
       ];
     },
@@ -286,7 +285,7 @@ touch({
 
 find("pause").addEventListener("click", () => {
   isPaused = !isPaused;
-  write(find("pause"), isPaused ? "Go on" : "Pause");
+  write(find("pause"), isPaused ? "Resume" : "Pause");
   find("pause").setAttribute("aria-pressed", String(isPaused));
   if (!isPaused) schedule();
 });

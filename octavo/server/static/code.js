@@ -1,7 +1,7 @@
-// A request as text that runs elsewhere: curl, or Python with OpenAI's client.
-// Knows nothing of the page; a key is named by its environment variable, never written.
+// A request as code to run elsewhere: curl, or Python with OpenAI's client. The API key is never written, only the name of its
+// environment variable.
 
-const OWN = ["top_k", "min_p", "add_generation_prompt", "continue_final_message"]; // fields that OpenAI's client does not know
+const OWN = ["top_k", "min_p", "add_generation_prompt", "continue_final_message"]; // fields that OpenAI's client does not have
 
 export function asCurl(base, request, hasKey) {
   const quoted = JSON.stringify(request, null, 2).replaceAll("'", "'\\''");
@@ -41,7 +41,7 @@ function pythonValue(value, depth) {
   return `${open}\n${items.map((item) => `${pad}${item},`).join("\n")}\n${"    ".repeat(depth)}${close}`;
 }
 
-// The clipboard, also where the page did not come over TLS and browsers hide it.
+// Copy to the clipboard, also on pages without TLS, where browsers hide navigator.clipboard.
 export async function copy(text, fallback) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   getSelection().selectAllChildren(fallback);

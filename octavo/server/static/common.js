@@ -1,7 +1,6 @@
-// What both pages share: the key, the theme, server-sent events, numbers for people.
-// Knows nothing of what the events say.
+// Shared by both pages: the API key, the theme, server-sent events, number formats.
 
-const root = new URL(".", import.meta.url).pathname.replace(/pages\/$/, ""); // where the server lies below a proxy's prefix
+const root = new URL(".", import.meta.url).pathname.replace(/pages\/$/, ""); // the server's path, with a proxy's prefix
 
 export const url = (path) => root + path.replace(/^\//, "");
 export const find = (id) => document.getElementById(id);
@@ -10,7 +9,7 @@ export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") made.textContent = value;
-    else if (name === "style") made.style.cssText = value; // an attribute would be refused by the content policy
+    else if (name === "style") made.style.cssText = value; // the content policy refuses a style attribute
     else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value !== undefined) made.setAttribute(name, value);
   }
@@ -18,12 +17,12 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// ── the key: kept by this browser tab alone, and sent to nobody but this server ──
+// ── the API key: kept by this browser tab only, and sent only to this server ──
 const KEY = "octavo-key";
 export const key = () => sessionStorage.getItem(KEY) || "";
 export const bearer = () => (key() ? { Authorization: `Bearer ${key()}` } : {});
 
-// Whether the server asks for one: also where the browser itself shows it, and this page has never seen it.
+// Whether the server requires a key, even if the browser itself sends it and this page has never seen it.
 export const isLocked = async () => (await fetch(url("/version"), { credentials: "omit" })).status === 401;
 
 export class Refused extends Error {
@@ -40,7 +39,7 @@ export async function ask(path, options = {}) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // Not the server's own words: a proxy's page, perhaps.
+    // Not an error of our server: perhaps a proxy's page.
   }
   throw new Refused(response.status, message);
 }
@@ -51,7 +50,7 @@ export function keyDialog(onChange) {
     "dialog",
     { "aria-label": "API key" },
     element("h2", { text: "API key" }),
-    element("p", { text: "This server asks for a key. It is kept until you close this tab." }),
+    element("p", { text: "This server requires an API key. It is kept until you close this tab." }),
     element(
       "form",
       {
@@ -72,7 +71,7 @@ export function keyDialog(onChange) {
   };
 }
 
-// ── theme: the system's until one is chosen ──
+// ── theme: the system's until the user chooses one ──
 export function theme(button, onChange = () => {}) {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const show = () => {
@@ -92,7 +91,7 @@ export function theme(button, onChange = () => {}) {
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-// ── server-sent events, by fetch: an EventSource cannot send a key ──
+// ── server-sent events by fetch: an EventSource cannot send a key ──
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -115,7 +114,7 @@ export async function* events(response) {
   }
 }
 
-// ── numbers for people ──
+// ── number formats ──
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;

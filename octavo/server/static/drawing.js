@@ -1,10 +1,9 @@
-// Canvases: the map of pages, the batch, sparklines. Each is handed numbers and draws them.
-// Knows nothing of the feed.
+// Canvases: the map of pages, the batch, sparklines. Each draws the numbers that it is given.
 
 import { colour } from "./common.js";
 
 const FREE = 0, CACHED = 1, SHARED = 2;
-const SMALLEST = 2.5; // pixels of a page's cell; below that one cell stands for several pages
+const SMALLEST = 2.5; // pixels of a page's cell; below that one cell shows several pages
 
 // A canvas's drawing context in CSS pixels, sharp on dense screens.
 function prepare(canvas) {
@@ -22,17 +21,17 @@ function prepare(canvas) {
   return { context, width, height };
 }
 
-// Neighbours differ; none is near the yellow of shared pages.
+// A colour for a request. Neighbouring codes differ; no colour is near the yellow of shared pages.
 export function ownerColour(code) {
   const isDark = document.documentElement.dataset.theme === "dark";
   return `hsl(${(75 + ((code * 137.508) % 300)).toFixed(0)} 60% ${isDark ? 62 : 46}%)`;
 }
 
-// What both maps share: places in a grid that a pointer and the arrow keys can be at.
+// Base of both maps: places in a grid, selected with the pointer or the arrow keys.
 class Grid {
   constructor(canvas) {
     this.canvas = canvas;
-    this.cursor = -1; // the place that the keyboard is at
+    this.cursor = -1; // the place selected with the keyboard
   }
 
   point(event) {
@@ -40,7 +39,7 @@ class Grid {
     return [event.clientX - box.left, event.clientY - box.top];
   }
 
-  // `step` by key; false: the key is none of ours.
+  // Move the cursor by steps[key]. False: the key is not handled here.
   go(key, steps, count) {
     if (!(key in steps) || !count) return false;
     this.cursor = Math.max(0, Math.min(count - 1, this.cursor < 0 ? 0 : this.cursor + steps[key]));
@@ -52,7 +51,7 @@ export class PageMap extends Grid {
   constructor(canvas) {
     super(canvas);
     this.codes = new Uint16Array(0);
-    this.highlight = 0; // an owner whose pages stand out
+    this.highlight = 0; // code of the owner whose pages are highlighted
     this.columns = this.cell = this.per = 1;
   }
 
@@ -68,7 +67,7 @@ export class PageMap extends Grid {
     return places;
   }
 
-  // Of several pages in one place the busiest is shown.
+  // If a place holds several pages, the code of the busiest: shared, then owned, then cached.
   code(place) {
     if (this.per === 1) return this.codes[place];
     let found = FREE;
@@ -103,7 +102,7 @@ export class PageMap extends Grid {
     context.fillStyle = colour("text");
     context.globalAlpha = this.highlight ? 0.3 : 0.75;
     for (const [x, y] of dots) {
-      // Not by colour alone: a shared page has a mark.
+      // A shared page also has a dot, so that colour is not the only difference.
       context.beginPath();
       context.arc(x, y, Math.max(1.2, cell / 9), 0, 2 * Math.PI);
       context.fill();
@@ -116,12 +115,12 @@ export class PageMap extends Grid {
     }
   }
 
-  // The first page of a place, and the last.
+  // The first and the last page of a place.
   pages(place) {
     return [place * this.per, Math.min(this.codes.length, (place + 1) * this.per) - 1];
   }
 
-  // The place under a pointer; -1: none.
+  // The place under the pointer; -1: none.
   at(event) {
     const [x, y] = this.point(event);
     const column = Math.floor(x / this.cell), place = Math.floor(y / this.cell) * this.columns + column;
@@ -134,7 +133,7 @@ export class PageMap extends Grid {
   }
 }
 
-// Host pages: taken ones first, a colour for each request that was moved there.
+// Host pages: used ones first, one colour for each swapped-out request.
 export function drawHost(canvas, total, taken) {
   canvas.classList.toggle("hidden", !total);
   if (!total) return;
@@ -150,8 +149,8 @@ export function drawHost(canvas, total, taken) {
   }
 }
 
-// One bar for each row: how far it is on the way to the longest it may become; in violet what it computes of its prompt.
-// With names while there is room for them; then in as many columns as it takes.
+// One bar for each row: its length relative to its maximum length; violet while it computes its prompt. Rows have names while
+// there is room for them, otherwise as many columns as needed.
 export class Batch extends Grid {
   constructor(canvas) {
     super(canvas);

@@ -1,12 +1,11 @@
-// What a page or a row is, when it is pointed at or walked to, and the journey of a request in a dialog.
-// Knows nothing of the feed: it is handed the maps and asks the server by name.
+// Describes the page or row under the pointer or the keyboard's cursor, and shows a request's journey in a dialog.
 
 import { ask, count, element, find } from "./common.js";
 import { shorten } from "./drawing.js";
 import { facts, waterfall } from "./waterfall.js";
 import { write } from "./rows.js";
 
-const KINDS = ["free", "cached: nobody's now, kept for a prompt that begins alike", "shared"];
+const KINDS = ["free", "cached: not in use, kept for prompts with the same prefix", "shared"];
 const FIRST_OWNER = 3;
 const MAX_NAMED = 12;
 
@@ -20,7 +19,7 @@ export async function openJourney(id) {
   write(find("journey-id"), id);
   find("journey-body").replaceChildren(element("p", { class: "faint", text: "…" }));
   if (!dialog.open) dialog.showModal();
-  // One that is under way goes on while it is looked at.
+  // The journey of a running request is updated while the dialog is open.
   while (turn === shown && dialog.open) {
     try {
       const journey = await (await ask(`/v1/requests/${encodeURIComponent(id)}`)).json();
@@ -40,30 +39,30 @@ export async function openJourney(id) {
 export function touch({ map, batch, rows, redraw }) {
   const ownerOf = (place) => rows().find((row) => row.owner === map.code(place));
 
-  function tellPlace(place) {
+  function describePlace(place) {
     const [first, last] = map.pages(place), code = map.code(place);
     const name = first === last ? `page ${first}` : `pages ${first} to ${last}`;
     if (code < FIRST_OWNER) return `${name}: ${KINDS[code]}`;
     const owner = ownerOf(place);
-    return `${name}: ` + (owner ? `of ${owner.name}` : "of one request");
+    return `${name}: ` + (owner ? `used by ${owner.name}` : "used by one request");
   }
 
-  const tellRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
-    `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} (${count(promptLen)} of the prompt), ${count(pages)} pages`;
+  const describeRow = ({ row, name, isPrompt, stepTokens, length, promptLen, maxLen, pages }) =>
+    `row ${row}: ${name}, ${isPrompt ? "computes its prompt" : "decodes"}, ${stepTokens} tokens in this step, ${count(length)} of at most ${count(maxLen)} tokens (prompt ${count(promptLen)}), ${count(pages)} pages`;
 
   let asked = 0;
   async function namePlace(place, show) {
-    show(tellPlace(place));
+    show(describePlace(place));
     if (map.per > 1 || map.code(place) < FIRST_OWNER - 1) return;
     const turn = ++asked, page = map.pages(place)[0];
-    await new Promise((resume) => setTimeout(resume, 120)); // a pointer that passes asks nothing
+    await new Promise((resume) => setTimeout(resume, 120)); // no request for a pointer that only passes
     if (turn !== asked) return;
     try {
       const { owners } = await (await ask(`/v1/live/pages/${page}`)).json();
       const more = owners.length > MAX_NAMED ? ` and ${owners.length - MAX_NAMED} more` : "";
-      if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "of"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
+      if (turn === asked && owners.length) show(`page ${page}: ${owners.length > 1 ? `shared by ${owners.length}:` : "used by"} ${owners.slice(0, MAX_NAMED).join(", ")}${more}`);
     } catch {
-      // What the map says has been shown.
+      // The description from the map has been shown already.
     }
   }
 
@@ -102,7 +101,7 @@ export function touch({ map, batch, rows, redraw }) {
         show(grid.cursor);
         redraw();
       } else if (event.key === "Enter" && grid.cursor >= 0) {
-        event.preventDefault(); // else it would press the button that has the focus next: the dialog's Close
+        event.preventDefault(); // otherwise Enter presses the button that gets the focus next: the dialog's Close
         open(grid.cursor);
       }
     });
@@ -122,13 +121,13 @@ export function touch({ map, batch, rows, redraw }) {
   };
   const openRow = (place) => rows()[place] && openJourney(rows()[place].request);
   const mark = (code) => highlight(code >= FIRST_OWNER ? code : 0);
-  hover(map, map.canvas, (place, tell) => {
+  hover(map, map.canvas, (place, show) => {
     mark(map.code(place));
-    namePlace(place, tell);
+    namePlace(place, show);
   });
-  hover(batch, batch.canvas, (place, tell) => {
+  hover(batch, batch.canvas, (place, show) => {
     mark(rows()[place].owner);
-    tell(tellRow(rows()[place]));
+    show(describeRow(rows()[place]));
   });
   keys(map, map.canvas, (place) => {
     mark(map.code(place));
@@ -136,6 +135,6 @@ export function touch({ map, batch, rows, redraw }) {
   }, openPlace);
   keys(batch, batch.canvas, (place) => {
     mark(rows()[place].owner);
-    write(find("row-told"), tellRow(rows()[place]));
+    write(find("row-told"), describeRow(rows()[place]));
   }, openRow);
 }

@@ -1,8 +1,7 @@
-// The last minutes as numbers: what the server kept before this page came, and what the feed has told since.
-// Knows nothing of canvases.
+// The numbers of the last five minutes: the history that the server sends first, then what the feed has sent since.
 
 const SPAN_SECONDS = 300;
-const RATE_SECONDS = 3; // rates are means over this long
+const RATE_SECONDS = 3; // rates are averages over this time
 const POINT_SECONDS = 1;
 const NAMES = ["time", "generation_tokens", "first_tokens", "first_token_seconds", "token_gaps", "token_gap_seconds", "preemptions", "used", "waiting"];
 
@@ -13,10 +12,10 @@ export class Past {
     this.span = SPAN_SECONDS;
     this.sparks = { ttft: [], itl: [], rate: [], pages: [] };
     this.points = []; // one a second, for the sparks
-    this.looks = []; // [time, totals] of the last seconds
+    this.looks = []; // [time, totals] of the last RATE_SECONDS
   }
 
-  // A feed begins: its past in place of ours. What we saw before that (an engine that has ended) stays, with a gap.
+  // A feed begins: its history replaces ours. Points before that, of an engine that has ended, stay, followed by a gap.
   begin(state) {
     const first = state.past.length ? state.past[0][0] : state.time;
     this.points = [];
@@ -25,7 +24,7 @@ export class Past {
       const before = points.filter((point) => point[0] < first && point[0] > first - SPAN_SECONDS);
       this.sparks[name] = before.length ? [...before, [first, null]] : [];
     }
-    for (const told of state.past) this.point(Object.fromEntries(NAMES.map((name, at) => [name, told[at]])), state.num_pages);
+    for (const past of state.past) this.point(Object.fromEntries(NAMES.map((name, at) => [name, past[at]])), state.num_pages);
   }
 
   add(state) {
@@ -43,7 +42,7 @@ export class Past {
     return Object.fromEntries(Object.entries(fresh).map(([name, value]) => [name, span > 0 ? (value - old[name]) / span : 0]));
   }
 
-  // What is true now; null: there was nothing to measure in the last seconds.
+  // The current value; null: there was nothing to measure in the last seconds.
   now(name) {
     const rate = this.rates();
     const known = { ttft: mean(rate.first_token_seconds, rate.first_tokens), itl: mean(rate.token_gap_seconds, rate.token_gaps), pages: this.share };

@@ -1,5 +1,4 @@
-// The playground: talks to /v1/chat/completions as any client does, and shows what came, token by token.
-// Knows nothing of the server beyond its public endpoints.
+// The playground: a client of /v1/chat/completions that shows answers token by token. It uses only public endpoints.
 
 import { ask, element, events, find, isLocked, keyDialog, theme, url } from "./common.js";
 import { Answer } from "./answer.js";
@@ -11,12 +10,12 @@ const SCHEMA = JSON.stringify(
   { type: "object", properties: { city: { type: "string" }, country: { type: "string" } }, required: ["city", "country"], additionalProperties: false }, null, 2);
 const TOOLS = JSON.stringify(
   [{ type: "function", function: { name: "weather", description: "The weather in a city", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }], null, 2);
-const messages = []; // what was said, as the API takes it
-let needsKey = false; // then what is copied brings one
+const messages = []; // the conversation, in the API's format
+let needsKey = false; // whether copied code must send an API key
 let model = "";
-let running = null; // the request that is under way
-let answer = null; // the one on the screen that is written, or was stopped
-let sent = null; // the last request, as it was sent
+let running = null; // AbortController of the running request
+let answer = null; // the last answer on the screen
+let sent = null; // the last request as it was sent
 const showKey = keyDialog(load);
 
 async function load() {
@@ -90,7 +89,7 @@ async function send(isResumed = false) {
   follow(true);
   running = new AbortController();
   buttons();
-  status("asking");
+  status("waiting for the first token");
   const mine = answer;
   let id = "";
   try {
@@ -150,10 +149,10 @@ function buttons() {
   const isCut = answer && (answer.isStopped || answer.reason === "length");
   const isText = find("format").value === "text";
   find("resume").disabled = running !== null || !isCut || !answer.text || answer.calls.length > 0 || !isText;
-  find("resume").title = isText ? "Go on with an answer that was stopped, or cut off by its length" : "An answer in JSON cannot go on: its grammar would begin anew";
+  find("resume").title = isText ? "Continue an answer that was stopped or reached max tokens" : "A JSON answer cannot be continued: its grammar would start again";
 }
 
-// The end of the talk stays in sight, unless somebody has scrolled away from it.
+// Keep the end of the conversation in view, unless the user has scrolled away from it.
 function follow(isSure = false) {
   const talk = find("talk");
   if (isSure || talk.scrollHeight - talk.scrollTop - talk.clientHeight < 80) talk.scrollTop = talk.scrollHeight;
@@ -161,7 +160,7 @@ function follow(isSure = false) {
 
 let shown = "";
 async function showJourney(id) {
-  // A journey is told when the last byte is out and the engine has said its part.
+  // A journey is complete once the last byte is sent and the engine has reported its part.
   shown = id;
   for (let turn = 0; turn < 80 && shown === id; turn++) {
     try {
@@ -176,7 +175,7 @@ async function showJourney(id) {
   }
 }
 
-// ── the same request, to copy ──
+// ── the request as code, to copy ──
 function showCode() {
   let request;
   try {
@@ -192,13 +191,13 @@ function showCode() {
   find("code").textContent = write(base, request, needsKey);
 }
 
-// ── what people do ──
+// ── user input ──
 find("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = find("prompt").value.trim();
   if (!text || running) return;
   if (answer?.isStopped && answer.text && !answer.isSaid) {
-    messages.push(answer.message()); // what was said until it was stopped, stays said
+    messages.push(answer.message()); // the text up to the stop stays in the conversation
     answer.isSaid = true;
   }
   messages.push({ role: "user", content: text });
@@ -240,7 +239,7 @@ find("copy").addEventListener("click", async () => {
 });
 for (const id of ["controls", "ask", "language"]) {
   find(id).addEventListener("input", () => {
-    if (id === "controls") sent = null; // what would be sent now
+    if (id === "controls") sent = null; // show the request with the new settings
     showCode();
   });
 }

@@ -1,9 +1,8 @@
-// Tables that are kept up to date row by row, so that a focus, a selection or a click that is under way outlives an update.
-// Knows nothing of what the rows say.
+// Tables that are updated row by row, so that an update does not end a focus, a selection or a click in progress.
 
 import { element } from "./common.js";
 
-// `items` in order; `key` names one; `make` gives its cells once; `update` gets (cells, item) each time.
+// `items` in order; `key` identifies an item; `make` creates its cells once; `update` gets (cells, item) each time.
 export function keepRows(body, items, key, make, update) {
   const wanted = new Set(items.map((item) => String(key(item))));
   const old = new Map([...body.children].map((row) => [row.dataset.key, row]));
@@ -28,11 +27,11 @@ export function keepRows(body, items, key, make, update) {
 function drop(row) {
   const next = row.nextElementSibling, region = row.contains(document.activeElement) && row.closest("[role=region]");
   row.remove();
-  if (region) region.focus(); // not lost: the next Tab goes on from here
+  if (region) region.focus(); // the focus is not lost: the next Tab continues from here
   return next;
 }
 
-// Text only where it differs: an assignment, even of the same, would end a selection.
+// Set the text only if it differs: any assignment would end a selection.
 export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }

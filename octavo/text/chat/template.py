@@ -1,5 +1,5 @@
-"""Chat messages → the prompt text a model was trained on, by its own Jinja template, in a sandbox.
-Knows nothing of tokens; a template comes from the model and is trusted no further than Jinja's sandbox trusts it."""
+"""ChatTemplate: renders chat messages to a prompt by the model's own Jinja template. The template is not trusted: it runs in
+Jinja's sandbox, within the limits of template_limits.py."""
 
 import functools
 import json
@@ -17,14 +17,14 @@ from octavo.errors import ConfigError, Field, InvalidRequest, Unsupported
 from octavo.text.chat.template_limits import LimitedEnvironment, TemplateLimit, limited
 from octavo.text.tokenize.special_token_escape import is_mark
 
-_MAX_SOURCE = 1024 * 1024  # characters; the longest in use have some ten thousand
+_MAX_SOURCE = 1024 * 1024  # characters; the longest templates in use have some ten thousand
 MESSAGES = Field("messages")
-MAX_REQUEST_SOURCE = 32 * 1024  # of a template that comes with a request: compiling takes time for each character
+MAX_REQUEST_SOURCE = 32 * 1024  # characters of a request's own template: compile time grows with the length
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model is trained on. It changes no prompt: its body is rendered as it is."""
+    """The tag `{% generation %}`, which marks text for training. It does not affect a prompt: its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -48,7 +48,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes <, > and & for HTML; models were trained on plain JSON."""
+    """Replacement for Jinja's filter, which escapes <, > and & for HTML; models were trained on plain JSON."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(_escape, text) if ensure_ascii and not text.isascii() else text
 
@@ -69,21 +69,21 @@ def _environment() -> LimitedEnvironment:
 def _compile(environment: LimitedEnvironment, name: str, source: str) -> Template:
     advice = "give another one with --chat-template FILE"
     if len(source) > _MAX_SOURCE:
-        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is no template; {advice}")
+        raise ConfigError(f"the chat template {name!r} has {len(source):,} characters, which is too long; {advice}")
     try:
-        with limited():  # constants are computed here
+        with limited():  # Jinja evaluates constant expressions while it compiles
             return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template {name!r} is not valid Jinja (line {error.lineno}: {error.message}); {advice}"
         ) from error
-    except Exception as error:  # nested beyond what Jinja, or Python below it, can read
+    except Exception as error:  # for example nested too deeply for Jinja or Python
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"the chat template {name!r} cannot be compiled ({reason}); {advice}") from error
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments: an object to templates that look into it, JSON to those that write it out or join it to a text."""
+    """Arguments of a tool call: a mapping for templates that look into it, JSON text for those that print or concatenate it."""
 
     def __str__(self) -> str:
         return _tojson(self)
@@ -96,24 +96,26 @@ class Arguments(dict[str, Any]):
 
 
 class ChatTemplate:
-    """`sources`: template text by name; "default" is used, or "tool_use", where there is one, for a request with tools.
+    """A model's chat templates. `sources`: template text by name. "default" is used, or "tool_use", if there is one, for a
+    request with tools.
 
-    `variables`: what templates expect beside the messages: bos_token, eos_token, … An empty `sources` is a model
-    that was given no template: rendering then says so.
+    `variables`: what templates expect besides the messages: bos_token, eos_token, … Empty `sources`: the model has no template,
+    and render() raises InvalidRequest.
     """
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str]) -> None:
         self._environment = _environment()
         self._sources = dict(sources)
-        self._names: dict[str, frozenset[str]] = {}  # that a source reads
+        self._names: dict[str, frozenset[str]] = {}  # source → names of the variables that it reads
         self._variables = dict(variables)
         self._templates = {name: _compile(self._environment, name, source) for name, source in sources.items()}
 
     def replaced(self, source: str) -> "ChatTemplate":
-        """With a request's own template in place of these. Compiling takes a while: not for an event loop."""
+        """Return a ChatTemplate with a request's own template instead. Compiling takes a while: do not call it in an event
+        loop."""
         if len(source) > MAX_REQUEST_SOURCE:
             raise InvalidRequest(
-                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are taken",
+                f"chat_template has {len(source)} characters; at most {MAX_REQUEST_SOURCE} are allowed",
                 param="chat_template",
             )
         try:
@@ -122,18 +124,18 @@ class ChatTemplate:
             cause = error.__cause__
             at = f" in line {cause.lineno}" if isinstance(cause, TemplateSyntaxError) else ""
             reason = str(cause).partition("\n")[0] or type(cause).__name__
-            raise InvalidRequest(f"chat_template is no valid Jinja{at}: {reason}", param="chat_template") from error
+            raise InvalidRequest(f"chat_template is not valid Jinja{at}: {reason}", param="chat_template") from error
 
     @property
     def is_there(self) -> bool:
         return "default" in self._templates
 
     def source(self, with_tools: bool = False) -> str:
-        """The text of the template that renders a request with, or without, tools. Empty: there is none."""
+        """Text of the template that renders a request with, or without, tools. Empty: there is none."""
         return (self._sources.get("tool_use") if with_tools else None) or self._sources.get("default", "")
 
     def reads(self, variable: str, with_tools: bool = False) -> bool:
-        """Whether a variable of this name can make a difference."""
+        """Whether the template reads a variable of this name."""
         return variable in self._names_in(self.source(with_tools))
 
     def _names_in(self, source: str) -> frozenset[str]:
@@ -144,7 +146,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def takes_system(self) -> bool:
-        """Whether a system message may come first: some templates refuse one, some pass over it."""
+        """Whether a system message may come first: some templates reject one, some ignore it."""
         mark = "Octavo asks whether this is shown."
         messages = [{"role": "system", "content": mark}, {"role": "user", "content": "Hi"}]
         try:
@@ -182,12 +184,12 @@ class ChatTemplate:
         except TemplateLimit as error:
             raise InvalidRequest(f"{error.message}: it, or these " + MESSAGES + ", must change") from error
         except Exception as error:
-            # The template is foreign code and these messages are its only input: whatever it raises, it raises about them.
+            # The template is foreign code and these messages are its only input: whatever it raises is about them.
             raise InvalidRequest("the chat template refused the " + MESSAGES + f": {error}") from error
 
 
 def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
-    """A message whose content is one string, as templates of text models expect it."""
+    """Return the message with its content as one string, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(MESSAGES / at + " must be an object with a 'role'")
     plain = {**message, "content": plain_content(message.get("content"), at)}
@@ -205,7 +207,7 @@ def _call(call: Any) -> Any:
 
 
 def plain_content(content: Any, at: int) -> str:
-    """Of messages[at]: one string, whatever it came as."""
+    """Return the content of messages[at] as one string."""
     match content:
         case None:
             return ""

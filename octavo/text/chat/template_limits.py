@@ -1,9 +1,9 @@
-"""Limits for foreign Jinja templates: how long one may compute and how much text it may make, whatever it is written to do.
-Knows nothing of chats. Jinja's own sandbox keeps a template from everything outside; this keeps it from never ending.
+"""Limits on the time and the output size of untrusted Jinja templates. Jinja's own sandbox isolates a template; this makes sure
+that it ends.
 
-Every turn of a loop and every macro asks the clock. Everything that makes text or lists (operators, filters, methods,
-slices, output) adds what it made to one sum, before it is made where it could be far larger than what it is made of. No
-single step then takes long, and no sum of them does.
+Every loop iteration and every macro call checks the clock. Everything that creates text or lists (operators, filters, methods,
+slices, output) adds its size to one sum; where the result could be far larger than its inputs, before it is created. So neither
+a single operation nor all of them together take long.
 """
 
 import re
@@ -18,10 +18,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SECONDS = 2.0  # of one thread's computing; a long chat takes some hundredths
-MAX_MADE = 128 * 1024 * 1024  # characters and list entries, all that one rendering makes
-MAX_NUMBER = 100_000  # widths, indentations, repetitions of filters and methods
-MAX_BITS = 4096  # of whole numbers
+MAX_SECONDS = 2.0  # CPU time of one thread; a long chat takes some hundredths
+MAX_MADE = 128 * 1024 * 1024  # characters and list entries that one rendering may create in total
+MAX_NUMBER = 100_000  # widths, indentations and repetitions in filters and methods
+MAX_BITS = 4096  # size of integers
 
 
 class TemplateLimit(SecurityError):
@@ -44,7 +44,7 @@ _running = _Running()
 
 
 class limited:
-    """`with limited():` what Jinja does inside is counted."""
+    """Context manager: what Jinja does inside counts against the limits."""
 
     def __enter__(self) -> None:
         _running.spent = _Spent()
@@ -54,7 +54,7 @@ class limited:
 
 
 def makes(size: int) -> None:
-    """Counts text that is being made, and asks the clock."""
+    """Count text that is being created, and check the clock."""
     spent = _running.spent
     assert spent is not None, "templates are compiled and rendered inside limited()"
     spent.made += size
@@ -65,25 +65,25 @@ def makes(size: int) -> None:
 
 
 def counted(value: Any) -> Any:
-    """What a step has made: the length of a text, the entries of a list."""
+    """Count the result of an operation: the length of a text, the entries of a list."""
     makes(len(value) if isinstance(value, str | list | tuple | dict) else 0)
     return value
 
 
 def shown(value: Any) -> Any:
-    """Jinja's `finalize`, which sees every value that is about to be written out."""
+    """Jinja's `finalize`, which is called with every value that is about to be printed."""
     makes(_text_size(value))
     return value
 
 
 def joined(parts: list[Any]) -> str:
-    """The operator ~."""
+    """Implement the operator ~."""
     makes(sum(map(_text_size, parts)))
     return "".join(map(str, parts))
 
 
 def sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
-    """value[start:stop:step]"""
+    """Implement value[start:stop:step]."""
     return counted(value[start:stop:step])
 
 
@@ -91,7 +91,7 @@ _OWN = (makes, joined, sliced)
 
 
 def _text_size(value: Any) -> int:
-    """Characters that a value comes to when it is written out, roughly: what it shares it counts as often as it is met."""
+    """Approximate number of characters of a value when it is printed. Shared parts count each time they are reached."""
     if isinstance(value, str):
         return len(value)
     size, met, open_values = 0, 0, [value]
@@ -116,7 +116,7 @@ def _text_size(value: Any) -> int:
     return size
 
 
-# Filters that look into a list without writing it out.
+# Filters that read a list without printing it.
 _LOOK_INTO = frozenset(
     [
         "attr",
@@ -148,12 +148,12 @@ _LOOK_INTO = frozenset(
 )
 
 
-# Filters and methods that make as much as a number says.
+# Filters and methods whose output size is set by a number.
 _AS_MANY = frozenset(["batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "zfill"])
 
 
 def _before(name: str, value: Any, given: list[Any]) -> None:
-    """A filter or method `name` of `value` is about to run: refuse what it could multiply without bound."""
+    """Check a filter or method `name` of `value` before it runs, and count what it would multiply."""
     if name in _AS_MANY:
         for each in given:
             if isinstance(each, int) and abs(each) > MAX_NUMBER:
@@ -203,12 +203,12 @@ def _before_format(pattern: str, given: Iterable[Any]) -> None:
 
 
 def _limited_filter(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    passes = getattr(apply, "jinja_pass_arg", None)  # such a filter is handed a context or environment first
+    passes = getattr(apply, "jinja_pass_arg", None)  # such a filter gets a context or environment first
 
     def run(*arguments: Any, **named: Any) -> Any:
         own = list(arguments[1:] if passes is not None else arguments)
         if name == "join" and own and not isinstance(own[0], str):
-            own[0] = list(own[0])  # what is only met while it is joined could not be counted before
+            own[0] = list(own[0])  # a generator's items could not be counted before they are joined
         if own:
             _before(name, own[0], [*own[1:], *named.values()])
         return counted(apply(*arguments[: len(arguments) - len(own)], *own, **named))
@@ -226,7 +226,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def limit_filters(self) -> None:
-        """Called once all filters are there."""
+        """Wrap all filters. Call it after the last filter has been added."""
         self.filters.update({name: _limited_filter(name, apply) for name, apply in self.filters.items()})
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -261,7 +261,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _count_steps(tree: nodes.Template) -> None:
-    """Have every loop and macro count its turns, and every ~ and slice what it makes."""
+    """Instrument the template: every loop iteration and macro call counts, and so does the result of every ~ and slice."""
     blocks: list[nodes.For | nodes.Macro | nodes.CallBlock] = [
         *tree.find_all(nodes.For),
         *tree.find_all(nodes.Macro),

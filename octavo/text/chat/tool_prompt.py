@@ -1,5 +1,5 @@
-"""Tools for models whose chat template has no place for them: described in words, calls and results as marked text.
-Knows nothing of parsers beyond the name of the format that its words ask for."""
+"""Tools for models whose chat template does not take any: they are described in words, and calls and results are written as
+tagged text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ The results come back between the tags <tool_response> and </tool_response>. Whe
 def spell_out(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], template: ChatTemplate
 ) -> list[dict[str, Any]]:
-    """The same conversation for a template that knows the roles system, user and assistant only."""
+    """Rewrite the conversation for a template that only knows the roles system, user and assistant."""
     told = _history(messages)
     if not tools:
         return told
@@ -45,7 +45,7 @@ def _history(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         is_result = message.get("role") == "tool"
         if is_result:
             content = f"<tool_response>\n{plain_content(message.get('content'), at)}\n</tool_response>"
-            if was_result:  # one turn: many templates insist on turns that alternate
+            if was_result:  # join consecutive results: many templates require alternating roles
                 told[-1]["content"] += "\n" + content
             else:
                 told.append({"role": "user", "content": content})

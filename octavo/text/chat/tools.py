@@ -1,8 +1,8 @@
-"""The tools of a request and the choice among them, checked; and the JSON schema of an answer that must call one.
-Knows nothing of formats, grammars or endpoints: a dialect's tools are put into OpenAI's shape before they come here.
+"""Parses the tools and the tool choice of a request, and builds the JSON schema of an output that must call a tool. Dialects
+convert their tools to OpenAI's form first.
 
-Where a call is required the answer is made of {"name", "arguments"}: each in the frame of the model's own format where that
-writes calls so, and otherwise a list of them, which the parser `plain_json` reads.
+If a call is required, the output consists of {"name", "arguments"} objects: each in the frame of the model's own format if that
+writes calls in this way, otherwise in one list, which the parser `plain_json` reads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.text.grammar.schema_tree import rebuilt
 
 _TOOLS, _CHOICE = Field("tools"), Field("tool_choice")
-_MAX_NAME = 64  # characters, as OpenAI has it
+_MAX_NAME = 64  # characters, as in OpenAI's API
 _ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
                    "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
-"""What else may say, or hide, that an object has further properties."""
+"""Keywords that may allow further properties of an object, directly or through another schema."""
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -29,8 +29,8 @@ class Tool(msgspec.Struct, frozen=True):
 
 class ToolChoice(msgspec.Struct, frozen=True):
     mode: Literal["none", "auto", "required", "named"]
-    name: str | None = None  # of the tool, where the mode is named
-    parallel: bool = True  # more than one call may come
+    name: str | None = None  # the tool's name, if the mode is "named"
+    parallel: bool = True  # more than one call is allowed
 
     @property
     def is_enforced(self) -> bool:
@@ -38,7 +38,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def parse_tools(value: object) -> list[Tool]:
-    """`tools` as OpenAI's chat API has it: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
+    """Parse `tools` of OpenAI's chat API: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
     if not isinstance(value, list):
         raise InvalidRequest(_TOOLS + " must be a list")
     tools = [_tool(entry, _TOOLS / at) for at, entry in enumerate(value)]
@@ -85,7 +85,7 @@ def _parameters(schema: object, where: Field) -> dict[str, Any]:
 
 
 def parse_tool_choice(value: object, tools: Sequence[Tool], parallel: bool = True) -> ToolChoice:
-    """`tool_choice` as OpenAI's chat API has it. None: auto where there are tools."""
+    """Parse `tool_choice` of OpenAI's chat API. None: auto if there are tools."""
     match value:
         case None:
             return ToolChoice("auto" if tools else "none", parallel=parallel)
@@ -108,12 +108,12 @@ def parse_tool_choice(value: object, tools: Sequence[Tool], parallel: bool = Tru
 
 
 def schemas_by_name(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """What parsers want to know of the tools."""
+    """The tools' parameter schemas by name, for the parsers."""
     return {tool.name: tool.parameters for tool in tools}
 
 
 def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
-    """What an answer must validate against. None: the choice enforces nothing."""
+    """Schema of an output that is a list of calls. None: the choice does not require a call."""
     if not choice.is_enforced:
         return None
     chosen = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
@@ -138,14 +138,14 @@ def calls_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | 
 
 
 def call_schema(tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any] | None:
-    """What each call must validate against. None: the choice enforces nothing."""
+    """Schema of a single call. None: the choice does not require a call."""
     schema = calls_schema(tools, choice)
     return None if schema is None else {**schema["items"], "$defs": schema["$defs"]}
 
 
 def _closed(schema: dict[str, Any]) -> Any:
-    """Where a schema lists properties and leaves others open, others are not wanted: no function has a parameter for them, and a
-    model that is kept to the schema alone would go on making them up."""
+    """Forbid additional properties where a schema lists properties and does not mention others. The function has no parameter for
+    them, and a model that only has to satisfy the schema would keep inventing them."""
 
     def close(part: dict[str, Any]) -> dict[str, Any]:
         is_open = "properties" in part and part.keys().isdisjoint(_ADD_PROPERTIES)
@@ -155,7 +155,7 @@ def _closed(schema: dict[str, Any]) -> Any:
 
 
 def _moved(schema: dict[str, Any], place: str) -> Any:
-    """A schema that has become a part of another one: what its references call the root is now `place`."""
+    """Rewrite the references of a schema that becomes `$defs/place` of another: "#" now means that place."""
 
     def move(part: dict[str, Any]) -> dict[str, Any]:
         match part.get("$ref"):
@@ -167,7 +167,7 @@ def _moved(schema: dict[str, Any], place: str) -> Any:
 
 
 def template_form(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """As chat templates expect them."""
+    """The tools in the form that chat templates expect."""
     return [
         {
             "type": "function",

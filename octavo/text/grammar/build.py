@@ -1,8 +1,8 @@
-"""What an answer must look like → one grammar, checked: JSON, a schema, a regex, a choice, a grammar, tagged parts of a text.
-Knows nothing of tokens' ids, of requests or of how a grammar is kept to: sampling/grammar/masks.py does that.
+"""Builds and checks the grammar of a structured output: JSON, a JSON schema, a regex, a choice, a grammar or structural tags.
 
-`llguidance` reads the grammar here, to refuse what it cannot compile, and in the worker, to keep to it. A construct is
-enforced or refused: what its compiler would pass over is refused before it (json_schema.py), or by name here."""
+`llguidance` compiles the grammar here, to reject what it cannot compile, and in the worker (sampling/grammar/masks.py), to
+enforce it. A construct is either enforced or rejected: what the compiler would ignore is rejected first, in json_schema.py or
+by name here."""
 
 import functools
 import importlib.util
@@ -22,14 +22,14 @@ from octavo.text.grammar.structural_tag import tags_rules
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 STRUCTURED_OUTPUTS, RESPONSE_FORMAT = Field("structured_outputs"), Field("response_format")
-MAX_BYTES = 256 * 2**10  # of a wish, where nobody says otherwise
+MAX_BYTES = 256 * 2**10  # default limit on the size of a schema, grammar or regex
 MAX_CHOICES = 4096
-_MAX_NESTING = 100  # brackets within one another
+_MAX_NESTING = 100  # nested brackets
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _STYLES = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-# Tokens are sampled one by one, and each is one of those that the grammar leaves: it need not cut forced text itself.
+# Tokens are sampled one by one under the grammar's mask, so it need not tokenize forced text itself.
 _HEAD = '%llguidance {"no_forcing": true}\n'
-# A space, or a new line and what it is indented by: a model that likes white space could otherwise go on with it for ever.
+# One space, or a line break and its indentation: otherwise a model could write whitespace forever.
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 
@@ -46,8 +46,8 @@ def grammar_of(
     where: Field | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """`wish`: vLLM's structured_outputs, with exactly one of its kinds. `field`: the request's, that it came in; `where`:
-    the part of it that says what is wished, if that is not called as the kind is."""
+    """Build the grammar. `wish`: vLLM's structured_outputs, with exactly one of its kinds. `field`: the request's field that it
+    came in; `where`: the path of the value, if it is not field.kind."""
     given = {key: value for key, value in wish.items() if value is not None and value is not False}
     kinds = [key for key in given if key in _KINDS]
     if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
@@ -92,7 +92,7 @@ def schema_grammar(
     style: Mapping[str, Any] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """An answer that is JSON and validates against the schema, and nothing around it."""
+    """Grammar of an output that is JSON, validates against the schema, and has nothing around it."""
     require_llguidance(field)
     _check_size(schema, field, max_bytes)
     return _checked(f"start: {_schema_rule(schema, field, style or {})}\n", vocabulary, field)
@@ -107,8 +107,8 @@ def framed_grammar(
     field: Field,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """An answer that is JSON of this schema within a frame; several such, one right after the other, where it can repeat: a
-    model that says anything between them, be it a line break, would have to go on with another."""
+    """Grammar of an output that is JSON of this schema within a frame. If it can repeat, several follow each other directly: if
+    anything were allowed between them, a model that writes it, even a line break, would have to continue with another."""
     require_llguidance(field)
     _check_size(schema, field, max_bytes)
     before, after = (literal(text, vocabulary) for text in frame)
@@ -117,7 +117,7 @@ def framed_grammar(
 
 
 def _schema_rule(schema: object, field: Field, style: Mapping[str, Any], budget: Budget | None = None) -> str:
-    """`budget`: of all schemas in the same grammar; None: there is no other."""
+    """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other."""
     if schema is True:
         schema = {}
     prepared = prepare(schema, field, budget)
@@ -135,13 +135,13 @@ def _schema_rule(schema: object, field: Field, style: Mapping[str, Any], budget:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """No property that is not listed, wherever nothing is said of them."""
+    """Forbid additional properties, unless the schema mentions them."""
     is_list = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
     return {**schema, "additionalProperties": schema.get("additionalProperties", False)} if is_list else schema
 
 
 def regex_terminal(value: object, field: Field) -> str:
-    """As Lark writes it. The whole answer must match, so anchors at either end say nothing."""
+    """The regex as a Lark terminal. The whole output must match, so anchors at the ends are dropped."""
     pattern = without_anchors(_regex(value, field))
     if not pattern:
         raise InvalidRequest(field + " matches the empty answer alone")
@@ -164,12 +164,12 @@ def _choice(value: object, field: Field) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """Write a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def literal(text: str, vocabulary: Vocabulary) -> str:
-    """The same, with control tokens in it as themselves: no text stands for them."""
+    """Write a text as Lark strings, with control tokens by id: no text can stand for them."""
     names = sorted(vocabulary.special_names, key=len, reverse=True)
     if not any(name in text for name in names):
         return quoted(text)
@@ -197,7 +197,7 @@ def _lark(value: object, field: Field, schema_rule: Callable[[object, Field], st
 
 
 def _checked(rules: str, vocabulary: Vocabulary, field: Field, is_own_text: bool = False) -> str:
-    """`is_own_text`: the rules are the request's own, so that it can count their lines."""
+    """Compile the rules and return the grammar. `is_own_text`: the rules are the client's own text, so errors name its lines."""
     grammar = _HEAD + rules
     if problem := _problem(grammar, vocabulary):
         words = in_words(problem, _HEAD.count("\n") if is_own_text else None)
@@ -207,7 +207,7 @@ def _checked(rules: str, vocabulary: Vocabulary, field: Field, is_own_text: bool
 
 @functools.lru_cache(maxsize=256)
 def _problem(grammar: str, vocabulary: Vocabulary) -> str:
-    """What its compiler says against it; empty: nothing. It is also tried: some have no beginning."""
+    """The compiler's error or warnings; empty: none. The grammar is also tried, because some allow no first token."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -221,7 +221,7 @@ def _problem(grammar: str, vocabulary: Vocabulary) -> str:
         return "; ".join(map(str, matcher.get_grammar_warnings()))
     except RequestError:
         raise
-    except Exception as error:  # whatever it cannot take, it is this request's
+    except Exception as error:  # whatever the compiler cannot handle is this request's fault
         return str(error) or "it cannot be compiled"
 
 
@@ -230,7 +230,7 @@ def _one_line(error: object) -> str:
 
 
 def _parsed(value: object, field: Field) -> object:
-    """vLLM takes schemas as objects and as texts."""
+    """Parse a schema that is given as text. vLLM accepts both objects and text."""
     if not isinstance(value, str):
         return value
     try:
@@ -250,7 +250,7 @@ def _check_size(value: object, field: Field, max_bytes: int) -> None:
 
 
 def _check_nesting(text: str, field: Field) -> None:
-    """Compilers go down as deep as brackets do, and a stack has an end."""
+    """Limit the nesting of brackets: compilers recurse on it, and the stack is finite."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -263,7 +263,7 @@ def _check_nesting(text: str, field: Field) -> None:
 
 
 def wish_of_response_format(value: object, field: Field = RESPONSE_FORMAT) -> dict[str, Any] | None:
-    """OpenAI's response_format as vLLM's structured_outputs. None: it asks for nothing."""
+    """Convert OpenAI's response_format to vLLM's structured_outputs. None: no structure is asked for."""
     match value:
         case {"type": "text", "schema": schema} if schema is not None:
             raise InvalidRequest(field / "schema" + " needs " + field / "type" + " 'json_object'")

@@ -1,10 +1,9 @@
-"""What a grammar's compiler has against it, in words for whoever wrote it: which construct, and what is wrong with it.
-Knows nothing of grammars: it reads what the compiler says, and leaves out how the compiler was asked."""
+"""Turns an error of the grammar compiler into a message for the grammar's author: which construct, and what is wrong with it."""
 
 import re
 
 MAX_LEN = 300  # characters
-_MAX_SHOWN = 30  # of a construct
+_MAX_SHOWN = 30  # characters of a construct
 
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _LISTING = re.compile(r"(?m)^ *\d+ \| .*$(?:\n +\^+$)?")
@@ -14,25 +13,25 @@ _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex .*", re.
 
 _EDGES = {"Start": "^", "StartLF": "^", "StartCRLF": "^", "End": "$", "EndLF": "$", "EndCRLF": "$"}
 _WORDS = {
-    "look-around, including look-ahead and look-behind, is not supported": "look-ahead and look-behind are not offered",
-    "backreferences are not supported": "references back to a group are not offered",
-    "decimal literal invalid": "a number that is too large",
+    "look-around, including look-ahead and look-behind, is not supported": "look-ahead and look-behind are not supported",
+    "decimal literal invalid": "a number is too large",
     "invalid character class range, the start must be <= the end": "a range must not run backwards",
     "invalid repetition count range, the start must be <= the end": "the first count must not be above the second",
     "repetition operator missing expression": "there is nothing to repeat",
     "repetition quantifier expects a valid decimal": "a count must be a number",
     "unrecognized escape sequence": "unknown escape",
     "unrecognized flag": "unknown flag",
-    "lexer error": "a text or an expression is not closed, or a sign is unknown",
+    "lexer error": "a string or an expression is not closed, or a character is not allowed",
 }
 
 
 def in_words(problem: str, num_lines_before: int | None = None) -> str:
-    """One line. `num_lines_before`: of ours, above a text whose lines whoever wrote it can count; None: they cannot."""
+    """Return the message as one line. `num_lines_before`: our lines above the author's own text, to correct line numbers; None:
+    the text is not the author's, so no line is named."""
     place = _PLACE.match(problem)
     words = _LISTING.sub("", problem[place.end() :] if place else problem).strip()
     words = _ABOUT.sub("", words)
-    words = words.replace("Unsatisfiable schema: ", "no answer meets it: ")
+    words = words.replace("Unsatisfiable schema: ", "no output satisfies it: ")
     if found := _MARKED.fullmatch(words):
         pattern, marks, fault = found.groups()
         start = marks.index("^")
@@ -40,9 +39,9 @@ def in_words(problem: str, num_lines_before: int | None = None) -> str:
     elif found := _ASSERTION.fullmatch(words):
         edge = _EDGES.get(found[1])
         words = (
-            f"{edge!r} is offered at the ends of an expression only"
+            f"{edge!r} is supported only at the ends of an expression"
             if edge
-            else "the edges of words (\\b, \\B) are not offered"
+            else "word boundaries (\\b, \\B) are not supported"
         )
     words = re.sub(r"\s+", " ", _WORDS.get(words, words)).strip()[:MAX_LEN] or "it cannot be compiled"
     if place and num_lines_before is not None and int(place[1]) > num_lines_before:

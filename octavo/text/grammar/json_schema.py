@@ -1,5 +1,5 @@
-"""JSON schemas that an answer must validate against: each construct is one that the grammar enforces, or is refused by name.
-Knows nothing of grammars, tokens or requests: a schema comes in, and goes out as the grammar's compiler takes it."""
+"""Prepares a JSON schema for the grammar compiler. Each construct is either one that the grammar enforces, or is rejected by
+name."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +12,14 @@ from octavo.text.grammar.regex import plain_classes
 
 Schema = dict[str, Any]
 
-MAX_DEPTH = 64  # of nested schemas
+MAX_DEPTH = 64  # nested schemas
 MAX_NODES = 20_000
-_MAX_SAFE = 2**53  # beyond it a JSON number is not one integer any more
-_MAX_COUNT = 100_000  # of characters, items or properties
+_MAX_SAFE = 2**53  # beyond this, readers of JSON no longer agree on integers
+_MAX_COUNT = 100_000  # characters, items or properties
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-# Leap years, months' lengths and minutes of sixty seconds are told from others here: the compiler does not.
+# These patterns check leap years, the lengths of months and 60 seconds per minute, which the compiler's own formats do not.
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
 _FOURTH = "(0[48]|[2468][048]|[13579][26])"
 _DAY = "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))"
@@ -27,14 +27,14 @@ _DATE = f"({_YEAR}-{_DAY}|([0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)"
 _HOURS = "([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOURS}:[0-5][0-9](\\.[0-9]{{1,9}})?(Z|[+-]{_HOURS})"
 _MOMENTS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
-# What says something of a schema and nothing of an answer.
+# Annotations: they do not constrain the output.
 _NOTES = {"title", "description", "default", "examples", "example", "readOnly", "writeOnly", "deprecated", "$comment",
           "$schema", "$id", "contentMediaType", "contentEncoding", "contentSchema", "discriminator"}  # fmt: skip
-_PLACES = ("$defs", "definitions")  # schemas that are somewhere to be referred to
+_PLACES = ("$defs", "definitions")  # hold schemas that others refer to
 _BY_NAME = ("properties", "patternProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties")
-_TAG_DEPTH = 2  # how deep within alternatives what tells them apart is looked for
+_TAG_DEPTH = 2  # levels of properties to search for what distinguishes the alternatives of oneOf
 _SAME_PLACE = ("allOf", "anyOf", "oneOf")
 
 
@@ -85,17 +85,17 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "$ref": (lambda value: isinstance(value, str), "a string"),
     "$anchor": (lambda value: isinstance(value, str), "a string"),
 }
-"""Keywords that are no schemas themselves: whether a value will do, and what will."""
+"""Keywords that do not hold schemas: the check of their value, and a description of valid values."""
 
 
 def prepare(schema: object, field: Field, budget: Budget | None = None) -> Schema | bool:
-    """The schema without its notes, and with what it says written so that the compiler takes it. `field`: the request's, that it
-    came in."""
+    """Check a schema and return it without annotations, in the form that the compiler accepts. `field`: the request's field that
+    it came in."""
     return _Checker(schema, field, budget or Budget()).run()
 
 
 def _bound(node: Schema) -> None:
-    """An integer without an end has one where readers of JSON begin to disagree: models go on with a digit for ever."""
+    """Bound an integer at ±2**53 if the schema does not: otherwise a model could write digits forever."""
     for inclusive, exclusive, end in (
         ("minimum", "exclusiveMinimum", -_MAX_SAFE),
         ("maximum", "exclusiveMaximum", _MAX_SAFE),
@@ -110,8 +110,8 @@ class _Checker:
         self._budget = budget
         self._field = field
         self._num_nodes = 0
-        self._at: dict[str, Schema | bool] = {}  # place → the schema that is there
-        self._written: dict[str, str] = {}  # place → its $ref as an URI has it
+        self._at: dict[str, Schema | bool] = {}  # place (a JSON pointer) → the schema there
+        self._written: dict[str, str] = {}  # place → its $ref as a URI fragment
 
     def run(self) -> Schema | bool:
         prepared = self._schema(self._root, "#", 0)
@@ -122,7 +122,7 @@ class _Checker:
                 "#",
                 f"has multipleOf that may be joined by allOf or $ref: their common multiple can be {MAX_MULTIPLE} at most",
             )
-        if self._written:  # only references lead back
+        if self._written:  # without references there are no cycles
             self._check_loops()
             self._check_ends()
         for place, node in self._at.items():
@@ -132,7 +132,7 @@ class _Checker:
             self._at[place]["$ref"] = reference  # type: ignore[index]
         return prepared
 
-    # ── one schema after the other ──
+    # ── each schema by itself ──
 
     def _schema(self, schema: object, place: str, depth: int) -> Schema | bool:
         self._num_nodes += 1
@@ -180,7 +180,7 @@ class _Checker:
         if not will_do(value):
             raise self._invalid(here, f"must be {words}")
         if will_do is _is_count and isinstance(value, float):
-            return int(value)  # 2.0 is a whole number, too
+            return int(value)  # 2.0 is a valid count too
         if key == "pattern" and isinstance(value, str):
             return plain_classes(value)
         if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
@@ -188,7 +188,8 @@ class _Checker:
         return value
 
     def _count_properties(self, node: Schema, place: str) -> None:
-        """Names that no property is listed under may come twice, and count once: that so many differ cannot be enforced."""
+        """Check minProperties. A name that is not listed may occur twice, and then counts once: a minimum number of distinct names
+        cannot be enforced."""
         least, required = node.get("minProperties", 0), {*node.get("required", ())}
         if least <= len(required):
             node.pop("minProperties", None)
@@ -225,7 +226,7 @@ class _Checker:
         return place if place in self._at else None
 
     def _same(self, place: str) -> Iterator[str]:
-        """Schemas that the same value must meet, or may."""
+        """Places of schemas that apply to the same value."""
         node = self._at[place]
         if not isinstance(node, dict):
             return
@@ -235,7 +236,7 @@ class _Checker:
             yield from (f"{place}/{key}/{at}" for at in range(len(node.get(key, ()))))
 
     def _check_loops(self) -> None:
-        """A schema that leads back to itself before anything of the value is read says nothing."""
+        """Reject a schema that refers back to itself for the same value: it would mean nothing."""
         done: set[str] = set()
         for start in self._at:
             path: list[str] = []
@@ -257,7 +258,7 @@ class _Checker:
                     path.append(following)
 
     def _check_ends(self) -> None:
-        """Every schema must have a value that comes to an end; one whose required parts hold itself has none."""
+        """Reject a schema that no finite value satisfies, such as one whose required parts contain itself."""
         ends: set[str] = set()
         while True:
             more = {place for place in self._at if place not in ends and self._can_end(place, ends)}
@@ -300,8 +301,8 @@ class _Checker:
     # ── oneOf ──
 
     def _settle_one_of(self, node: Schema, place: str) -> None:
-        """Where no value meets two of them, exactly one is the same as any one. What cannot be told apart here is left to
-        the compiler, which refuses what it cannot tell apart either."""
+        """Turn oneOf into anyOf if no value can satisfy two alternatives. If this cannot be decided here, oneOf is left to the
+        compiler, which rejects it if it cannot decide either."""
         if "anyOf" in node:
             return
         parts = [self._shape(f"{place}/oneOf/{at}") for at in range(len(node["oneOf"]))]
@@ -309,7 +310,7 @@ class _Checker:
             node["anyOf"] = node.pop("oneOf")
 
     def _shape(self, place: str, depth: int = 0) -> Schema:
-        """The schema at a place and at those it requires, with references followed as far as that is plain."""
+        """The schema at a place, with the schemas of its required properties, and with bare references followed."""
         node = self._at[place]
         while isinstance(node, dict) and "$ref" in node and len(node) == 1:
             place = node["$ref"]
@@ -327,7 +328,8 @@ class _Checker:
 
 
 def _translated(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Older drafts' words for the same, a list of `items`; what says nothing; and formats as patterns."""
+    """Rewrite older drafts' keywords (`items` as a list), drop keywords without effect, and turn date and time formats into
+    patterns."""
     found = dict(schema)
     if isinstance(found.get("items"), list):
         found["prefixItems"] = found.pop("items")
@@ -379,7 +381,7 @@ def _values(shape: Schema) -> Sequence[Any] | None:
 
 
 def _differ(one: Schema, other: Schema) -> bool:
-    """Whether it is plain that no value meets both."""
+    """Whether it is certain that no value satisfies both."""
     if _types(one).isdisjoint(_types(other)):
         return True
     own, others = _values(one), _values(other)

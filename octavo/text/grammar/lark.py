@@ -1,7 +1,7 @@
-"""A client's own grammar in Lark's notation: the schemas within it are walked as all others, and what is not offered is named.
-Knows nothing of what the rules mean: the grammar's compiler reads them.
+"""A client's own grammar in Lark's notation: the schemas in it are checked like all others, and unsupported directives are
+rejected by name.
 
-The pieces are those that llguidance cuts a grammar into: what is a text, a regex or a comment to it says nothing here."""
+The lexical pieces are those of llguidance: strings, regexes and comments are skipped."""
 
 import json
 import re
@@ -20,12 +20,12 @@ _PIECE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _RULE_OPTION = re.compile(r"\b(temperature|max_tokens|stop|stop_capture)\s*=")
-_KEPT = ("%ignore", "%import")  # the compiler enforces these
-_OPTIONS = re.compile(r"\s*\{\s*\}")  # none: the converter from GBNF writes them so
+_KEPT = ("%ignore", "%import")  # directives that the compiler enforces
+_OPTIONS = re.compile(r"\s*\{\s*\}")  # empty options, which the GBNF converter writes
 
 
 def settle(lark: str, field: Field, schema_rule: Callable[[object, Field], str]) -> str:
-    """The grammar with each schema in it written as `schema_rule` has it, who refuses what is not enforced."""
+    """Return the grammar with each schema replaced by the result of `schema_rule`, which rejects what is not enforced."""
     settled, plain, at = [], [], 0
     while piece := _PIECE.search(lark, at):
         plain.append(lark[at : piece.start()])
@@ -54,7 +54,7 @@ def settle(lark: str, field: Field, schema_rule: Callable[[object, Field], str])
 
 
 def _schema(lark: str, at: int, field: Field) -> tuple[object, int]:
-    """What stands there as JSON, and where it ends."""
+    """Parse the JSON at position `at`: (value, its end)."""
     start = at + len(lark[at:]) - len(lark[at:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(lark, start)

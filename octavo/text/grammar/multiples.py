@@ -1,16 +1,15 @@
-"""What multiples in schemas cost their compiler: time for each remainder that there is, of each, or of all at once.
-Knows nothing of schemas beyond that."""
+"""Limits on multipleOf in schemas: the compiler takes time for each possible remainder, of each multiple or of several at once."""
 
 import math
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-MAX_MULTIPLE = 10_000  # of multipleOf, without its decimal point: compiling takes time for each remainder that there is
+MAX_MULTIPLE = 10_000  # largest multipleOf, without its decimal point
 
 
 def scaled(value: int | float) -> int:
-    """2.5 is told as 25: what multiples are counted in."""
+    """The number without its decimal point, which is how multiples are counted: 25 for 2.5."""
     sign, digits, exponent = Decimal(repr(value)).as_tuple()
     assert not sign and isinstance(exponent, int)
     return int("".join(map(str, digits)) + "0" * max(0, exponent))
@@ -18,14 +17,14 @@ def scaled(value: int | float) -> int:
 
 @dataclass(slots=True)
 class Budget:
-    """What the schemas of one grammar ask of its compiler, all together."""
+    """The multiples in all schemas of one grammar."""
 
     multiples: int = 0  # their sum
-    common_multiple: int = 1  # of all of them: what a number must be that meets them all
-    can_join: bool = False  # somewhere a value has to meet several schemas
+    common_multiple: int = 1  # their least common multiple
+    can_join: bool = False  # some value may have to satisfy several schemas at once
 
     def spend(self, multiple: int | float) -> bool:
-        """False: it is too much."""
+        """Count one multiple. False: the limit is exceeded."""
         self.common_multiple = math.lcm(self.common_multiple, Fraction(Decimal(repr(multiple))).numerator)
         self.multiples += scaled(multiple)
         return self.multiples <= MAX_MULTIPLE

@@ -1,5 +1,4 @@
-"""Regular expressions as people mean them, in the notation that grammars take.
-Knows nothing of grammars or schemas."""
+"""Converts regular expressions to the notation and the meaning that the grammar compiler needs."""
 
 import re
 
@@ -8,8 +7,9 @@ _PIECE = re.compile(r"\\.|\[\^?|\]|[^\\\[\]]+|.", re.S)
 
 
 def plain_classes(pattern: str) -> str:
-    r"""\d, \w and \s as ECMAScript has them: ASCII alone. Digits of all scripts, which the compiler would take too, do not match
-    there; Python and others have theirs from another year. What a negated class leaves out stays out in every dialect."""
+    r"""Replace \d, \w and \s by their ASCII sets, which is their meaning in ECMAScript. The compiler would also match digits of all
+    scripts, which ECMAScript does not; Python and others use other Unicode versions. Inside a negated class they stay: what
+    it excludes is then excluded in every dialect."""
     parts = []
     is_inside = is_negated = False
     for piece in _PIECE.findall(pattern):
@@ -24,13 +24,13 @@ def plain_classes(pattern: str) -> str:
 
 
 def without_anchors(pattern: str) -> str:
-    """For a text that must match from end to end, where anchors at either end say nothing."""
+    """Remove anchors at the ends: the whole text must match anyway."""
     pattern = pattern.removeprefix("^")
     is_escaped = (len(pattern) - len(pattern[:-1].rstrip("\\")) - 1) % 2 == 1
     return pattern[:-1] if pattern.endswith("$") and not is_escaped else pattern
 
 
 def slashed(pattern: str) -> str:
-    """Between slashes, as Lark has it."""
+    """Write the pattern between slashes, as in Lark."""
     escapes = {"/": r"\/", "\n": r"\n"}
     return "/" + re.sub(r"(\\.)|/|\n", lambda found: found[1] or escapes[found[0]], pattern, flags=re.S) + "/"

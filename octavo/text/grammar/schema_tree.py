@@ -1,17 +1,17 @@
-"""JSON schemas as trees: a copy with every schema in one changed.
-Knows nothing of what keywords mean, only which of them hold schemas, by name or not, and which hold data."""
+"""rebuilt(): copies a JSON schema with a function applied to every schema in it. It only knows which keywords hold schemas and
+which hold data."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
 _BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_DATA = {"enum", "const", "default", "examples"}  # in which "$ref" is only a key
+_DATA = {"enum", "const", "default", "examples"}  # hold data: "$ref" is just a key in it
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def rebuilt(schema: Any, change: Change) -> Any:
-    """`change` sees every schema, the innermost first, and gives what stands in its place."""
+    """Return a copy. `change` is called with every schema, innermost first, and returns its replacement."""
     if isinstance(schema, list):
         return [rebuilt(part, change) for part in schema]
     if not isinstance(schema, Mapping):

@@ -1,5 +1,4 @@
-"""Structural tags: running text with parts in it whose form is given, as vLLM and xgrammar write them → rules of a grammar.
-Knows nothing of the grammar around the rules, nor of how schemas become rules: that is passed in."""
+"""Structural tags, as in vLLM and xgrammar: free text with tagged parts of a given form. Turns them into rules of a grammar."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 from octavo.errors import Field, InvalidRequest, Unsupported
 
 SchemaRule = Callable[[object, Field], str]
-"""(schema, the field it came in) → what stands for it in a rule."""
+"""(schema, the field it came in) → its expression in a rule."""
 
 _TAG = {"type", "begin", "content", "end"}
 _OPTIONS = {"at_least_one", "stop_after_first"}
@@ -22,7 +21,7 @@ _WORDS = {
     "triggered_tags": {"type", "triggers", "tags", *_OPTIONS},
     "tags_with_separator": {"type", "tags", "separator", *_OPTIONS},
 }
-"""All that a form of each type can say. Another word would say something of the answer that is not kept to."""
+"""The fields of each type of form. Any other field is rejected, because it would not be enforced."""
 
 MAX_TAGS = 256
 _MAX_DEPTH = 16
@@ -36,7 +35,7 @@ def tags_rules(
     regex: Callable[[object, Field], str],
     literal: Callable[[str], str],
 ) -> str:
-    """`literal`: a text as a rule writes it, control tokens among it as themselves."""
+    """Build the rules. `literal`: writes a text as an expression of a rule, with control tokens by id."""
     maker = _Rules(schema_rule, regex, literal)
     match value:
         case {"structures": structures, "triggers": triggers}:
@@ -60,7 +59,7 @@ class _Rules:
         self._num_tags = 0
 
     def form(self, value: object, where: Field, depth: int) -> str:
-        """What stands for it in a rule."""
+        """The expression of a form in a rule."""
         if depth > _MAX_DEPTH:
             raise InvalidRequest(where + " is nested too deeply")
         if not isinstance(value, Mapping):
@@ -95,7 +94,7 @@ class _Rules:
         raise InvalidRequest(where + " must be an object with a type")
 
     def only(self, value: object, words: set[str], where: Field) -> None:
-        """Refuses an object that says more."""
+        """Reject an object that has other fields."""
         assert isinstance(value, Mapping)
         for name in value:
             if name not in words and value[name] is not None:
@@ -122,7 +121,7 @@ class _Rules:
         options: Mapping[str, Any],
         depth: int = 0,
     ) -> str:
-        """Any text, until one of the triggers comes: then one of the tags that begin with it, and text again."""
+        """Free text until one of the triggers; then one of the tags that begin with it; then free text again."""
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
             raise InvalidRequest(where / "triggers" + " must be a list of strings that is not empty")
         names = []
@@ -148,7 +147,7 @@ class _Rules:
         name = f"tag_{self._num_tags}"
         head, body = f"{name}_head", self._content(tag, content, where, depth)
         rest, literal = begin[len(trigger) :], self._literal(trigger)
-        if literal.startswith("<"):  # a control token is no text, so that no text can hold it
+        if literal.startswith("<"):  # a control token, which free text cannot contain
             self.rules.append(f"{head}: {_TEXT} {literal}\n")
         else:
             self.rules.append(f"{head}[lazy]: {_TEXT} {literal}\n")
@@ -160,7 +159,7 @@ class _Rules:
         return f"({self._literal(self._text(tag, 'begin', where))} {self._content(tag, 'content', where, depth)})"
 
     def _content(self, tag: Mapping[str, Any], key: str, where: Field, depth: int) -> str:
-        """What is inside a tag, and its end."""
+        """The content of a tag and its end."""
         if key not in tag:
             raise InvalidRequest(where / key + " is missing")
         end = self._text(tag, "end", where, may_be_empty=True)

@@ -1,7 +1,7 @@
-"""Answers → content, reasoning and tool calls: which formats there are, which one a chat template speaks.
-Knows nothing of any format but its file's name, of tokens or of HTTP.
+"""Parsers that split a model's output into content, reasoning and tool calls: the registry of formats, and which of them a chat
+template uses.
 
-`AnswerParser(tools, reasoning)` is what endpoints use; whole answers are streamed ones put together, by the same code.
+`AnswerParser` parses streamed and complete outputs alike: a complete one is assembled from the same events.
 """
 
 import importlib
@@ -47,7 +47,7 @@ def _modules(folder: ModuleType) -> dict[str, ModuleType]:
 
 
 def tool_formats() -> dict[str, ToolFormat]:
-    """Every format of tool calls by its name."""
+    """All formats of tool calls by name."""
     return {name: module.FORMAT for name, module in _modules(tools_folder).items()}
 
 
@@ -56,7 +56,7 @@ def reasoning_formats() -> dict[str, ThinkFormat]:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """By name or alias, as --tool-call-parser has it."""
+    """The format with this name or alias, as in --tool-call-parser."""
     formats = tool_formats()
     for own, format in formats.items():
         if name == own or name in format.aliases:
@@ -65,7 +65,7 @@ def tool_format(name: str) -> ToolFormat:
 
 
 def reasoning_format(name: str) -> ThinkFormat:
-    """By name or alias, as --reasoning-parser has it."""
+    """The format with this name or alias, as in --reasoning-parser."""
     formats = reasoning_formats()
     for own, format in formats.items():
         if name == own or name in format.aliases:
@@ -79,7 +79,7 @@ def _unknown(flag: str, name: str, formats: Mapping[str, object]) -> ConfigError
 
 
 def find_tool_format(template: str) -> str | None:
-    """The name of the format whose marks a chat template's text shows. None: it shows no tool calls that we know."""
+    """Name of the tool call format whose marks occur in a chat template. None: no known format."""
     fitting = [
         (format.rank, name)
         for name, format in tool_formats().items()
@@ -91,7 +91,7 @@ def find_tool_format(template: str) -> str | None:
 
 
 def find_reasoning_format(template: str) -> str | None:
-    """The same of reasoning. None: the template knows of none."""
+    """Name of the reasoning format whose marks occur in a chat template. None: no known format."""
     fitting = [
         (format.rank, name)
         for name, format in reasoning_formats().items()

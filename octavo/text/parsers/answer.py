@@ -1,5 +1,5 @@
-"""One answer's parser: reasoning first, then content and tool calls; and a whole answer put together from its events.
-Knows nothing of any format: either of the two may be missing, and what is missing is passed through as content."""
+"""AnswerParser: splits one output into reasoning, then content and tool calls. Either format may be missing; such text is then
+passed through as content. CollectedEvents assembles a complete answer from the events."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,10 +20,10 @@ class AnswerParser:
         prompt: str = "",
         new_id: Callable[[], str] | None = None,
     ) -> None:
-        """`tool_format` None: the request has no tools, or may not call them. `prompt`: its text, the end will do: a
-        template may have opened the reasoning there. `new_id`: ids for calls; the format's own where there is none."""
+        """`tool_format` None: the request has no tools, or may not call them. `prompt`: the prompt's text, or its end: a template
+        may have opened the reasoning there. `new_id`: makes ids for calls; None: the format's own."""
         self.marks = (*(tool_format.marks if tool_format else ()), *(think_format.marks if think_format else ()))
-        """Texts that must reach this parser even where they are special tokens, which detokenizers skip."""
+        """Texts that must reach this parser even if they are special tokens, which detokenizers skip."""
         self._calls = CallParser(tool_format, tools or {}, new_id) if tool_format else None
         self._thinking = ThinkParser(think_format, prompt) if think_format else None
 
@@ -32,11 +32,11 @@ class AnswerParser:
         return self._calls.num_calls if self._calls else 0
 
     def feed(self, text: str) -> list[Event]:
-        """Everything that is certain now. Nothing may be fed after finish()."""
+        """Add text and return all events that are now certain. Nothing may be fed after finish()."""
         return self._to_calls(self._thinking.feed(text) if self._thinking else [Content(text)] if text else [])
 
     def finish(self) -> list[Event]:
-        """The answer is over, for whichever reason: what was held back is content, reasoning or a complete call."""
+        """Return the last events at the end of the output: held-back text becomes content, reasoning or a complete call."""
         events = self._to_calls(self._thinking.finish() if self._thinking else [])
         return events + self._calls.finish() if self._calls else events
 

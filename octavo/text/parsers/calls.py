@@ -1,8 +1,8 @@
-"""Finds tool calls in an answer, in whichever format: pieces of text in, events out, the same for any cut into pieces.
-Knows nothing of any format but where it may open; each call is given whole or its text is content, never half of it.
+"""CallParser: finds tool calls in an output, in any format. It takes pieces of text and returns events, which do not depend on
+how the text was cut. A call is either parsed completely, or its text is content.
 
-Space around a call belongs to the call. What turns out to be no call is content from its opening mark on, and is
-searched again behind that mark, so that a good call after a bad one is found.
+Space around a call belongs to the call. Text that turns out not to be a call is content from its opening mark on, and is
+searched again after that mark, so that a valid call after an invalid one is found.
 """
 
 import re
@@ -17,7 +17,7 @@ from octavo.text.parsers.json_text import dump
 from octavo.text.parsers.reader import SPACE, Call, Malformed, Reader, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The tools of a request: the JSON schema of each one's parameters by its name."""
+"""The tools of a request: name → JSON schema of the parameters."""
 
 
 def call_id() -> str:
@@ -25,22 +25,22 @@ def call_id() -> str:
 
 
 def short_id() -> str:
-    """Nine letters and digits, the only ids that some templates take back."""
+    """An id of nine letters and digits, the only form that some templates accept."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     read: Callable[[Reader, str, Schemas], Steps[None]]
-    """(reader behind the opening mark, that mark or "" for a bare opening, the tools): yields each call."""
+    """(reader after the opening mark, the mark or "" for a bare opening, the tools): yields each call."""
     openings: tuple[str, ...] = ()  # marks that open a call anywhere
-    bare: str = ""  # a character that opens one where nothing was said before; the reader stands on it
+    bare: str = ""  # characters that open a call if no content came before; the reader is then before the character
     marks: tuple[str, ...] = ()  # texts that may be special tokens and must reach the parser
-    signs: tuple[str, ...] = ()  # a chat template with all of these speaks this format
-    strangers: tuple[str, ...] = ()  # … unless it has one of these
-    rank: int = 0  # where several formats' signs are there, the highest wins
+    signs: tuple[str, ...] = ()  # a chat template that contains all of these uses this format
+    strangers: tuple[str, ...] = ()  # … unless it contains one of these
+    rank: int = 0  # if several formats match a template, the highest rank wins
     new_id: Callable[[], str] = call_id
-    # What stands around one call, where it is written {"name", "arguments"}: calls that are required are then written so as well.
+    # Text before and after a call, if the format writes {"name", "arguments"}: required calls are then written in this frame.
     frame: tuple[str, str] | None = None
     aliases: tuple[str, ...] = ()
 
@@ -52,9 +52,9 @@ class CallParser:
         self._new_id = new_id or format.new_id
         self._opening = re.compile("|".join(map(re.escape, format.openings)) or r"(?!)")
         self._reader = Reader()
-        self._section: Steps[None] | None = None  # reads calls; None: outside
-        self._start = 0  # of the text that is content if the section goes wrong
-        self._behind = 0  # the opening: where the search goes on if it does
+        self._section: Steps[None] | None = None  # reads calls; None: outside a section
+        self._start = 0  # start of the text that becomes content if the section is malformed
+        self._after_opening = 0  # end of the opening mark, where the search continues if the section is malformed
         self._can_open_bare = True
         self._after_call = False
         self.num_calls = 0
@@ -77,7 +77,7 @@ class CallParser:
         return events
 
     def _inside(self, events: list[Event]) -> bool:
-        """One step of the section. False: it waits for more text."""
+        """Advance the section by one step. False: it waits for more text."""
         assert self._section is not None
         reader = self._reader
         try:
@@ -87,42 +87,42 @@ class CallParser:
             self._can_open_bare = True
         except Malformed:
             self._section = None
-            reader.at = self._behind
-            self._say(events, reader.text[self._start : self._behind])
+            reader.at = self._after_opening
+            self._emit_content(events, reader.text[self._start : self._after_opening])
             self._can_open_bare = False
         else:
             if call is None:
                 assert not reader.over, "a format waits for text that will not come"
                 return False
-            self._give(events, call)
-            self._start = self._behind = reader.at
+            self._emit_call(events, call)
+            self._start = self._after_opening = reader.at
         return True
 
     def _outside(self, events: list[Event]) -> bool:
-        """Says what is content for certain. True: a section was opened."""
+        """Emit text that is certainly content. True: a section was opened."""
         reader = self._reader
         text, at = reader.text, reader.at
         rest = text[at:].lstrip(SPACE)
         if self._can_open_bare and rest and rest[0] in self._format.bare:
             reader.at = len(text) - len(rest)
-            self._start, self._behind = at, reader.at + 1
+            self._start, self._after_opening = at, reader.at + 1
             self._section = self._format.read(reader, "", self._tools)
             return True
         found = self._opening.search(text, at)
         if found is None:
             end = len(text) if reader.over else self._certain(text, at)
             if not (reader.over and self._after_call and not rest):
-                self._say(events, text[at:end])
+                self._emit_content(events, text[at:end])
             reader.at = end
             return False
         self._start = at + len(text[at : found.start()].rstrip(SPACE))
-        self._say(events, text[at : self._start])
-        reader.at = self._behind = found.end()
+        self._emit_content(events, text[at : self._start])
+        reader.at = self._after_opening = found.end()
         self._section = self._format.read(reader, found[0], self._tools)
         return True
 
     def _certain(self, text: str, at: int) -> int:
-        """Where the text ends that no opening, nor the space before one, can still claim."""
+        """End of the text that cannot become part of an opening mark or of the space before one."""
         held = 0
         for opening in self._format.openings:
             for size in range(min(len(opening) - 1, len(text) - at), held, -1):
@@ -131,7 +131,7 @@ class CallParser:
                     break
         return at + len(text[at : len(text) - held].rstrip(SPACE))
 
-    def _say(self, events: list[Event], text: str) -> None:
+    def _emit_content(self, events: list[Event], text: str) -> None:
         if not text:
             return
         events.append(Content(text))
@@ -139,7 +139,7 @@ class CallParser:
         if text.strip(SPACE):
             self._can_open_bare = False
 
-    def _give(self, events: list[Event], call: Call) -> None:
+    def _emit_call(self, events: list[Event], call: Call) -> None:
         index = self.num_calls
         events.append(CallBegin(index, call.id or self._new_id(), call.name))
         events.append(CallArguments(index, dump(call.arguments)))

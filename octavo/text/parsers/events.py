@@ -1,5 +1,4 @@
-"""What an answer consists of, as it comes: content, reasoning and tool calls.
-Knows nothing of any format, and of no endpoint's own names for these things."""
+"""Events of a parsed output: content, reasoning and tool calls."""
 
 import msgspec
 
@@ -13,14 +12,14 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class CallBegin(msgspec.Struct, frozen=True, gc=False):
-    index: int  # of the calls of this answer, from 0
+    index: int  # number of the call in this output, from 0
     id: str
     name: str
 
 
 class CallArguments(msgspec.Struct, frozen=True, gc=False):
     index: int
-    text: str  # all of one call, put together, are the text of a JSON object
+    text: str  # the texts of one call concatenate to a JSON object
 
 
 class CallEnd(msgspec.Struct, frozen=True, gc=False):

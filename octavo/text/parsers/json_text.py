@@ -1,5 +1,5 @@
-"""JSON inside an answer: where an object ends while it is still being written, what it says, and how to write it.
-Knows nothing of marks. Models break lines inside strings: that is read as it was meant and written as JSON has it."""
+"""JSON inside an output: finds the end of an object while it is still being written, parses it and writes it. Models write raw
+line breaks inside strings: these are accepted, and written as valid JSON."""
 
 import json
 import math
@@ -9,19 +9,19 @@ from typing import Any
 
 from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, is_name, peek, run, skip_space
 
-_MAX_DEPTH = 100  # of nesting: far below what Python's own reader can take, so the answer never depends on the stack
+_MAX_DEPTH = 100  # nesting, far below what Python's own parser can take, so the result never depends on the stack
 _PLAIN = re.compile(r'[^"\\]*')
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 
 
 def object_text(reader: Reader) -> Steps[str]:
-    """Reads one JSON object and gives its text. Malformed at the first character that no object can have there."""
+    """Read one JSON object and return its text. Raises Malformed at the first character that is invalid there."""
     start = reader.at
     if (yield from peek(reader)) != "{":
         raise Malformed
     reader.at += 1
-    stack, due = ["}"], "key or end"  # what closes each open bracket; what may come next
+    stack, due = ["}"], "key or end"  # the closing bracket of each open one; what may come next
     while stack:
         character = yield from skip_space(reader)
         if character == stack[-1] and due in ("key or end", "value or end", "comma or end"):
@@ -71,7 +71,7 @@ def _string(reader: Reader) -> Steps[None]:
 
 
 def _word(reader: Reader) -> Steps[None]:
-    """A number, true, false or null."""
+    """Read a number, true, false or null."""
     word = yield from run(reader, _WORD)
     if word not in ("true", "false", "null") and not _NUMBER.fullmatch(word):
         raise Malformed
@@ -89,7 +89,7 @@ def _finite(text: str) -> float:
 
 
 def load(text: str) -> Any:
-    """A value that can be written as JSON again. NaN, endless numbers and numbers beyond all measure are malformed."""
+    """Parse a value that can be written as JSON again. NaN, infinities and numbers that overflow are malformed."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
@@ -97,7 +97,7 @@ def load(text: str) -> Any:
 
 
 def dump(value: Mapping[str, Any]) -> str:
-    """Text that can be sent: half a surrogate pair, which UTF-8 cannot hold, stays escaped."""
+    """Write JSON that can be encoded as UTF-8: a lone surrogate stays escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()
@@ -107,14 +107,14 @@ def dump(value: Mapping[str, Any]) -> str:
 
 
 def call_of(value: object, *, must_say_arguments: bool = False) -> Call:
-    """The call that an object {"name": …, "arguments" or "parameters": …} stands for."""
+    """The call described by an object {"name": …, "arguments" or "parameters": …}."""
     if not isinstance(value, dict) or not is_name(value.get("name")):
         raise Malformed
     said = [key for key in ("arguments", "parameters") if key in value]
     if len(said) > 1 or (must_say_arguments and not said):
         raise Malformed
     arguments = value[said[0]] if said else None
-    if isinstance(arguments, str):  # written as OpenAI's API shows them: JSON within JSON
+    if isinstance(arguments, str):  # as in OpenAI's API: JSON text within JSON
         arguments = load(arguments)
     if arguments is None and not must_say_arguments:
         arguments = {}

@@ -1,5 +1,5 @@
-"""A growing text and the steps that read it: generators that stop where the text does and go on when there is more.
-Knows nothing of formats. A step never decides on text that is still to come, so no decision depends on the pieces."""
+"""Reader: a growing text, and generators that read it. They stop at the end of the text and continue when there is more. They
+never decide on text that is still to come, so the result does not depend on how the text was cut."""
 
 import re
 from collections.abc import Generator, Sequence
@@ -13,7 +13,7 @@ _MAX_NAME = 256  # characters; the longest names in use have some sixty
 
 
 class Malformed(Exception):
-    """The text is no call after all: it belongs to the content."""
+    """The text is not a call: it belongs to the content."""
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -24,7 +24,8 @@ class Call(msgspec.Struct, frozen=True):
 
 T = TypeVar("T")
 Steps = Generator[Call | None, None, T]
-"""Yields None where it needs more text, and each call as soon as it is complete: what was read so far is then spent."""
+"""A generator that yields None when it needs more text, and each call as soon as it is complete. Text read so far is then
+consumed."""
 
 
 class Reader:
@@ -32,12 +33,12 @@ class Reader:
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # what lies before has been read
+        self.at = 0  # the text before this position has been read
         self.over = False  # no more text will come
 
 
 def more(reader: Reader) -> Steps[bool]:
-    """Waits for text beyond what is there. False: there will be none."""
+    """Wait for more text. False: there will be none."""
     size = len(reader.text)
     while len(reader.text) == size:
         if reader.over:
@@ -47,7 +48,7 @@ def more(reader: Reader) -> Steps[bool]:
 
 
 def peek(reader: Reader) -> Steps[str]:
-    """The next character, unread; "" at the end of the text."""
+    """Return the next character without reading it; "" at the end of the text."""
     while reader.at == len(reader.text):
         if not (yield from more(reader)):
             return ""
@@ -55,14 +56,14 @@ def peek(reader: Reader) -> Steps[str]:
 
 
 def skip_space(reader: Reader) -> Steps[str]:
-    """The first character that is no space, unread; "" at the end of the text."""
+    """Skip space and return the next character without reading it; "" at the end of the text."""
     while (character := (yield from peek(reader))) and character in SPACE:
         reader.at += 1
     return character
 
 
 def find(reader: Reader, options: Sequence[str]) -> Steps[str]:
-    """Reads the one of `options` that comes next, the longest where several do. "": none, and nothing was read."""
+    """Read the one of `options` that comes next, the longest if several match. "": none does, and nothing was read."""
     while True:
         rest = reader.text[reader.at : reader.at + max(map(len, options))]
         if not reader.over and any(len(rest) < len(option) and option.startswith(rest) for option in options):
@@ -74,7 +75,7 @@ def find(reader: Reader, options: Sequence[str]) -> Steps[str]:
 
 
 def literal(reader: Reader, *options: str) -> Steps[str]:
-    """Reads one of these, or the text is malformed."""
+    """Read one of the options, or raise Malformed."""
     found = yield from find(reader, options)
     if not found:
         raise Malformed
@@ -82,7 +83,7 @@ def literal(reader: Reader, *options: str) -> Steps[str]:
 
 
 def until(reader: Reader, mark: str) -> Steps[str]:
-    """Reads up to the mark and the mark itself; gives what came before it."""
+    """Read up to and including the mark, and return the text before it."""
     start = searched = reader.at
     while (end := reader.text.find(mark, searched)) < 0:
         searched = max(start, len(reader.text) - len(mark) + 1)
@@ -93,7 +94,7 @@ def until(reader: Reader, mark: str) -> Steps[str]:
 
 
 def name(reader: Reader) -> Steps[str]:
-    """Reads the longest run of characters that names of tools are made of: at least one."""
+    """Read the longest run of characters that are allowed in a tool's name: at least one."""
     found = yield from run(reader, _NAME, _MAX_NAME)
     if not found:
         raise Malformed
@@ -101,8 +102,8 @@ def name(reader: Reader) -> Steps[str]:
 
 
 def run(reader: Reader, pattern: re.Pattern[str], max_len: int | None = None) -> Steps[str]:
-    """Reads the longest run of what `pattern` matches, which matches the empty text too. A longer one than `max_len` is malformed,
-    and nobody waits for its end."""
+    """Read the longest run that `pattern` matches; the pattern also matches the empty text. A run longer than `max_len` is
+    malformed, without waiting for its end."""
     start = reader.at
     while True:
         found = pattern.match(reader.text, reader.at)

@@ -1,7 +1,6 @@
-"""Divides an answer into reasoning, between two marks at its beginning, and what follows: pieces in, events out.
-Knows nothing of tool calls, and of templates only how a prompt ends.
+"""ThinkParser: splits an output into reasoning, between two marks at its beginning, and content.
 
-Line breaks beside a mark belong to the mark. A mark further on is part of the answer: one may talk about marks.
+Line breaks next to a mark belong to the mark. A mark later in the output is content: the model may write about marks.
 """
 
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from octavo.text.parsers.reader import SPACE
 class ThinkFormat:
     opening: str
     closing: str
-    opens_unsaid: bool = False  # the model thinks first even where neither it nor the prompt says the opening mark
-    signs: tuple[str, ...] = ()  # a chat template with all of these speaks this format
-    rank: int = 0  # where several formats' signs are there, the highest wins
+    opens_unsaid: bool = False  # the model reasons first even if neither it nor the prompt writes the opening mark
+    signs: tuple[str, ...] = ()  # a chat template that contains all of these uses this format
+    rank: int = 0  # if several formats match a template, the highest rank wins
     aliases: tuple[str, ...] = ()
 
     @property
@@ -24,13 +23,13 @@ class ThinkFormat:
         return self.opening, self.closing
 
     def is_open(self, prompt: str) -> bool:
-        """Whether an answer to this prompt begins inside the reasoning: the template may have opened or closed it."""
+        """Whether the output for this prompt begins inside the reasoning: the template may have opened or closed it."""
         end = prompt.rstrip(SPACE)
         return end.endswith(self.opening) or (self.opens_unsaid and not end.endswith(self.closing))
 
 
 def held_len(text: str, mark: str) -> int:
-    """Characters at the end of the text that may be the beginning of the mark."""
+    """Number of characters at the end of the text that may be the beginning of the mark."""
     sizes = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)
 
@@ -42,11 +41,11 @@ class ThinkParser:
         self._stage = self._opening
         self._may_be_content = not format.is_open(prompt)
         self._is_over = False
-        self.has_reasoned = False  # the answer has, or had, a place for reasoning
+        self.has_reasoned = False  # a reasoning section has begun
 
     @property
     def is_past(self) -> bool:
-        """Whether the place for reasoning, if there was one, lies behind: all that follows is content."""
+        """Whether the reasoning, if there was any, is over: all that follows is content."""
         return self._stage in (self._after, self._content)
 
     def feed(self, text: str) -> list[Event]:
@@ -60,10 +59,10 @@ class ThinkParser:
         self._is_over = True
         return self.feed("")
 
-    # Each stage takes what it is certain of from the held text. True: the next stage may go on with the rest.
+    # Each stage consumes the held text as far as it is certain. True: the next stage may continue with the rest.
 
     def _opening(self, events: list[Event]) -> bool:
-        """Before anything was said: the opening mark or, where the prompt said it, perhaps a second one."""
+        """At the start of the output: the opening mark or, if the prompt ended with it, perhaps a second one."""
         opening, rest = self._format.opening, self._held.lstrip(SPACE)
         if rest.startswith(opening):
             self._held = rest[len(opening) :]

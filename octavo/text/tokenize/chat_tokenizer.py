@@ -1,5 +1,5 @@
-"""A library tokenizer's twin for rendered chats: it finds control tokens first and sees only then what look-alikes hide.
-Knows nothing of templates; lookalikes.py says what is hidden and how."""
+"""ChatTokenizer: a copy of a library tokenizer for rendered chats. It first finds control tokens, then reveals the hidden
+look-alikes (special_token_escape.py) and tokenizes them as ordinary text."""
 
 import json
 import secrets
@@ -18,11 +18,11 @@ def is_control(token: AddedToken) -> bool:
 class ChatTokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         by_id = tokenizer.get_added_tokens_decoder()
-        self._added = [by_id[token_id] for token_id in sorted(by_id)]  # the order in which they get the ids they have
+        self._added = [by_id[token_id] for token_id in sorted(by_id)]  # added in this order, they get the same ids
         control = {token.content: token_id for token_id, token in by_id.items() if is_control(token)}
         self.lookalikes = SpecialTokenEscape(control.keys())
-        self._id_of: dict[int, int] = {}  # ids of the twin that are others in the vocabulary
-        self.tokenizer = self._twin(tokenizer, tokenizer.model)  # shares the tables
+        self._id_of: dict[int, int] = {}  # id in the copy → id in the vocabulary, where they differ
+        self.tokenizer = self._twin(tokenizer, tokenizer.model)  # shares the model's tables
         if self._spells(control):
             self.tokenizer = self._twin(tokenizer, _without(tokenizer, control.keys()))
             self._id_of = {
@@ -45,7 +45,8 @@ class ChatTokenizer:
         return twin
 
     def _spells(self, control: dict[str, int]) -> bool:
-        """Whether the model itself makes a control token of its letters: a unigram model does, whose list they are in."""
+        """Whether the tokenizer's model itself produces a control token from its characters, as a unigram model does that lists
+        it."""
         for token, token_id in control.items():
             for text in (token, f"x{token}x", f" {token} "):
                 hidden = self.lookalikes.hide(text)
@@ -55,7 +56,7 @@ class ChatTokenizer:
 
 
 def _found_unnormalized(token: AddedToken) -> AddedToken:
-    """A control token of the template's is there as it is written; normalizing must not make one out of other text."""
+    """A copy that is matched before normalizing if it is a control token: normalizing must not create one from other text."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
@@ -67,7 +68,7 @@ def _found_unnormalized(token: AddedToken) -> AddedToken:
 
 
 def _without(tokenizer: tokenizers.Tokenizer, control: Iterable[str]) -> tokenizers.models.Model:
-    """The tokenizer's model with its control tokens under names that nobody can write."""
+    """The tokenizer's model with its control tokens renamed to random names that no text contains."""
     state = json.loads(tokenizer.to_str())
     unspeakable = {token: f"{token}{secrets.token_hex(16)}" for token in control}
     unknown = state["model"].get("unk_token")

@@ -1,16 +1,15 @@
-"""Token ids → text, one id at a time, never half a character.
-Knows nothing of stop strings, of templates or of how the ids were chosen.
+"""Detokenizers: token ids to text, one id at a time, never half a character.
 
-The whole decode, for a vocabulary whose ids stand for bytes, is: the bytes of all ids one after another, read as UTF-8,
-every invalid sequence replaced by U+FFFD. Where the vocabulary puts a space before the first word (SentencePiece), one
-space at the very start of a text is not part of it. What a stream emits for a prompt's continuation is decode(prompt
-and output) without the finished characters of the prompt: the first output token keeps its space, because it does not
-start the text, unless the prompt holds no text at all; and a character that the prompt's last ids begin comes whole
-with the output that ends it. A stream's pieces concatenate to exactly that, whatever the ids.
+For a vocabulary whose ids stand for bytes, the full decode is: concatenate the bytes of all ids and read them as UTF-8, with
+every invalid sequence replaced by U+FFFD. If the vocabulary puts a space before the first word (SentencePiece), one space at
+the very start of a text is removed. A stream that continues a prompt emits decode(prompt and output) without the complete
+characters of the prompt. So the first output token keeps its space, because it does not start the text, unless the prompt
+holds no text at all; and a character that begins in the prompt's last ids is emitted with the output that completes it. The
+stream's pieces concatenate to exactly that, whatever the ids.
 
-Two cases differ from the `tokenizers` library on purpose. A run of byte tokens that is not UTF-8 loses only its
-invalid part here; there it becomes one U+FFFD a byte, back to the first, which no stream could know in time. An added
-token is always its own literal text; there it passes through the byte alphabet, which garbles the non-ASCII ones.
+Two cases differ from the `tokenizers` library on purpose. In a run of byte tokens that is not UTF-8, only the invalid part is
+replaced here; the library replaces every byte back to the start of the run by U+FFFD, which a stream could not know in time. An
+added token is always its own literal text here; the library passes it through the byte alphabet, which garbles non-ASCII ones.
 """
 
 import codecs
@@ -20,27 +19,27 @@ from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
-MAX_UNFINISHED = 3  # bytes of a character that lacks its last
+MAX_UNFINISHED = 3  # most bytes of an incomplete UTF-8 character
 
 
 class Detokenizer(Protocol):
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
+        """Add a token and return the text that is now complete."""
 
     def flush(self) -> str:
-        """What was held back, at the end: an unfinished character becomes U+FFFD."""
+        """Return the held-back text at the end of the output: an incomplete character becomes U+FFFD."""
 
 
 class BytePieces:
-    """Which bytes each id adds to a text. `spell` says so once for each id; an id outside the vocabulary adds none."""
+    """The bytes that each id adds to a text. `spell` is called once for each id; an id outside the vocabulary adds none."""
 
     def __init__(
         self, size: int, spell: Callable[[int], bytes], special_ids: frozenset[int], strips_first_space: bool
     ) -> None:
         self._pieces: list[bytes | None] = [None] * size
         self._spell = spell
-        # The text of each id met so far whose bytes are whole characters: in between characters it needs no decoder.
-        # Special ids, which some streams skip, are not among them.
+        # Text of each id seen so far whose bytes are complete characters: at a character boundary it needs no decoder.
+        # Without special ids, which some streams skip.
         self.whole: dict[int, str] = {}
         self.special_ids = special_ids
         self.strips_first_space = strips_first_space
@@ -76,11 +75,10 @@ class BytePieces:
 
 
 class ByteDetokenizer:
-    """The incremental twin of BytePieces.decode: a table look-up and a UTF-8 decoder that keeps unfinished characters.
+    """The incremental version of BytePieces.decode: a table lookup and a UTF-8 decoder that keeps incomplete characters.
 
-    `tail`: the last bytes of the prompt, MAX_UNFINISHED at least where it has as many. They hold all of a character
-    that is not finished, and no byte before them could change what becomes of it. `kept_ids`: special ones that are not
-    skipped.
+    `tail`: the last bytes of the prompt, at least MAX_UNFINISHED if it has as many. They contain all of an incomplete
+    character, and no earlier byte can affect it. `kept_ids`: special ids that are not skipped.
     """
 
     def __init__(
@@ -110,17 +108,17 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For vocabularies whose decoder is not a table of bytes (WordPiece, suffix BPE): decode a short window twice.
+    """A detokenizer for vocabularies whose decoder is not a table of bytes (WordPiece, suffix BPE): decodes a short window twice.
 
-    Exact for decoders that look at a token's neighbours only, which all known ones do. The window reaches from the
-    token before the last that was emitted to the newest, so a token costs the same wherever it stands. Unlike above,
-    a character that the prompt leaves unfinished is not completed.
+    It is exact for decoders that look only at a token's neighbours, which all known ones do. The window begins just before
+    the newest tokens, so that a token costs the same at any position. Unlike in ByteDetokenizer, a character that the prompt
+    leaves incomplete is not completed.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int]) -> None:
         self._decode = decode
-        self._window = list(prompt_ids[-4:])  # a few, so that skipped special tokens still leave a neighbour
-        self._num_emitted = len(self._window)  # of the window's ids: those whose text is out
+        self._window = list(prompt_ids[-4:])  # more than one, so that skipped special tokens still leave a neighbour
+        self._num_emitted = len(self._window)  # ids of the window whose text has been emitted
         self._emitted_text = decode(self._window)
 
     def push(self, token_id: int) -> str:

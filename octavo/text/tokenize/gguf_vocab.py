@@ -1,5 +1,5 @@
-"""A GGUF file's metadata → a tokenizer, its end-of-sequence ids and the names templates use.
-Knows nothing of tensors; which words a BPE vocabulary is cut into is pretokenizers.py's."""
+"""The tokenizer of a GGUF file, from its metadata: also its end-of-sequence ids and the variables of its chat template.
+pretokenizers.py has the patterns that cut a text into words for BPE."""
 
 import itertools
 import re
@@ -26,8 +26,8 @@ from octavo.text.tokenize.tokenizer import SPACE_MARK, LibraryTokenizer, Tokeniz
 
 _PREFIX = "tokenizer.ggml."
 
-# Tokens that end a turn or a whole text, by name: a file may name but one of the two, and a model that continues a plain
-# text ends it with the other.
+# Tokens that end a message or a text, by name. A file may declare only one of the two, and a model that continues a plain text
+# ends it with the other.
 _ENDS = (
     *(
         "<|eot_id|>",
@@ -43,16 +43,16 @@ _ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
 )
 
-# Merges over raw characters that some files store under the name of byte-level ones.
+# Files of these kinds claim byte-level BPE but have merges over raw characters.
 _MARKED = ("gemma4", "granite-embed-multi-311m", "sarvam-moe")
 
-# What converters write into ids that the model's own tokenizer does not name.
+# Names that converters give to ids that the model's own tokenizer does not have.
 _FILLER = re.compile(r"\[PAD\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The file's lists, checked, with every token named."""
+    """The file's checked lists of tokens and types. Every token has a name."""
 
     tokens: list[str]
     types: list[int]
@@ -62,14 +62,14 @@ class Vocabulary:
         return self.metadata.get(_PREFIX + key, otherwise)
 
     def id(self, key: str) -> int | None:
-        """The id that the metadata gives a role ("bos", "eos", …), where it names one within the vocabulary."""
+        """The id of a role ("bos", "eos", …) in the metadata. None: it has none, or one outside the vocabulary."""
         token_id = self.value(f"{key}_token_id")
         return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
 
     def around(self, adds_bos: bool, adds_separator: bool = False) -> tuple[list[int], list[int]]:
-        """The ids before and after a text; the arguments are what holds where the file does not say."""
+        """Return the ids to put before and after a text. The arguments are defaults for what the file does not specify."""
         bos, eos = self.id("bos"), self.id("eos")
-        if adds_separator:  # a vocabulary that begins a text with its class token and ends it with a separator
+        if adds_separator:  # as BERT does: a text begins with the class token and ends with a separator
             bos, eos = self._named("cls", "[CLS]") if bos is None else bos, self._named("seperator", "[SEP]")
         before = [bos] if bos is not None and self.value("add_bos_token", adds_bos) else []
         wants_end = self.value("add_sep_token", True) if adds_separator else self.value("add_eos_token", False)
@@ -80,7 +80,7 @@ class Vocabulary:
         return self.tokens.index(token) if found is None and token in self.tokens else found
 
     def added(self) -> Added:
-        """Tokens to be found in a text as they are. Control tokens are special: left out of decoded text."""
+        """Tokens that are matched literally in a text. Control tokens are special: they are left out of decoded text."""
         unknown = self.id("unknown")
         special = {i for i, kind in enumerate(self.types) if kind in (CONTROL, UNKNOWN)}
         whole = {
@@ -120,7 +120,7 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
                 return _marked_bpe(vocabulary)
     except ConfigError:
         raise
-    except Exception as error:  # the libraries raise bare Exception for tables that contradict themselves
+    except Exception as error:  # the libraries raise bare Exception for inconsistent tables
         raise ConfigError(f"the GGUF vocabulary is inconsistent ({error}): fetch the file again") from error
     raise ConfigError(
         f"the GGUF vocabulary is of kind {kind!r}; gpt2, llama, bert and gemma4 are supported: "
@@ -133,7 +133,7 @@ def gguf_eos_ids(vocabulary: Vocabulary) -> tuple[int, ...]:
     whole = vocabulary.added().id_of
     ends = [token for token in _ENDS if token in whole]
     if "<|return|>" in whole and "<|end|>" in ends:
-        ends.remove("<|end|>")  # there it ends a message within a turn
+        ends.remove("<|end|>")  # gpt-oss: it ends a message within the output
     ids.update(whole[token] for token in ends)
     return tuple(sorted(token_id for token_id in ids if token_id is not None))
 
@@ -154,7 +154,7 @@ def gguf_chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
-    # Files from before the key existed were cut as "default" says; llama.cpp reads them so too.
+    # Files from before the key existed use "default", as in llama.cpp.
     words = pretokenizers.words_named(vocabulary.value("pre", "default"))
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=words.ignore_merges, byte_fallback=False))
     tokenizer.normalizer = pretokenizers.normalizer(words)
@@ -169,7 +169,7 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
 
 
 class _Names:
-    """Every token's name, in one text: as a list of strings they take five times the memory, in every API process."""
+    """All token names in one string. A list of strings would take five times the memory, in every API process."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._all = "".join(names)
@@ -180,10 +180,10 @@ class _Names:
 
 
 def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
-    """Merges over raw characters, spaces written ▁: a SentencePiece vocabulary that brings its merges along."""
+    """BPE with merges over raw characters, where ▁ is a space: a SentencePiece vocabulary with explicit merges."""
     tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, ignore_merges=False, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE_MARK)
-    # A run of newlines is one token where the vocabulary has it, so it must not be merged with what is beside it.
+    # A run of newlines is one token if the vocabulary has it, so it must not be merged with its neighbours.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
     added = vocabulary.added()
     _add(tokenizer, added)
@@ -196,7 +196,7 @@ def _marked_bpe(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
-    """BERT's, as converters write it: ▁ before what starts a word, nothing before what continues one."""
+    """BERT's WordPiece as converters write it: ▁ before a token that starts a word, nothing before one that continues it."""
     tokens, added = vocabulary.tokens, vocabulary.added()
     lowercase = bool(vocabulary.value("normalizer.lowercase", True))
     unknown = vocabulary.id("unknown")
@@ -207,7 +207,7 @@ def _word_piece(vocabulary: Vocabulary) -> Tokenizer:
     model = models.WordPiece(
         {_valid(name, i): i for i, name in enumerate(names)},
         unk_token="[UNK]" if unknown is None else names[unknown],
-        max_input_chars_per_word=100,  # as BERT's own tokenizer.json has it: a longer word is unknown
+        max_input_chars_per_word=100,  # as in BERT's own tokenizer.json: a longer word is unknown
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.BertNormalizer(
@@ -229,7 +229,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     model = write_bpe_model(
         vocabulary.tokens,
         vocabulary.value("scores") or [0.0] * len(vocabulary.tokens),
-        # A control token is cut out of a text before the package sees it; what is left must never become one.
+        # Control tokens are cut out of a text before the package sees it; the rest must never become one.
         [CONTROL if i in control_ids else kind for i, kind in enumerate(vocabulary.types)],
         unknown_id=0 if unknown is None else unknown,
         dummy_prefix=bool(vocabulary.value("add_space_prefix", True)),
@@ -253,7 +253,7 @@ def _bpe(vocabulary: Vocabulary, *, ignore_merges: bool, byte_fallback: bool) ->
 
 
 def _valid(token: str, token_id: int) -> str:
-    """The library takes valid Unicode only; a token that is none cannot be met in a text either."""
+    """A name that the library accepts: it requires valid Unicode. A token that is not cannot occur in a text either."""
     return token if token.isascii() or not any("\ud800" <= c <= "\udfff" for c in token) else f"[BYTES_{token_id}]"
 
 

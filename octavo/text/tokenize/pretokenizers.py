@@ -1,5 +1,5 @@
-"""How byte-level BPE vocabularies of GGUF files cut a text into words before merging: by name, as `tokenizer.ggml.pre` says.
-Knows nothing of files or ids. The patterns are those of each model's own tokenizer.json, or agree with it."""
+"""Patterns that cut a text into words before BPE merges, by the name in a GGUF file's `tokenizer.ggml.pre`. They are those of
+each model's own tokenizer.json, or equivalent."""
 
 from dataclasses import dataclass, field
 
@@ -10,12 +10,13 @@ from octavo.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Each pattern cuts what the one before left: its matches, and what lies between them, become words of their own."""
+    """How to cut a text. Each pattern is applied to the words of the one before: its matches, and the text between them, become
+    separate words."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token is taken whole, whatever the merges say
-    nfc: bool = False  # the text is composed first, as the model's own tokenizer does (llama.cpp leaves it as it is)
-    adds_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word that is a token is not split, whatever the merges say
+    nfc: bool = False  # apply NFC first, as the model's own tokenizer does (llama.cpp does not)
+    adds_bos: bool = False  # default if the file does not specify it
     names: tuple[str, ...] = field(default=())
 
 
@@ -36,7 +37,7 @@ def _cl100k(
 
 
 def _o200k(contraction: str, digits: str, *, but: str = "", not_word: str = r"[^\s\p{L}\p{N}]+[\r\n/]*") -> str:
-    """`but`: a set operation that takes letters out of both cases."""
+    """`but`: a set operation that removes letters from both cases."""
     start = r"[^\r\n\p{L}\p{N}]?"
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
@@ -65,10 +66,11 @@ def _deepseek_v3(not_word: str, tail: str = _TAIL) -> str:
 _DEEPSEEK_V3 = _deepseek_v3(r"[\p{P}\p{S}]+[\r\n]*")
 _CJK = r"[一-龥぀-ゟ゠-ヿ]+"
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
-# Three names group digits by threes from the right. Their own patterns look to a number's end from every group, which takes
-# minutes for a long one; here it is found once: a number is cut out first, then what is left over before the threes.
+# Three names group digits in threes from the right. Their own patterns look ahead to the number's end from every group, which
+# takes minutes for a long number. Here the end is found once: first the number is cut out, then the one or two digits before
+# the groups of three.
 _THREES = r"(?<!\d)\d{0,2}\K(?:\d{3})++(?!\d)"
-# Runs of spaces in a few sizes: the vocabulary has tokens for those.
+# Runs of spaces in the sizes for which the vocabulary has tokens.
 _JAIS_SPACES = "|".join([rf"\s{{{size}}}(?!\S)" for size in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")])
 _ASIAN = r"[一-鿿㐀-䶿\x{F900}-\x{FAFF}぀-ゟ゠-ヿ･-ﾟ\x{2F00}-\x{2FDF}เ-\x{E7F}\x{E80}-\x{EFF}ក-\x{17FF}က-႟ꩠ-ꩿꧠ-\x{A9FF}가-\x{D7AF}ᄀ-ᇿ]+"
 
@@ -123,10 +125,10 @@ _BY_NAME = {name: words for words in _ALL for name in words.names}
 
 
 def words_named(name: str) -> Words:
-    """A wrong guess here would answer with quietly wrong tokens, so an unknown name is refused."""
+    """Return the patterns of that name. An unknown name is an error: a wrong guess would silently give wrong tokens."""
     if name not in _BY_NAME:
         raise ConfigError(
-            f"the GGUF vocabulary is cut into words by {name!r}, which is not supported "
+            f"the GGUF vocabulary uses the pre-tokenizer {name!r}, which is not supported "
             f"(supported: {', '.join(sorted(_BY_NAME))}); give --tokenizer a folder with the model's tokenizer.json"
         )
     return _BY_NAME[name]

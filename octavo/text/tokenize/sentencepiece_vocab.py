@@ -1,5 +1,5 @@
-"""SentencePiece vocabularies, unigram or BPE, through the `sentencepiece` package.
-Knows nothing of GGUF or of folders; a caller brings the model's bytes and the tokens that were added to it."""
+"""SentencePiece vocabularies, unigram or BPE, through the `sentencepiece` package. The caller provides the model's bytes and the
+tokens that were added to it."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """Tokens that are cut out of a text before the model sees it."""
+    """Added tokens, which are cut out of a text before the model sees it."""
 
     id_of: Mapping[str, int]
     special_ids: frozenset[int]
@@ -32,8 +32,8 @@ class Added:
 
 
 class SentencePieceTokenizer:
-    """`prefixes_every_part`: the text after an added token is prefixed with a space like the text's start (llama.cpp,
-    and transformers' older behaviour); otherwise only the start is."""
+    """A SentencePiece tokenizer. `prefixes_every_part`: text after an added token is prefixed with a space like the start of the
+    text (llama.cpp, and transformers' older behaviour); otherwise only the start is."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SentencePieceTokenizer:
         if not self._insists:
             return _encode(processor, self.lookalikes.reveal(part))
         ids: list[int] = []
-        for piece in self.lookalikes.after_marks(part):  # so that the package never sees the token whole
+        for piece in self.lookalikes.after_marks(part):  # the package must never see the complete token
             ids.extend(_encode(processor, self.lookalikes.reveal(piece)))
             processor = self._unprefixed
         return ids
@@ -137,7 +137,7 @@ class SentencePieceTokenizer:
 
 
 def control_tokens(model: bytes) -> dict[str, int]:
-    """The model's own control and unknown tokens, which `sentencepiece` itself never finds in a text."""
+    """The model's own control and unknown tokens, which `sentencepiece` itself never matches in a text."""
     processor = _load(model)
     ids = range(processor.vocab_size())
     return {processor.id_to_piece(i): i for i in ids if processor.is_control(i) or processor.is_unknown(i)}
@@ -149,16 +149,16 @@ def _encode(processor: "SentencePieceProcessor", text: str) -> list[int]:
 
 
 def _found_by_the_package(processor: "SentencePieceProcessor") -> list[str]:
-    """Tokens that the package itself cuts out of every text (user-defined ones) although they read like control tokens."""
+    """User-defined tokens that read like control tokens: the package itself matches them in every text."""
     names = [(i, processor.id_to_piece(i)) for i in range(processor.vocab_size())]
     return [name for i, name in names if reads_like_control(name) and i in processor.encode(name)]
 
 
 def _load(model: bytes) -> "SentencePieceProcessor":
-    from sentencepiece import SentencePieceProcessor  # most vocabularies are of another kind
+    from sentencepiece import SentencePieceProcessor  # imported lazily: most vocabularies are of another kind
 
     try:
-        if not model:  # which the package takes for "none yet"
+        if not model:  # the package would take this as "no model given"
             raise ValueError("it is empty")
         return SentencePieceProcessor(model_proto=model)
     except Exception as error:  # the package raises RuntimeError and others for whatever it cannot read
@@ -167,7 +167,7 @@ def _load(model: bytes) -> "SentencePieceProcessor":
 
 
 def _cutter(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Splits a text into added tokens and what lies between; of tokens that start at one place the longest is taken."""
+    """A pattern that splits a text into added tokens and the text between them; at one position, the longest token wins."""
     pattern = any_of(tokens)
     return re.compile(f"({pattern})") if pattern else None
 
@@ -181,13 +181,13 @@ _BPE = 2
 def write_bpe_model(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], *, unknown_id: int, dummy_prefix: bool
 ) -> bytes:
-    """A BPE model that merges the pair whose union scores best, the leftmost first: as llama.cpp does with a GGUF's."""
+    """Write a BPE model that merges the best-scoring pair, leftmost first, as llama.cpp does with a GGUF vocabulary."""
     seen: set[str] = set()
     pieces = []
     for token_id, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
         if token_id == unknown_id:
             kind = UNKNOWN
-        elif kind == UNKNOWN:  # the package allows one only
+        elif kind == UNKNOWN:  # the package allows only one
             kind = UNUSED
         name = token.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         if not name or name in seen:

@@ -1,12 +1,11 @@
-"""Text that only looks like a control token: disguised on its way through a chat template, itself again for the tokenizer.
-Knows nothing of templates or of ids.
+"""SpecialTokenEscape: hides text that only looks like a control token from the chat template, and reveals it for the tokenizer.
 
-A template writes control tokens around what people wrote, and both end up in one string. So what people wrote goes in
-with the first character of everything that reads like a control token replaced by a mark; what then reads like one was
-written by the template. The tokenizer puts the characters back after it has found the control tokens.
+A template writes control tokens around the client's text, and both end up in one string. So in the client's text, the first
+character of everything that reads like a control token is replaced by a mark; whatever then reads like one was written by the
+template. The tokenizer restores the characters after it has found the control tokens.
 
-A mark is one printable character for one, so that a template which measures, cuts, escapes or prints a text does to it what
-it would have done without. A mark that somebody really wrote is escaped.
+A mark replaces one character by one printable character, so that a template which measures, cuts, escapes or prints a text does
+the same as it would without marks. If the client's text contains a mark itself, that is escaped.
 """
 
 import re
@@ -15,12 +14,13 @@ from typing import Any
 
 from octavo.errors import ConfigError
 
-_MAX_DEPTH = 50  # of groups in a pattern: below it words are tried one by one
-_MARKS = range(0x2A000, 0x2A6DE)  # rare ideographs: printable, of no case, the same in every normal form
+_MAX_DEPTH = 50  # nesting of groups in a pattern; deeper words are tried one by one
+_MARKS = range(0x2A000, 0x2A6DE)  # rare ideographs: printable, caseless, the same in every Unicode normal form
 
 
 def reads_like_control(token: str) -> bool:
-    """Vocabularies forget to call some of their control tokens special; these two shapes mean nothing else."""
+    """Whether a token looks like a control token. Vocabularies do not mark all of them special; these two shapes have no other
+    meaning."""
     return (token.startswith("<|") and token.endswith("|>")) or (token.startswith("<｜") and token.endswith("｜>"))
 
 
@@ -29,12 +29,12 @@ def is_mark(character: str) -> bool:
 
 
 def any_of(words: Iterable[str]) -> str:
-    """A pattern that matches the longest of `words` that starts at a place, without trying them one by one."""
+    """Build a pattern that matches the longest of `words` at a position, without trying them one by one."""
     return _branches(sorted({word for word in words if word}))
 
 
 def _branches(words: list[str], depth: int = 0) -> str:
-    """`words` are sorted, differ, and none is empty but the first."""
+    """Build the pattern as a trie. `words` are sorted and distinct; only the first may be empty."""
     if depth > _MAX_DEPTH:
         return "(?:" + "|".join([re.escape(word) for word in sorted(words, key=len, reverse=True)]) + ")"
     is_end = words[:1] == [""]
@@ -62,21 +62,21 @@ def _unused(used: str) -> Iterator[str]:
 
 
 class SpecialTokenEscape:
-    """`control_tokens`: as they are written in a text."""
+    """Hides and reveals look-alikes. `control_tokens`: their literal texts."""
 
     def __init__(self, control_tokens: Collection[str]) -> None:
         starts = sorted({token[0] for token in control_tokens if token})
         unused = _unused("".join(control_tokens))
         if 2 * len(starts) + 2 > len(_MARKS):
             raise ConfigError(
-                f"the vocabulary's control tokens start with {len(starts)} different characters, which is no vocabulary "
-                "for text: give --tokenizer a folder with the model's own tokenizer.json"
+                f"the vocabulary's control tokens start with {len(starts)} different characters, which are too many: give "
+                "--tokenizer a folder with the model's own tokenizer.json"
             )
         escape = next(unused)
         mark_of = {start: next(unused) for start in starts}
         escaped = {character: escape + next(unused) for character in [escape, *mark_of.values()]}
         self._hidden = {**mark_of, **escaped}
-        # What to put back, in this order: a mark that was really written comes back after every mark is gone.
+        # Replacements in this order: escaped marks are restored after all marks have been replaced.
         self.reveals: list[tuple[str, str]] = [
             *((mark, start) for start, mark in mark_of.items()),
             *((pair, character) for character, pair in escaped.items() if character != escape),
@@ -88,7 +88,7 @@ class SpecialTokenEscape:
         self._reading = re.compile("|".join([f"[{''.join(escaped)}]", *found]))
 
     def hide(self, value: Any) -> Any:
-        """`value` with every string in it disguised, the keys of objects too."""
+        """Return `value` with look-alikes hidden in every string, including the keys of objects."""
         match value:
             case str():
                 return self._reading.sub(self._hide_one, value)
@@ -105,7 +105,7 @@ class SpecialTokenEscape:
         return text
 
     def after_marks(self, text: str) -> list[str]:
-        """Cut behind every hidden character: in none of the pieces does a look-alike stand whole."""
+        """Cut after every hidden character: no piece contains a complete look-alike."""
         return self._marks.split(text) if self._marks else [text]
 
     def _hide_one(self, found: re.Match[str]) -> str:

@@ -1,8 +1,7 @@
-"""tiktoken's vocabularies, ranked byte strings: Qwen's first `.tiktoken` files and Mistral's tekken.json.
-Knows nothing of folders or templates; the caller says which file it has.
+"""tiktoken vocabularies, which are ranked byte strings: Qwen's first `.tiktoken` files and Mistral's tekken.json.
 
-Such a vocabulary has no merges: of all neighbours whose union is a token, those of the lowest rank are joined. That is the
-same as merging by a list which names, rank by rank, every pair that makes a token, and this is what the library is given.
+Such a vocabulary has no merges: of all neighbours whose union is a token, the pair with the lowest rank is joined. That is
+equivalent to a merge list with, rank by rank, every pair that forms a token. The library gets that list.
 """
 
 import base64
@@ -22,7 +21,8 @@ from octavo.text.tokenize.tokenizer import LibraryTokenizer, byte_level_name, by
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """`ids`: of every byte string, in the order of its rank. `special`: control tokens; `ordinary`: other added tokens."""
+    """A ranked vocabulary. `ids`: the id of every byte string, in the order of ranks. `special`: control tokens; `ordinary`:
+    other added tokens."""
 
     ids: Mapping[bytes, int]
     special: Mapping[str, int]
@@ -30,7 +30,7 @@ class Ranked:
 
 
 def is_tiktoken(start: bytes) -> bool:
-    """Whether a file that starts so is lines of base64 and a rank."""
+    """Whether a file with this beginning has lines of base64 and a rank."""
     first, _, rank = start.partition(b"\n")[0].rstrip(b"\r").partition(b" ")
     try:
         return bool(base64.b64decode(first, validate=True)) and rank.isdigit()
@@ -42,7 +42,7 @@ _QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|
 
 
 def read_qwen_tiktoken(path: Path) -> LibraryTokenizer:
-    """The file holds byte strings only; the control tokens follow them, as the model's own code numbers them."""
+    """Read Qwen's file. It holds only byte strings; the control tokens follow them, numbered as in the model's own code."""
     ids = _read_lines(path)
     special = {token: len(ids) + at for at, token in enumerate(_QWEN_SPECIAL)}
     words = pretokenizers.words_named("qwen2")
@@ -59,9 +59,9 @@ def _read_lines(path: Path) -> dict[bytes, int]:
         try:
             token, rank = line.split()
             ids[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:  # binascii's errors are of this kind
+        except ValueError as error:  # includes binascii.Error
             raise ConfigError(
-                f"{path} is not a tiktoken vocabulary: line {number} is no base64 token and its rank; fetch it again"
+                f"{path} is not a tiktoken vocabulary: line {number} is not a base64 token and its rank; fetch it again"
             ) from error
     if not ids or sorted(ids.values()) != list(range(len(ids))):
         raise ConfigError(
@@ -70,7 +70,7 @@ def _read_lines(path: Path) -> dict[bytes, int]:
     return ids
 
 
-# What files from before the list was part of them mean by their first ids.
+# The first ids of older files, which do not contain this list.
 _TEKKEN_SPECIAL = [
     "<unk>",
     "<s>",
@@ -111,7 +111,7 @@ def read_tekken(path: Path) -> LibraryTokenizer:
         cut = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
     except ConfigError:
         raise
-    except Exception as error:  # whatever is not where it should be
+    except Exception as error:  # missing keys, wrong types, bad base64, a bad pattern
         raise ConfigError(f"{path} cannot be read as a tekken vocabulary ({_words(error)}): fetch it again") from error
     if len(ids) != num_ordinary or len(names) > num_special or len(set(names)) < len(names):
         raise ConfigError(
@@ -141,9 +141,7 @@ def _tokenizer(
 ) -> LibraryTokenizer:
     missing = next((byte for byte in range(256) if bytes([byte]) not in vocabulary.ids), None)
     if missing is not None:
-        raise ConfigError(
-            f"{path} lacks the byte 0x{missing:02X}, so that not every text can be written: fetch it again"
-        )
+        raise ConfigError(f"{path} lacks the byte 0x{missing:02X}, so not every text can be encoded: fetch it again")
     added = {**vocabulary.special, **vocabulary.ordinary}
     names = {byte_level_name(token): token_id for token, token_id in vocabulary.ids.items()}
     if names.keys() & added.keys():
@@ -152,7 +150,7 @@ def _tokenizer(
     model = models.BPE(
         vocab=names | added,
         merges=_merges(vocabulary.ids),
-        ignore_merges=True,  # a word that is a token is taken whole
+        ignore_merges=True,  # a word that is a token is not split
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizer

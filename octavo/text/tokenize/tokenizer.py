@@ -1,5 +1,4 @@
-"""Text ↔ token ids: the interface, and its version on top of the `tokenizers` library.
-Knows nothing of chat templates, of stop conditions or of where a vocabulary was stored."""
+"""Tokenizer: the interface between text and token ids, and its implementation on top of the `tokenizers` library."""
 
 import functools
 import json
@@ -14,55 +13,55 @@ from octavo.text.tokenize.chat_tokenizer import ChatTokenizer
 from octavo.text.tokenize.detokenizer import BytePieces, Detokenizer, WindowDetokenizer
 from octavo.text.tokenize.special_token_escape import SpecialTokenEscape
 
-SPACE_MARK = "▁"  # U+2581: how SentencePiece vocabularies write a space
+SPACE_MARK = "▁"  # U+2581: stands for a space in SentencePiece vocabularies
 
 
-# Long texts are encoded by the library's batch call: it lets other threads run meanwhile, so that streams go on.
+# Longer texts are encoded by the library's batch call: it releases the GIL, so that streams continue meanwhile.
 _LONG_TEXT = 4_000  # characters
 
 
 class Tokenizer(Protocol):
-    vocab_size: int  # added tokens included
-    num_ordinary: int  # without those that were added behind the vocabulary's own
-    lookalikes: SpecialTokenEscape  # of the vocabulary's control tokens
+    vocab_size: int  # including added tokens
+    num_ordinary: int  # without tokens that were added after the vocabulary's own
+    lookalikes: SpecialTokenEscape  # for the vocabulary's control tokens
 
     @property
     def longest_token(self) -> int:
         """Characters in the longest token's name."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """`text` is valid Unicode, and what reads like a control token is one. `add_special_tokens`: put the BOS and EOS
-        around it that the vocabulary asks for."""
+        """Encode `text`, which is valid Unicode. Text that reads like a control token becomes one. `add_special_tokens`: add the
+        BOS and EOS that the vocabulary asks for."""
 
     def encode_chat(self, text: str) -> list[int]:
-        """`text` went through a template with `lookalikes` hidden: what they hide becomes ordinary tokens."""
+        """Encode a rendered chat with `lookalikes` hidden: hidden look-alikes become ordinary tokens."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The whole decode, as detokenizer.py defines it."""
+        """Decode all ids at once, as defined in detokenizer.py."""
 
     def detokenizer(
         self, prompt_ids: Sequence[int], skip_special_tokens: bool, kept: Sequence[str] = ()
     ) -> Detokenizer:
-        """A stream of what follows the prompt. `kept`: special tokens that are not skipped."""
+        """Return a detokenizer for the tokens that follow the prompt. `kept`: special tokens that are not skipped."""
 
     @property
     def pieces(self) -> BytePieces | None:
-        """Which bytes each id adds to a text. None: that depends on the ids around it."""
+        """The bytes that each id adds to a text. None: they depend on the neighbouring ids."""
 
     def spell(self, token_id: int) -> bytes:
-        """What one token adds to a text in the middle: maybe less than a character. A control token: its name."""
+        """Bytes that one token adds in the middle of a text: maybe less than a character. For a control token: its name."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its name: "</s>"."""
+        """The id of a token by its name, such as "</s>"."""
 
     def token_name(self, token_id: int) -> str | None:
-        """As the vocabulary writes it. None: no token has this id."""
+        """The token's name in the vocabulary. None: no token has this id."""
 
 
 class LibraryTokenizer:
-    """A `tokenizers.Tokenizer`. `pieces` None: its decoder is no table of bytes and is asked instead.
+    """A tokenizer on top of `tokenizers.Tokenizer`. `pieces` None: the library decodes, because its decoder is no table of bytes.
 
-    `before` and `after` go around an encoded text where the library's own post-processor does not do it.
+    `before` and `after`: ids to put around an encoded text if the library's own post-processor does not add them.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ def read_tokenizer_json(path: Path) -> LibraryTokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception for whatever it cannot read
         raise ConfigError(f"{path} cannot be read as a tokenizer ({error}): fetch it again") from error
-    # Some files carry the padding and truncation they were trained with; a server wants each prompt as it is.
+    # Some files carry the padding and truncation of training; a server needs each prompt as it is.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     added = tokenizer.get_added_tokens_decoder()
@@ -158,7 +157,7 @@ def read_tokenizer_json(path: Path) -> LibraryTokenizer:
 
 
 def _known(token_ids: Iterable[int]) -> list[int]:
-    """The library wants 32-bit ids; it passes over those it does not know."""
+    """Drop ids outside the 32-bit range, which the library does not accept. It skips ids that it does not know."""
     return [token_id for token_id in token_ids if 0 <= token_id < 2**32]
 
 
@@ -178,7 +177,7 @@ def _pieces_of(
     special_ids: frozenset[int],
     vocab_size: int,
 ) -> BytePieces | None:
-    """The table a decoder amounts to: byte-level, or SentencePiece in either of its spellings. None: neither."""
+    """The byte table that is equivalent to a decoder: byte-level, or SentencePiece in either notation. None: neither."""
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return byte_level_pieces(lambda token_id: name_of(token_id) or "", literal, special_ids, vocab_size)
@@ -205,7 +204,7 @@ def _pieces_of(
 
 
 def spell_marked(token: str, has_bytes: bool) -> bytes:
-    """A SentencePiece token's bytes: ▁ is a space and <0x41> is the byte 0x41."""
+    """Bytes of a SentencePiece token: ▁ is a space and <0x41> is the byte 0x41."""
     if has_bytes and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -215,7 +214,7 @@ def spell_marked(token: str, has_bytes: bool) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in for every byte: itself where that is visible, else the next character from U+0100 on."""
+    """GPT-2's printable character for every byte: the byte itself if it is visible, else the next character from U+0100 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
@@ -226,14 +225,14 @@ _CHARACTERS = "".join(sorted(_BYTE_OF, key=lambda character: _BYTE_OF[character]
 
 
 def byte_level_name(token: bytes) -> str:
-    """How byte-level vocabularies write it."""
+    """The token's name in a byte-level vocabulary."""
     return token.decode("latin-1").translate(_CHARACTERS)
 
 
 def byte_level_pieces(
     name_of: Callable[[int], str], literal: dict[int, str], special_ids: frozenset[int], vocab_size: int
 ) -> BytePieces:
-    """`literal`: ids whose token is its own text and not written in the byte alphabet."""
+    """Byte table of a byte-level vocabulary. `literal`: tokens that are their own text, not written in the byte alphabet."""
 
     def spell(token_id: int) -> bytes:
         if token_id in literal:
@@ -241,7 +240,7 @@ def byte_level_pieces(
         token = name_of(token_id)
         try:
             return bytes([_BYTE_OF[character] for character in token])
-        except KeyError:  # not written in the byte alphabet either: the library takes such a token literally
+        except KeyError:  # not in the byte alphabet: the library too takes such a token literally
             return token.encode("utf-8", "surrogateescape")
 
     return BytePieces(vocab_size, spell, special_ids, strips_first_space=False)

@@ -1,5 +1,4 @@
-"""A vocabulary as grammars see it: which bytes each token adds to a text, which are control tokens, and which of them end it.
-Knows nothing of files, of models or of how a text is cut into tokens."""
+"""Vocabulary for grammars: the bytes that each token adds to a text, the control tokens, and the end-of-sequence tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ _NUM_BYTES = 256
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
     size: int
-    spell: Callable[[int], bytes]  # what an id adds to a text; a control token's name; empty: nothing
+    spell: Callable[[int], bytes]  # bytes that an id adds to a text; for a control token its name; empty: none
     special_ids: frozenset[int]
     eos_ids: tuple[int, ...]
 
@@ -25,15 +24,15 @@ class Vocabulary:
         return {name: i for name, i in names.items() if name}
 
     def alone(self) -> "Vocabulary":
-        """The same, spelled out, without the tokenizer that it was read from."""
+        """Return a copy with every token's bytes stored, which does not keep the tokenizer alive."""
         pieces = [self.spell(i) for i in range(self.size)]
         spell = lambda token_id: pieces[token_id] if 0 <= token_id < len(pieces) else b""  # noqa: E731
         return Vocabulary(self.size, spell, self.special_ids, self.eos_ids)
 
     @cached_property
     def stand_in(self) -> "LLTokenizer":
-        """Single bytes in place of the words, and the control tokens where they are: enough to check a grammar with, and made
-        sooner than the whole."""
+        """A small tokenizer of single bytes and the control tokens: enough to check a grammar, and faster to build than the
+        full one."""
         tokens = [self.spell(i) if i in self.special_ids else b"" for i in range(self.size)]
         free = [i for i in range(len(tokens)) if i not in self.special_ids][:_NUM_BYTES]
         free += range(len(tokens), len(tokens) + _NUM_BYTES - len(free))
@@ -43,7 +42,7 @@ class Vocabulary:
         return tokenizer_of(tokens, self.special_ids, self.eos_ids)
 
     def tokenizer(self, size: int) -> "LLTokenizer":
-        """The whole of it, for a model that has so many logits. Takes a moment."""
+        """Build the full tokenizer for a model with `size` logits. This takes a moment."""
         tokens = [self.spell(i) if i < self.size else b"" for i in range(size)]
         special = frozenset(i for i in self.special_ids if i < size)
         return tokenizer_of(tokens, special, [i for i in self.eos_ids if i < size])
@@ -56,18 +55,18 @@ def tokenizer_of(tokens: Sequence[bytes], special_ids: frozenset[int], eos_ids: 
 
 
 class _Words:
-    """What llguidance wants to know of a tokenizer."""
+    """The tokenizer interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], special_ids: frozenset[int], eos_ids: Sequence[int]) -> None:
-        # A token that adds nothing could be taken for ever; as a control token without a name it is never taken.
+        # A token that adds nothing could be sampled forever. As a control token that no grammar names, it never is.
         empty = [i for i, token in enumerate(tokens) if not token]
         self.tokens = [token or b"<[%d]>" % i for i, token in enumerate(tokens)]
         self.special_token_ids = sorted({*special_ids, *empty, *eos_ids})
         self.eos_token_id = eos_ids[0]
 
     def __call__(self, text: str) -> list[int]:
-        """It is asked only where text is forced, which our grammars forbid."""
+        """Called only for forced text, which our grammars disable."""
         raise AssertionError("grammars are compiled without forcing")

@@ -1,5 +1,5 @@
-"""<think>…</think> of models that always think first and may leave the opening mark out: DeepSeek R1.
-Knows nothing of its tool calls. Where the prompt closes the block (V3.1 without thinking) there is no reasoning."""
+"""<think>…</think> of models that always reason first and may omit the opening mark: DeepSeek R1. If the prompt closes the
+block (V3.1 without thinking), there is no reasoning."""
 
 from octavo.text.parsers.thinking import ThinkFormat
 

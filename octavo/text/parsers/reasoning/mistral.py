@@ -1,5 +1,4 @@
-"""[THINK]…[/THINK] of Mistral's reasoning models; the marks are special tokens.
-Knows nothing of their tool calls."""
+"""[THINK]…[/THINK] of Mistral's reasoning models. The marks are special tokens."""
 
 from octavo.text.parsers.thinking import ThinkFormat
 

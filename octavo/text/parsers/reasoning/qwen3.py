@@ -1,5 +1,5 @@
-"""<think>…</think> where the model or the template says both marks: Qwen3, QwQ, SmolLM3 and most others.
-Refuses to guess: an answer without an opening mark, from a prompt without one, has no reasoning."""
+"""<think>…</think> where the model or the template writes both marks: Qwen3, QwQ, SmolLM3 and most others. If neither the
+output nor the prompt has the opening mark, there is no reasoning."""
 
 from octavo.text.parsers.thinking import ThinkFormat
 

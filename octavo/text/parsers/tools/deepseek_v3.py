@@ -1,5 +1,5 @@
-"""DeepSeek's calls between its own marks: V3 and R1 with a fenced object after the name, V3.1 with a bare one.
-Knows nothing of reasoning. The marks are written with the fullwidth bar and the lower eighth block."""
+"""DeepSeek's calls between its own marks: V3 and R1 write a fenced object after the name, V3.1 a bare one. The marks contain the
+fullwidth bar and the lower one eighth block."""
 
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import load, object_text

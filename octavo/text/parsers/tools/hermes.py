@@ -1,5 +1,5 @@
-"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and 3, and many that learnt from them.
-Refuses to repair: an object that is not JSON, or more than one between the marks, is content."""
+"""<tool_call>{"name": …, "arguments": {…}}</tool_call>: Hermes, Qwen 2.5 and 3, and many others. Nothing is repaired: an object
+that is not JSON, or more than one between the marks, is content."""
 
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import call_of, load, object_text
@@ -9,7 +9,9 @@ from octavo.text.parsers.reader import Reader, Steps, literal, skip_space
 def _read(reader: Reader, opening: str, tools: Schemas) -> Steps[None]:
     yield from skip_space(reader)
     call = call_of(load((yield from object_text(reader))))
-    if (yield from skip_space(reader)):  # at the end of the text the object is whole, and says all there is to say
+    if (
+        yield from skip_space(reader)
+    ):  # the closing mark may be missing at the end of the text: the object is complete
         yield from literal(reader, "</tool_call>")
     yield call
 

@@ -1,5 +1,5 @@
-"""{"name": …, "parameters": {…}} as the whole answer, several divided by ";": Llama 3.1 to 3.3.
-Refuses a name that is no tool of the request: without a mark, the name is all that tells a call from an answer in JSON."""
+"""{"name": …, "parameters": {…}} as the whole output, several separated by ";": Llama 3.1 to 3.3. The name must be a tool of the
+request: without a mark, only the name distinguishes a call from other JSON."""
 
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import call_of, load, object_text

@@ -1,5 +1,5 @@
-"""[TOOL_CALLS] [{"name": …, "arguments": {…}}, …], and later [TOOL_CALLS]NAME[ARGS]{…}: Mistral's models.
-The mark is a special token: a detokenizer that skips those would hide it."""
+"""[TOOL_CALLS] [{"name": …, "arguments": {…}}, …], or in newer models [TOOL_CALLS]NAME[ARGS]{…}: Mistral's models. The marks are
+special tokens, which must not be skipped."""
 
 import re
 

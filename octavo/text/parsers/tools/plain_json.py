@@ -1,5 +1,5 @@
-"""[{"name": …, "arguments": {…}}, …] as the whole answer: what a grammar makes of any model, template or not.
-Refuses a name that is no tool of the request: without a mark, the name is all that tells a call from an answer in JSON."""
+"""[{"name": …, "arguments": {…}}, …] as the whole output: what a grammar makes any model write, whatever its template. The name
+must be a tool of the request: without a mark, only the name distinguishes a call from other JSON."""
 
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import call_of, load, object_text

@@ -1,5 +1,5 @@
-"""[name(key=value, …), …] as the whole answer, values as Python writes them: Llama 3.2 and 4, ToolACE, Olmo.
-Runs nothing and refuses whatever is not a literal; a name must be a tool of the request, as no mark tells a call."""
+"""[name(key=value, …), …] as the whole output, with values in Python syntax: Llama 3.2 and 4, ToolACE, Olmo. Nothing is
+evaluated: only literals are accepted. The name must be a tool of the request, because there is no mark."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.json_text import load
 from octavo.text.parsers.reader import Call, Malformed, Reader, Steps, find, literal, name, peek, run, skip_space
 
-_MAX_DEPTH = 50  # of nesting; each level is a generator that every piece of text passes through
+_MAX_DEPTH = 50  # nesting; each level is a generator that every piece of text passes through
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _WORD = re.compile(r"[-+.\w]*")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -52,7 +52,7 @@ def _call(reader: Reader) -> Steps[Call]:
 
 
 def _comma(reader: Reader, end: str) -> Steps[None]:
-    """Between two of a list, or after the last: the end itself is left unread."""
+    """Read the comma between two items or after the last; the end itself is left unread."""
     if (yield from skip_space(reader)) != end:
         yield from literal(reader, ",")
 
@@ -83,7 +83,7 @@ def _list(reader: Reader, end: str, depth: int) -> Steps[list[Any]]:
 def _dict(reader: Reader, depth: int) -> Steps[dict[str, Any]]:
     values = {}
     while (character := (yield from skip_space(reader))) != "}":
-        if not character or character not in "\"'":  # JSON knows no other keys
+        if not character or character not in "\"'":  # JSON has no other keys
             raise Malformed
         key = yield from _string(reader)
         yield from skip_space(reader)
@@ -137,7 +137,7 @@ def _escape(reader: Reader) -> Steps[str]:
         raise Malformed
     reader.at += 1
     if kind not in _CODES:
-        # As Python has it, an escape that means nothing stands for itself.
+        # As in Python, an unknown escape stands for itself.
         return _ESCAPES.get(kind, kind if kind in "\\\"'" else "\\" + kind)
     digits = ""
     while len(digits) < _CODES[kind]:

@@ -1,5 +1,5 @@
-"""<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>: Qwen3-Coder and its followers.
-Values are bare text: only the tool's schema says which of them are numbers, lists or objects."""
+"""<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>: Qwen3-Coder and others. Values are bare
+text: only the tool's schema tells which of them are numbers, lists or objects."""
 
 import re
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ def _read(reader: Reader, opening: str, tools: Schemas) -> Steps[None]:
 
 
 def _text(reader: Reader) -> Steps[str]:
-    """A value up to the mark that is followed by another parameter or the end: any other such mark is part of it.
+    """Read a value up to the mark that is followed by another parameter or the end; any other such mark is part of the value.
 
-    One pattern searches all of it: a model that repeats itself writes such marks by the thousand.
+    One regex searches for it, for speed: a model that repeats itself may write thousands of such marks.
     """
     start = searched = reader.at
     while (found := _VALUE_END.search(reader.text, searched)) is None:
@@ -50,7 +50,7 @@ def _text(reader: Reader) -> Steps[str]:
 
 
 def _undecided(text: str, searched: int) -> int:
-    """From where the end of a value may still be found when more text has come."""
+    """Position from which to search again for the end of the value when more text has come."""
     last = text.rfind(_MARK, searched)
     if last >= 0:
         tail = text[last + len(_MARK) :].lstrip(SPACE)
@@ -61,7 +61,7 @@ def _undecided(text: str, searched: int) -> int:
 
 
 def _value(text: str, schema: object) -> Any:
-    """The text as the schema has it; as it stands where the schema allows that, says nothing, or is not followed."""
+    """Convert the text to the schema's type. It stays text if the schema allows that or names no type, or if it does not match."""
     kinds = _kinds(schema)
     if not kinds or (kinds == {"string"}):
         return text
@@ -100,7 +100,7 @@ def _kind(value: object) -> set[str]:
         case float():
             return {"number", "integer"} if value.is_integer() else {"number"}
         case str():
-            return set()  # a string in quotes is meant with its quotes
+            return set()  # a quoted string keeps its quotes
         case list():
             return {"array"}
         case _:
