@@ -18,7 +18,74 @@ OctavoError
 │   ├── EngineUnavailable 503   starting or draining; carries .retry_after
 │   └── EngineDead 503          the engine process ended
 └── ConfigError             start-up: one line that says what to change, exit code 2, no traceback
+
+A RequestError about a field holds the field's path as data (`Field`), in its message too. Dialects of the HTTP API that spell the
+field differently rename the path, and the message is made from the renamed one.
 """
+
+from collections.abc import Callable, Sequence
+
+
+class Field:
+    """A field of a request by its path: Field("tools", 0, "function") / "name" is spelled tools[0].function.name.
+
+    Adding a text to it makes a Sentence, so that a message refers to the field: Field("n") + " must be at least 1"."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, *path: str | int) -> None:
+        self.path = path
+
+    def __truediv__(self, step: str | int) -> "Field":
+        return Field(*self.path, step)
+
+    def __add__(self, words: "str | Field | Sentence") -> "Sentence":
+        return Sentence((self,)) + words
+
+    def __radd__(self, words: str) -> "Sentence":
+        return Sentence((words, self))
+
+    def __str__(self) -> str:
+        steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in self.path)
+        return "".join(steps).removeprefix(".")
+
+    def __repr__(self) -> str:
+        return f"Field{self.path!r}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Field) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+
+class Sentence:
+    """A message that refers to fields: its texts and fields in their order."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: "Sequence[str | Field]" = ()) -> None:
+        self.parts = tuple(parts)
+
+    def __add__(self, words: "str | Field | Sentence") -> "Sentence":
+        return Sentence((*self.parts, *(words.parts if isinstance(words, Sentence) else (words,))))
+
+    def __radd__(self, words: str) -> "Sentence":
+        return Sentence((words, *self.parts))
+
+    def __str__(self) -> str:
+        return "".join(map(str, self.parts))
+
+    @property
+    def fields(self) -> list[Field]:
+        return [part for part in self.parts if isinstance(part, Field)]
+
+    def renamed(self, rename: Callable[[Field], Field]) -> "Sentence":
+        return Sentence([rename(part) if isinstance(part, Field) else part for part in self.parts])
+
+    def reworded(self, reword: Callable[[str], str]) -> "Sentence":
+        """With every text changed, and the fields as they are."""
+        return Sentence([part if isinstance(part, Field) else reword(part) for part in self.parts])
 
 
 class OctavoError(Exception):
@@ -33,14 +100,28 @@ class OctavoError(Exception):
 
 
 class RequestError(OctavoError):
-    """An error that the caller can fix. `param` names the offending field in the request body."""
+    """An error that the caller can fix. `param` names the offending field in the request body: by default the first field that
+    the message refers to."""
 
     status = 400
     type = "invalid_request_error"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    def __init__(self, message: str | Sentence, param: str | Field | None = None) -> None:
+        self.sentence = message if isinstance(message, Sentence) else Sentence((message,))
+        self.field = Field(param) if isinstance(param, str) else param
+        if param is None and self.sentence.fields:
+            self.field = self.sentence.fields[0]
+        super().__init__(str(message))
+        self.param = None if self.field is None else str(self.field)
+
+    def rename(self, rename: Callable[[Field], Field]) -> None:
+        """Call every field, in the message and in `param`, by another name."""
+        self.sentence = self.sentence.renamed(rename)
+        self.message = str(self.sentence)
+        self.args = (self.message,)
+        if self.field is not None:
+            self.field = rename(self.field)
+            self.param = str(self.field)
 
 
 class InvalidRequest(RequestError):

@@ -8,9 +8,11 @@ from typing import cast, get_args
 import msgspec
 
 from octavo.admission.searches import resolve_search
-from octavo.errors import ContextTooLong, InvalidRequest, Unsupported
+from octavo.errors import ContextTooLong, Field, InvalidRequest, Unsupported
 from octavo.messages import EngineReport, GenerateRequest, Pooling, PoolingParams, SamplingParams
 from octavo.text.pooling_config import PoolingConfig
+
+PROMPT, MAX_TOKENS = Field("prompt"), Field("max_tokens")
 
 
 def admit(
@@ -20,28 +22,28 @@ def admit(
     report: EngineReport,
     eos_ids: Sequence[int],
     *,
-    param: str = "prompt",
-    max_tokens_param: str = "max_tokens",
+    field: Field = PROMPT,
+    max_tokens_field: Field = MAX_TOKENS,
     arrived: float = 0.0,
     priority: int = 0,
 ) -> GenerateRequest:
-    """Validate a generation request. `param` and `max_tokens_param` name the caller's fields in errors. best_of is resolved to n
+    """Validate a generation request. `field` and `max_tokens_field` are the caller's fields in errors. best_of is resolved to n
     samples, from which the caller takes the likeliest."""
     if not report.can_generate:
-        raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=param)
-    check_prompt(prompt_ids, report, param)
+        raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=field)
+    check_prompt(prompt_ids, report, field)
     room = report.max_model_len - len(prompt_ids)
     if params.max_tokens is not None and params.max_tokens > room:
         raise ContextTooLong(
-            f"the context holds {report.max_model_len} tokens: the prompt has {len(prompt_ids)}, "
-            f"so {max_tokens_param} can be at most {room}, got {params.max_tokens}",
-            param=max_tokens_param,
+            f"the context holds {report.max_model_len} tokens: the prompt has {len(prompt_ids)}, so "
+            + max_tokens_field
+            + f" can be at most {room}, got {params.max_tokens}"
         )
     check_priority(priority, report)
     if params.min_tokens > (params.max_tokens or room):
-        raise InvalidRequest(f"min_tokens must be at most {room} here, got {params.min_tokens}", param="min_tokens")
-    check_ids(params.stop_token_ids, report, "stop_token_ids")
-    check_ids(params.allowed_token_ids or (), report, "allowed_token_ids")
+        raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {params.min_tokens}")
+    check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
+    check_ids(params.allowed_token_ids or (), report, Field("allowed_token_ids"))
     for token in params.logit_bias or ():
         if not 0 <= token < report.vocab_size:
             raise InvalidRequest(
@@ -118,21 +120,19 @@ def admit_embedding(
     pooling_config: PoolingConfig,
     report: EngineReport,
     *,
-    param: str = "prompt",
+    field: Field = PROMPT,
     arrived: float = 0.0,
     priority: int = 0,
 ) -> GenerateRequest:
     check_priority(priority, report)
     if not prompt_ids:
-        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        raise InvalidRequest(field + " is empty: at least one token is needed")
     longest = longest_embedding(pooling, pooling_config, report)
     if len(prompt_ids) > longest:
         others = min(report.max_model_len, pooling_config.max_len or report.max_model_len)
         hint = "; raise --max-num-batched-tokens, or use pooling last" if longest < others else ""
-        raise ContextTooLong(
-            f"{param} has {len(prompt_ids)} tokens; at most {longest} can be embedded{hint}", param=param
-        )
-    check_ids(prompt_ids, report, param)
+        raise ContextTooLong(field + f" has {len(prompt_ids)} tokens; at most {longest} can be embedded{hint}")
+    check_ids(prompt_ids, report, field)
     params = SamplingParams(max_tokens=1, seed=0)
     is_whole = _is_whole(pooling, report)
     return GenerateRequest(
@@ -165,20 +165,17 @@ def _is_whole(pooling: PoolingParams, report: EngineReport) -> bool:
     return not report.can_generate or pooling.kind != "last"
 
 
-def check_prompt(prompt_ids: list[int], report: EngineReport, param: str) -> None:
+def check_prompt(prompt_ids: list[int], report: EngineReport, field: Field) -> None:
     if not prompt_ids:
-        raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
+        raise InvalidRequest(field + " is empty: at least one token is needed")
     if len(prompt_ids) >= report.max_model_len:
         raise ContextTooLong(
-            f"{param} has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, including the answer",
-            param=param,
+            field + f" has {len(prompt_ids)} tokens; the context holds {report.max_model_len}, including the answer"
         )
-    check_ids(prompt_ids, report, param)
+    check_ids(prompt_ids, report, field)
 
 
-def check_ids(ids: Sequence[int], report: EngineReport, param: str) -> None:
+def check_ids(ids: Sequence[int], report: EngineReport, field: Field) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < report.vocab_size):
         at = next(i for i, token in enumerate(ids) if not 0 <= token < report.vocab_size)
-        raise InvalidRequest(
-            f"{param}[{at}] is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}", param=f"{param}[{at}]"
-        )
+        raise InvalidRequest(field / at + f" is {ids[at]}; token ids go from 0 to {report.vocab_size - 1}")

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 import msgspec
 import zmq
@@ -44,6 +44,19 @@ log = logging.getLogger("octavo.engine")
 _LAST_TOKENS_SECONDS = 0.05
 
 
+class EngineObserver:
+    """Is called about the engine, beside the deltas of requests. The methods do nothing here."""
+
+    def travelled(self, journey_part: bytes) -> None:
+        """A request has ended in the engine. `journey_part`: an encoded EngineJourney; it comes before the last tokens."""
+
+    def lost(self) -> None:
+        """The engine has ended. Its requests continue in the next one."""
+
+    def found(self) -> None:
+        """Another engine has taken over."""
+
+
 class EngineClient(ABC):
     """Submits requests to an engine, streams their deltas and sends control calls. Used from one event loop."""
 
@@ -54,12 +67,7 @@ class EngineClient(ABC):
         self.num_restarts = 0
         self.can_be_replaced = False  # whether another engine takes over when this one ends
         self.origin = origin
-        # Hooks of the server's journeys: on_submit adds the HTTP request's id and time, on_travelled gets the engine's part of
-        # the journey before the request's last tokens arrive.
-        self.on_submit: Callable[[GenerateRequest], GenerateRequest] = lambda request: request
-        self.on_travelled: Callable[[bytes], None] = lambda journey: None
-        self.on_lost: Callable[[], None] = lambda: None  # the engine has ended
-        self.on_found: Callable[[], None] = lambda: None  # another one has taken over
+        self.observer = EngineObserver()
         self._streams = Streams()
         self._inflight_limit: InflightLimit | None = None  # None: no limit
         self._is_ready = asyncio.Event()
@@ -87,7 +95,8 @@ class EngineClient(ABC):
         return self.report
 
     def submit(self, request: GenerateRequest) -> None:
-        """Send a request to the engine; `deltas` then yields its tokens. Raises EngineUnavailable, EngineDead or Overloaded."""
+        """Send a request to the engine; `deltas` then yields its tokens, unless the request is released. Raises
+        EngineUnavailable, EngineDead or Overloaded."""
         if self._failure is not None:
             raise self._failure
         if self.report is None:
@@ -95,7 +104,7 @@ class EngineClient(ABC):
         if self._inflight_limit is not None:
             rows = self.report.max_num_seqs
             self._inflight_limit.check(request, rows, self.is_recovering, self._streams.without_tokens)
-        request = msgspec.structs.replace(self.on_submit(request), origin=self.origin, submitted=time.monotonic())
+        request = msgspec.structs.replace(request, origin=self.origin, submitted=time.monotonic())
         self._streams.open(request)
         if self._inflight_limit is not None:
             self._inflight_limit.hold(request)
@@ -110,18 +119,22 @@ class EngineClient(ABC):
         self._send(Abort(request_id, index, reason))
 
     async def deltas(self, request_id: str) -> AsyncGenerator[list[TokenDelta], None]:
-        """Yield the request's deltas as they arrive, until every choice has ended. To be iterated once, right after submit.
+        """Yield the request's deltas as they arrive, until every choice has ended. To be iterated once, after submit.
         Leaving early aborts the request."""
         try:
             while deltas := await self._streams.next(request_id):
                 yield deltas
         finally:
-            for timer in self._timers.pop(request_id, ()):
-                timer.cancel()
-            if self._inflight_limit is not None:
-                self._inflight_limit.drop(request_id)
-            if self._streams.close(request_id):
-                self._send(Abort(request_id))
+            self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request, and abort it if it has not ended. Does nothing where it was released before."""
+        for timer in self._timers.pop(request_id, ()):
+            timer.cancel()
+        if self._inflight_limit is not None:
+            self._inflight_limit.drop(request_id)
+        if self._streams.close(request_id):
+            self._send(Abort(request_id))
 
     async def control(self, control: Control) -> str:
         """Send a control call and return the engine's reply."""
@@ -139,7 +152,7 @@ class EngineClient(ABC):
             del self._calls[call]
 
     def answered(self, answered: Answered) -> None:
-        """Send the engine process a record to keep. While there is no engine this does nothing: send it again in `on_found`."""
+        """Send the engine process a record to keep. While there is no engine this does nothing: send it again in `EngineObserver.found`."""
         if self.report is not None:
             self._send(answered)
 
@@ -179,7 +192,7 @@ class EngineClient(ABC):
             case StepDeltas():
                 self._streams.deliver(message.deltas)
             case Travelled():
-                self.on_travelled(message.journey)
+                self.observer.travelled(message.journey)
             case Reply():
                 future = self._calls.get(message.call)
                 if future is not None and not future.done():
@@ -261,7 +274,7 @@ class ZmqClient(EngineClient):
                 was_lost, self.is_recovering = self.is_recovering, False
                 super()._receive(message)
                 if was_lost:
-                    self.on_found()
+                    self.observer.found()
             case _:
                 super()._receive(message)
 
@@ -315,7 +328,7 @@ class ZmqClient(EngineClient):
                 await asyncio.sleep(_LAST_TOKENS_SECONDS)
                 self._disconnect()
                 self.is_recovering = True
-                self.on_lost()
+                self.observer.lost()
                 self._fail_calls(EngineUnavailable(f"{order.message}; it is being restarted", retry_after=2))
                 for name in self._streams.strike(order.seated):
                     log.error("request %s is failed: it was alone in the engine each time the engine ended", name)

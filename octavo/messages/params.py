@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from octavo.config import MAX_LOGPROBS
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 
 # Limits for one request: each entry is work in every step of the request.
 MAX_BIASES = 1024
@@ -124,10 +124,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             ),
         ):
             if not ok:
-                raise InvalidRequest(f"{name} must be {limit}, got {getattr(self, name)!r}", param=name)
+                raise InvalidRequest(Field(name) + f" must be {limit}, got {getattr(self, name)!r}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+                Field("min_tokens")
+                + " must be at most "
+                + Field("max_tokens")
+                + f" ({self.max_tokens}), got {self.min_tokens}"
             )
         if self.logit_bias or self.allowed_token_ids is not None or self.bad_words:
             self._check_edits()
@@ -192,11 +195,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"):
             value = getattr(self, name)
             if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
-                raise InvalidRequest(f"{name} must be a plain 64-bit integer, got {value!r}", param=name)
+                raise InvalidRequest(Field(name) + f" must be a plain 64-bit integer, got {value!r}")
         for name in _NUMBERS:
             value = getattr(self, name)
             if type(value) is not float and type(value) is not int:
-                raise InvalidRequest(f"{name} must be a plain int or float, got {value!r}", param=name)
+                raise InvalidRequest(Field(name) + f" must be a plain int or float, got {value!r}")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "use_beam_search"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
@@ -210,7 +213,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             if values is None and name == "allowed_token_ids":
                 continue
             if not isinstance(values, list | tuple) or not all(map(fits, values)):
-                raise InvalidRequest(f"{name} must be {kind}, got {values!r}", param=name)
+                raise InvalidRequest(Field(name) + f" must be {kind}, got {values!r}")
             msgspec.structs.force_setattr(self, name, tuple(values))
         loops = self.repetition_detection
         if loops is not None and not isinstance(loops, RepetitionDetectionParams):

@@ -1,5 +1,4 @@
-"""build_app: the routers, the one error handler, the door.
-Knows nothing of sockets, processes or any endpoint."""
+"""build_app: the ASGI application with its routers, its error handler and its middleware."""
 
 import functools
 
@@ -35,7 +34,7 @@ def build_app(engine: EngineClient, text: Text, config: Config, model_name: str)
     app.add_middleware(RequestMiddleware, service=service)
     origins = split_list(config.server.allowed_origins)
     if origins:
-        # Outside the door: a browser's preflight carries no key, and refusals must be readable too.
+        # Outside RequestMiddleware: a browser's preflight carries no key, and refusals must be readable, too.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,

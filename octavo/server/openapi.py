@@ -1,5 +1,6 @@
-"""GET /openapi.json: this server as an OpenAPI 3.1 document, made from the types by which requests are read and answers written.
-Knows no endpoint: an endpoint's module has its DIALECTs, for what it takes, and its SHAPES, for what it gives."""
+"""The OpenAPI 3.1 document of this server, made from the types of its requests and responses.
+
+An endpoint's module has its DIALECTs, for what it accepts, and its SHAPES, for what it returns."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -10,8 +11,8 @@ from fastapi.openapi.utils import get_openapi
 
 from octavo.server.endpoints import endpoint_modules
 from octavo.server.http.errors import ErrorBody
-from octavo.server.schema.fields import Dialect, RequestFields
-from octavo.server.schema.shapes import Shape, ranges
+from octavo.server.schema.fields import Dialect, RequestFields, ranges
+from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service, version
 
 REF = "#/components/schemas/{name}"
@@ -19,6 +20,7 @@ Schema = dict[str, Any]
 # Prefixes that are not made from a module's name: generated clients use these names as they are.
 _PREFIXES = {
     "octavo.server.dialects.openai_chat.output": "Chat_Output",
+    "octavo.server.dialects.openai_completions.output": "Completions",
     "octavo.server.dialects.openai_responses.types": "Response_Types",
     "octavo.server.dialects.anthropic.output": "Message_Output",
 }
@@ -92,7 +94,7 @@ def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> S
     schema = model.model_json_schema(ref_template=REF.replace("{name}", "{model}"), mode="validation")
     for name, inner in schema.pop("$defs", {}).items():
         schemas.setdefault(name, _tidy(inner))
-    if "model" in schema["properties"]:  # one model is served, and it may be left out
+    if "model" in schema["properties"]:  # the only served model may be omitted
         names = [service.model_name, *([None] if "model" not in schema.get("required", ()) else [])]
         schema["properties"]["model"] = {"enum": names}
     for name, limits in ranges(service.config.server).items():
@@ -108,7 +110,7 @@ def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> S
 
 
 def _tidy(schema: Schema) -> Schema:
-    """Without the titles that repeat a field's own name."""
+    """The schema without titles that repeat a field's name."""
     properties = {
         name: {key: value for key, value in field.items() if key != "title"}
         for name, field in schema.get("properties", {}).items()
@@ -142,7 +144,7 @@ def _with_plain_names(references: Iterable[Schema], components: Mapping[str, Sch
 
 
 def undocumented(document: Schema) -> Iterator[str]:
-    """Operations whose answer nobody has described."""
+    """Operations without a described answer."""
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             content = operation["responses"]["200"]["content"]

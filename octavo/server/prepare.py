@@ -1,5 +1,4 @@
-"""The application over its text room, made while the engine loads, and both checked to fit each other.
-Knows nothing of HTTP or of what either does."""
+"""Builds the application while the engine loads, and checks that the engine and the tokenizer fit together."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from octavo.text import Text, load_text
 async def prepare(
     client: EngineClient, model_path: str | Path, model_name: str, config: Config, default_sampling: Mapping[str, Any]
 ) -> FastAPI:
-    """Both are ready when it returns."""
+    """Return when both are ready."""
     model, server = config.model, config.server
 
     async def build() -> tuple[FastAPI, Text]:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import ConfigError, ContextTooLong, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, ContextTooLong, Field, InvalidRequest, Unsupported
 from octavo.messages import SamplingParams
 from octavo.text.chat.template import ChatTemplate
 from octavo.text.chat.tool_prompt import spell_out
@@ -58,7 +58,7 @@ class Text:
         """Encode a text. `param`: the request's field that it came in, for error messages. A text that is too long for
         `max_tokens`, even if every token were the longest, is rejected without being tokenized. Text that reads like a control
         token becomes one, which is how completion prompts are written; chat messages go through encode_chat."""
-        self._check(text, param, max_tokens)
+        self._check(text, Field(param), max_tokens)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
@@ -73,21 +73,20 @@ class Text:
         kept = inner[: max(0, max_tokens - around)]
         return [*ids[:before], *kept, *ids[before + len(inner) :]][:max_tokens]
 
-    def _check(self, text: str, param: str, max_tokens: int | None) -> None:
+    def _check(self, text: str, field: Field, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
             limit = max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING
             if len(text) > limit:
                 raise ContextTooLong(
-                    f"{param} has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens",
-                    param=param,
+                    field + f" has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens"
                 )
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InvalidRequest(
-                    f"{param} is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}",
-                    param=param,
+                    field
+                    + f" is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
                 ) from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -170,7 +169,7 @@ class Text:
         """Render and encode a chat. No special tokens are added: the template writes the BOS itself if the model wants one. Only
         the template can write control tokens: text that reads like one in a message, a tool or a variable stays text."""
         text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
-        self._check(text, "messages", max_tokens)
+        self._check(text, Field("messages"), max_tokens)
         return self._tokenizer.encode_chat(text)
 
     def _render_to(
@@ -209,13 +208,13 @@ class Text:
         try:
             given = hide([messages, tools, variables])
         except RecursionError:
-            raise InvalidRequest("messages are nested too deeply", param="messages") from None
+            raise InvalidRequest(Field("messages") + " are nested too deeply") from None
         try:
             return self._template.render(
                 given[0], add_generation_prompt=add_generation_prompt, tools=given[1], **given[2]
             )
         except InvalidRequest as error:  # the message may quote hidden text
-            raise InvalidRequest(reveal(error.message), param=error.param) from error
+            raise InvalidRequest(error.sentence.reworded(reveal), error.field) from error
 
     def stream(self, params: SamplingParams, prompt_ids: Sequence[int] = (), marks: Sequence[str] = ()) -> TextStream:
         """Return a stream for one choice, whose text continues the prompt's (detokenizer.py). `marks`: special tokens that are

@@ -306,3 +306,69 @@ async def test_strict_tools_that_may_be_called_or_not_are_named_back(serve: Serv
         assert answer["ignored_fields"] == ["tools[0].strict"], (path, answer)
         answer = (await serve(text=byte_text(HERMES)).post(path, json={**body, "tool_choice": required})).json()
         assert "ignored_fields" not in answer, (path, answer)
+
+
+class TestNamesInErrors:
+    """A refusal calls fields by the dialect's names; what the client's own schema says comes back as the client wrote it."""
+
+    ODD: ClassVar[dict[str, Any]] = {
+        "type": "object",
+        "properties": {
+            name: {"not": {}}
+            for name in ("reasoning_effort", "messages", "max_tokens", "response_format", "x.function")
+        },
+    }
+
+    @pytest.mark.parametrize("name", [*ODD["properties"]])
+    async def test_properties_of_a_tools_schema_are_the_clients_own(self, serve: Serve, name: str) -> None:
+        client = serve()
+        schema = {"type": "object", "properties": {name: self.ODD["properties"][name]}}
+        place = f"tools: 'not' (at #/$defs/tool_0/properties/{name})"
+        tool = {"name": "f", "input_schema": schema}
+        body = {**messages.HI, "tools": [tool], "tool_choice": {"type": "any"}}
+        assert messages.error_of(await client.post(MESSAGES, json=body), 400).startswith(place)
+        tool = {"type": "function", "name": "f", "parameters": schema}
+        body = {"input": "a", "tools": [tool], "tool_choice": "required"}
+        error = error_of(await client.post(RESPONSES, json=body), 400)
+        assert error["message"].startswith(place) and error["param"] == "tools"
+
+    @pytest.mark.parametrize("name", [*ODD["properties"]])
+    async def test_so_are_those_of_an_answers_schema(self, serve: Serve, name: str) -> None:
+        client = serve()
+        schema = {"type": "object", "properties": {name: self.ODD["properties"][name]}}
+        place = f": 'not' (at #/properties/{name})"
+        body = {**messages.HI, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+        words = messages.error_of(await client.post(MESSAGES, json=body), 400)
+        assert words.startswith(f"output_config.format.schema{place}")
+        body = {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+        error = error_of(await client.post(RESPONSES, json=body), 400)
+        assert error["message"].startswith(f"text.format.schema{place}") and error["param"] == "text.format.schema"
+
+    async def test_fields_go_by_the_dialects_names(self, serve: Serve) -> None:
+        client = serve(strict_fields=True)
+        long = {"role": "user", "content": "x" * 300}
+        for fields, words in (
+            ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 64"),
+            ({"tools": [{"name": "f", "input_schema": 5}]}, "tools[0].input_schema must be a JSON schema"),
+            ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type must be 'object'"),
+            ({"tools": [{"name": "f", "input_schema": {}, "strict": True}]}, "tools[0].strict is not supported here"),
+            ({"output_config": {"effort": "odd"}}, "output_config.effort must be one of"),
+            ({"output_config": {"effort": "low"}}, "output_config.effort is not supported here"),
+            ({"stop_sequences": [""]}, "stop_sequences must be non-empty strings"),
+            ({"messages": [long]}, "messages has"),
+        ):  # fmt: skip
+            words_told = messages.error_of(await client.post(MESSAGES, json={**messages.HI, **fields}), 400)
+            assert words_told.startswith(words), words_told
+        for fields, param, words in (
+            ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "tools[0].name must be 1 to 64"),
+            ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]}, "tools[0].parameters.type",
+             "tools[0].parameters.type must be 'object'"),
+            ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools[0].strict", "tools[0].strict is not"),
+            ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort is not supported here"),
+            ({"input": "x" * 300}, "input", "input has"),
+            ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format.schema is missing"),
+            ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "structured_outputs",
+             "text.format and structured_outputs both say"),
+        ):  # fmt: skip
+            error = error_of(await client.post(RESPONSES, json={"input": "a", **fields}), 400)
+            assert error["message"].startswith(words) and error["param"] == param, error

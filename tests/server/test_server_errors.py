@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from octavo.errors import EngineDead, Overloaded
+from octavo.errors import EngineDead, Field, InvalidRequest, Overloaded
 from octavo.messages import GenerateRequest, TokenDelta
+from octavo.server.generate.field_names import FieldNames
 from octavo.server.http.errors import describe
 from tests.doubles import REPORT, ScriptedEngine, byte_text, config, says
 from tests.server.conftest import Serve, error_of
@@ -308,3 +309,22 @@ def test_the_app_is_built_without_an_event_loop() -> None:
     from octavo.server.app import build_app
 
     assert build_app(ScriptedEngine(), byte_text(), config(), "byte-model").state.service.model_name == "byte-model"
+
+
+def test_fields_are_renamed_by_their_paths() -> None:
+    names = FieldNames({"tools[].function": "tools[]", "tools[].function.parameters": "tools[].schema", "stop": "ends"})
+    for path, renamed in (
+        (("tools", 3, "function", "parameters", "function", 4), "tools[3].schema.function[4]"),
+        (("tools", 3, "function", "name"), "tools[3].name"),
+        (("tools", 3), "tools[3]"),
+        (("tools", "function"), "tools.function"),
+        (("stop", 1), "ends[1]"),
+        (("tools", 3, "stop"), "tools[3].stop"),
+        (("stops",), "stops"),
+    ):
+        assert str(names.of(Field(*path))) == renamed
+    error = InvalidRequest("stop: " + Field("stop") / 1 + " and " + Field("n") + " stop", param=Field("n"))
+    assert (error.message, error.param) == ("stop: stop[1] and n stop", "n")
+    with pytest.raises(InvalidRequest, match=r"^stop: ends\[1\] and n stop$"), names.in_errors():
+        raise error
+    assert error.message == "stop: ends[1] and n stop" and InvalidRequest(Field("a") / 0 + "!").param == "a[0]"

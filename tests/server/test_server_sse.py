@@ -3,8 +3,8 @@
 import pytest
 from msgspec import UNSET, UnsetType
 
-from octavo.server.endpoints.chat import ChatChunk, ChunkChoice, Delta
-from octavo.server.endpoints.completions import Choice, Completion
+from octavo.server.dialects.openai_chat.output import ChatChunk, ChunkChoice, Delta
+from octavo.server.dialects.openai_completions.output import Choice, Completion
 from octavo.server.http.sse import Frames, event
 
 HEAD = ("cmpl-1", 1700000000, 'a "quoted" model\n', "octavo-1-float32-cpu")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from octavo.errors import Field
 from octavo.messages import Finish, GenerateRequest, TokenDelta
 from octavo.server.app import build_app
 from octavo.server.http.sse import DONE, KEEP_ALIVE
@@ -264,11 +265,14 @@ class TestPace:
 
 
 def _generation(app: object, engine: ScriptedEngine) -> object:
-    from octavo.server.endpoints.completions import CompletionRequest, _Response
+    from octavo.server.dialects.openai_completions.request import CompletionRequest
+    from octavo.server.dialects.openai_completions.writer import CompletionWriter
     from octavo.server.generate.requests import Prompt
 
     fields = CompletionRequest(prompt="p", max_tokens=100)
-    return _Response(app.state.service, fields, "cmpl-1", [Prompt([1], "prompt")], 0.0).stream()  # type: ignore[attr-defined]
+    writer = CompletionWriter(app.state.service, fields, "cmpl-1", [Prompt([1], Field("prompt"))], 0.0)  # type: ignore[attr-defined]
+    writer.generation.submit()
+    return writer.stream()
 
 
 class TestShutdown:

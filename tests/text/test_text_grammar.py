@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from octavo.errors import InvalidRequest, RequestError, Unsupported
+from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.chat.tools import calls_schema, parse_tool_choice, parse_tools
 from octavo.text.grammar.build import MAX_CHOICES, grammar_of, schema_grammar, wish_of_response_format
 from tests.doubles import byte_text
@@ -16,7 +16,7 @@ from tests.walks import VOCABULARY, walk
 
 
 def compiled(schema: Any) -> str:
-    return schema_grammar(schema, VOCABULARY, param="schema")
+    return schema_grammar(schema, VOCABULARY, field=Field("schema"))
 
 
 def check(name: str, schema: Any, num_walks: int) -> int:
@@ -125,7 +125,7 @@ def bomb(depth: int) -> Any:
 )
 def test_bombs_are_refused(schema: Any):
     with pytest.raises(RequestError):
-        schema_grammar(schema, VOCABULARY, param="schema", max_bytes=2**22)
+        schema_grammar(schema, VOCABULARY, field=Field("schema"), max_bytes=2**22)
 
 
 def doubling(num_lines: int) -> Any:
@@ -424,10 +424,10 @@ def test_required_calls_have_a_grammar():
         {"type": "function", "function": {"name": "stay"}},
     ])  # fmt: skip
     choice = {"type": "function", "function": {"name": "go"}}
-    grammar = schema_grammar(calls_schema(tools, parse_tool_choice(choice, tools)), VOCABULARY, param="tools")
+    grammar = schema_grammar(calls_schema(tools, parse_tool_choice(choice, tools)), VOCABULARY, field=Field("tools"))
     calls = [json.loads(text) for text, ended in (walk(grammar, str(number)) for number in range(20)) if ended]
     assert calls and all(call == [{"name": "go", "arguments": {"to": call[0]["arguments"]["to"]}}] for call in calls)
-    assert schema_grammar(calls_schema(tools, parse_tool_choice("required", tools)), VOCABULARY, param="tools")
+    assert schema_grammar(calls_schema(tools, parse_tool_choice("required", tools)), VOCABULARY, field=Field("tools"))
 
 
 def test_every_vocabulary_of_bytes_can_be_kept_to():

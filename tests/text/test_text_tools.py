@@ -7,7 +7,7 @@ import pytest
 
 from octavo.errors import InvalidRequest, RequestError
 from octavo.text.chat.tools import ToolChoice, calls_schema, parse_tool_choice, parse_tools, schemas_by_name
-from octavo.text.parsers import AnswerParser, collect, tool_format
+from octavo.text.parsers import AnswerParser, CollectedEvents, tool_format
 
 TREE = {
     "type": "object",
@@ -62,7 +62,8 @@ def test_nothing_is_enforced_where_nothing_is_required() -> None:
 def test_what_the_schema_asks_for_is_read_as_calls() -> None:
     parser = AnswerParser(tool_format("plain_json"), schemas_by_name(TOOLS), new_id=lambda: "id")
     text = '[{"name": "now", "arguments": {}}, {"name": "grow", "arguments": {"root": {"next": null}}}]'
-    answer = collect(parser.feed(text) + parser.finish())
+    answer = CollectedEvents()
+    answer.collect(parser.feed(text) + parser.finish())
     assert [call.name for call in answer.calls] == ["now", "grow"] and answer.content == "" and parser.num_calls == 2
 
 

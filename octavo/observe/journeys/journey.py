@@ -86,9 +86,10 @@ class OpenJourney:
         """The end of `stage`, and of what came before it."""
         self._marks.append((stage, time.monotonic()))
 
-    def submit(self, request: GenerateRequest) -> None:
+    def submit(self, request: GenerateRequest, at: float) -> None:
+        """The engine was given a request, at time.monotonic() `at`."""
         if not self.requests:
-            self.reach("tokenise")
+            self._marks.append(("tokenise", at))
             self.params = None if request.pooling else request.params
         self.requests.append(request.id)
 

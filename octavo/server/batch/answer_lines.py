@@ -5,13 +5,13 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from octavo.server.batch.lines import BadLine, Line
 from octavo.server.batch.records import Record, answer_record, bad_line_record
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 
 MAX_PAUSE_SECONDS = 30
 CHECK_SECONDS = 0.05  # how often a waiting line checks whether the engine is still crowded
 YIELD_EVERY = 256  # lines after which other tasks get to run: lines answered earlier never await
 
-Ask = Callable[[str, bytes], Awaitable[Answer]]
+Ask = Callable[[str, bytes], Awaitable[LoopbackResponse]]
 Write = Callable[[Record], Awaitable[None]]
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.errors import ConfigError
 from octavo.server.batch.lines import BadLine, Line
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 
 RECORD_START = b'{"id":"batch_req_'
 
@@ -98,7 +98,7 @@ class Tally(msgspec.Struct):
             self.reasoning_tokens += (details.reasoning_tokens or 0) if details else 0
 
 
-def answer_record(line: Line, answer: Answer) -> Record:
+def answer_record(line: Line, answer: LoopbackResponse) -> Record:
     body = answer.body
     if b"\n" in body:  # a record is one line
         body = msgspec.json.encode(msgspec.json.decode(body))

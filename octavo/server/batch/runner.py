@@ -31,7 +31,7 @@ from octavo.server.batch.batches import (
 from octavo.server.batch.files import FileStore, new_name
 from octavo.server.batch.lines import BadLine, Line, Rules, read_lines
 from octavo.server.batch.records import Record, Seen, Tally, encode_record, open_records, read_back, unanswered_record
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 from octavo.server.state.service import Ask
 
 log = logging.getLogger("octavo.server")
@@ -222,7 +222,7 @@ class _Run:
         with self._open_input() as file:
             await answer_lines(self._unanswered(file), self._ask_line, self._slots, self._write, self._is_crowded)
 
-    def _ask_line(self, url: str, body: bytes) -> Awaitable[Answer]:
+    def _ask_line(self, url: str, body: bytes) -> Awaitable[LoopbackResponse]:
         return self._ask(url, body, self._owner)
 
     def _validate(self) -> int:

@@ -1,7 +1,7 @@
 """The endpoints: the folder is the list. A module here has `router(service) -> APIRouter`; adding one touches no other file.
-Knows nothing of what any of them does.
 
-What a module's routes take is in its DIALECT (or DIALECTS), what they give in its SHAPES: /v1/compat and /openapi.json read these."""
+What a module's routes accept is in its DIALECT (or DIALECTS), what they return in its SHAPES: /v1/compat and /openapi.json read
+these."""
 
 import importlib
 import pkgutil

@@ -1,5 +1,6 @@
 """/v1/batches: create, list, retrieve, cancel: OpenAI's shapes; the runner in the background does the rest.
-Knows nothing of how lines are answered. Whoever has a key of this server sees every batch."""
+
+Every key of this server gives access to every batch."""
 
 import asyncio
 import functools
@@ -19,14 +20,14 @@ from octavo.server.endpoints.files import check_expiry
 from octavo.server.http.sse import owner_of
 from octavo.server.schema.fields import Dialect, RequestFields, check_metadata, read_fields
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_LIMIT = 100
 MAX_HOURS = 14 * 24
 ROWS_PER_SLOT = 4
-"""Batches get one row in so many: however many lines they have, three quarters of the engine are for those who wait."""
+"""Batches get one row in so many: three quarters of the rows are left for interactive requests."""
 
 
 class OutputExpiresAfter(BaseModel):
@@ -90,7 +91,7 @@ def router(service: Service) -> APIRouter:
         except NotFound as error:
             raise InvalidRequest(error.message, param="input_file_id") from None
         wake()
-        return json_answer(batch, fields.ignored)
+        return json_response(batch, fields.ignored)
 
     @router.get("/v1/batches")
     async def list_batches(limit: int = 20, after: str | None = None) -> Response:
@@ -103,34 +104,34 @@ def router(service: Service) -> APIRouter:
             batches = [batch for batch in batches if batch.id < after]
         page = batches[:limit]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
-        return json_answer(BatchList(page, first, last, len(batches) > limit))
+        return json_response(BatchList(page, first, last, len(batches) > limit))
 
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str) -> Response:
-        return json_answer(await asyncio.to_thread(stores().batches.get, batch_id))
+        return json_response(await asyncio.to_thread(stores().batches.get, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str) -> Response:
         batch = await asyncio.to_thread(stores().batches.cancel, batch_id)
         wake()
-        return json_answer(batch)
+        return json_response(batch)
 
     return router
 
 
 def batch_routes() -> tuple[str, ...]:
-    """Those of ROUTES that this server has."""
+    """The routes of ROUTES that this server has."""
     return tuple(route for route in ROUTES if route in _dialects())
 
 
 def seeded_routes() -> frozenset[str]:
-    """Those whose requests take a seed."""
+    """The routes whose requests take a seed."""
     return frozenset(path for path, dialect in _dialects().items() if "seed" in dialect.schema.model_fields)
 
 
 @functools.cache
 def _dialects() -> dict[str, Dialect[Any]]:
-    from octavo.server.endpoints.compat import all_dialects  # which reads this file, among the others
+    from octavo.server.endpoints.compat import all_dialects  # which imports this file, among others
 
     return {dialect.path: dialect for dialect in all_dialects()}
 

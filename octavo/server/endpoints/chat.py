@@ -1,40 +1,19 @@
-"""POST /v1/chat/completions: schema, parse, stream, collect.
-Knows nothing of the engine beyond its answers' events, and of templates only that the text room has one."""
+"""POST /v1/chat/completions."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
-from octavo.messages import Logprobs
-from octavo.server.dialects.openai_chat.output import (
-    ChatChunk,
-    ChatCompletion,
-    Choice,
-    ChunkChoice,
-    Delta,
-    deltas,
-    message,
-)
-from octavo.server.generate.answer_events import AnswerPiece, Answers, WholeAnswer
-from octavo.server.generate.chat import (
-    answer_grammar,
-)
-from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse
-from octavo.server.generate.generation import PromptProgress, Usage
-from octavo.server.generate.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, num_told, prompt_logprobs
-from octavo.server.generate.offload import offload
-from octavo.server.generate.requests import build_requests, new_id
-from octavo.server.http.respond import respond
-from octavo.server.http.sse import DONE, Frames, event
+from octavo.server.dialects.openai_chat.output import ChatCompletion
+from octavo.server.dialects.openai_chat.writer import ChatWriter
+from octavo.server.generate.chat_request import ChatRequest, parse
+from octavo.server.generate.chat_task import ChatTask
+from octavo.server.generate.requests import new_id
+from octavo.server.http.respond import submit_and_respond
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
 from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
 from octavo.server.state.service import Service
-from octavo.text.parsers import Content
 
 NOT_OFFERED: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),
@@ -67,138 +46,9 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         prompt = await parse(service, fields)
-        grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
         response_id = new_id("chatcmpl")
-        response = _Response(service, fields, response_id, prompt, arrived, grammar)
-        return await respond(service, request, fields, response_id, response)
+        task = await ChatTask.prepare(service, fields, prompt, response_id=response_id, arrived=arrived)
+        writer = ChatWriter(service, fields, task)
+        return await submit_and_respond(service, request, fields, response_id, task, writer, ignored=fields.ignored)
 
     return router
-
-
-class _Response:
-    """One answer, streamed or whole."""
-
-    def __init__(
-        self,
-        service: Service,
-        fields: ChatRequest,
-        response_id: str,
-        prompt: ChatPrompt,
-        arrived: float,
-        grammar: str = "",
-    ) -> None:
-        text = service.text
-        (request,) = build_requests(
-            response_id,
-            [prompt],
-            fields,
-            report=service.report,
-            text=text,
-            logprobs=num_logprobs(fields),
-            default_max_tokens=None,
-            arrived=arrived,
-            grammar=grammar,
-        )
-        self._is_plain = not (fields.logprobs or fields.return_token_ids)
-        self.request_ids = [request.id]
-        self._answers = Answers(
-            service,
-            request,
-            prompt.chat.shape(
-                text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
-            ),
-            every_token=not self._is_plain,
-            tokens_per_event=fields.tokens_per_event(service.config.server),
-            num_kept=fields.num_kept,
-        )
-        self._fields, self._text, self._prompt = fields, text, prompt
-        self._head = (response_id, int(time.time()), service.model_name, service.fingerprint)
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        answers, fields = self._answers, self._fields
-        every = fields.wants_usage_in_every_chunk
-        quiet: UnsetType | None = None if fields.wants_usage else UNSET
-        before = b"".join(
-            self._event(
-                ChunkChoice(index, Delta("assistant", "")), answers.usage() if every else quiet, self._prompt_ids()
-            )
-            for index in range(answers.num_choices)
-        )
-        frames = Frames(lambda index, text: ChatChunk(*self._head, [ChunkChoice(index, Delta(content=text))], quiet))
-        async with aclosing(answers.pieces()) as steps:
-            async for pieces in steps:
-                chunks = []
-                for piece in pieces:
-                    text = self._only_text(piece)
-                    if text is not None and not every:
-                        chunks.append(frames.event(piece.index, text))
-                    else:
-                        usage = answers.usage() if every else quiet
-                        progress = piece.progress or UNSET
-                        chunks += [self._event(choice, usage, UNSET, progress) for choice in self._chunk_choices(piece)]
-                yield before + b"".join(chunks)
-                before = b""
-        if fields.wants_usage:
-            before += event(ChatChunk(*self._head, [], answers.usage()))
-        yield before + DONE
-
-    async def collect(self) -> ChatCompletion:
-        answers = await self._answers.whole()
-        size = sum(num_told(answer.logprobs) for answer in answers)
-        choices = await offload(size, lambda: [self._choice(answer) for answer in answers])
-        scores: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-        if self._fields.prompt_logprobs is not None:
-            entries = self._answers.generation.prompt_logprobs[0]
-            scores = await offload(num_told(entries), lambda: prompt_logprobs(self._text, entries))
-        return ChatCompletion(*self._head, choices, self._answers.usage(), scores, self._prompt_ids())
-
-    def _choice(self, answer: WholeAnswer) -> Choice:
-        return Choice(
-            answer.index,
-            message(answer),
-            answer.finish_reason,
-            answer.stop_reason,
-            self._logprobs(answer.logprobs),
-            self._token_ids(answer.token_ids),
-        )
-
-    def _event(
-        self,
-        choice: ChunkChoice,
-        usage: Usage | UnsetType | None,
-        prompt_ids: list[int] | UnsetType = UNSET,
-        progress: PromptProgress | UnsetType = UNSET,
-    ) -> bytes:
-        return event(ChatChunk(*self._head, [choice], usage, prompt_ids, progress))
-
-    def _only_text(self, piece: AnswerPiece) -> str | None:
-        """Of a piece that is nothing but content, as nearly all are."""
-        if self._is_plain and piece.finish_reason is None and len(piece.events) == 1:
-            match piece.events[0]:
-                case Content(text):
-                    return text
-        return None
-
-    def _chunk_choices(self, piece: AnswerPiece) -> list[ChunkChoice]:
-        """One for each event; the tokens behind a piece go with its first, its end with its last. Where there is no event, one
-        without text: clients that look into every chunk's first choice find one."""
-        made = deltas(piece.events)
-        is_last = piece.finish_reason is not None
-        if not made or (is_last and made[-1].tool_calls):  # clients look for calls and for the end in different chunks
-            made.append(Delta())
-        choices = [ChunkChoice(piece.index, delta) for delta in made]
-        choices[0] = replace(
-            choices[0], logprobs=self._logprobs(piece.logprobs), token_ids=self._token_ids(piece.token_ids)
-        )
-        if is_last:
-            choices[-1] = replace(choices[-1], finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
-        return choices
-
-    def _logprobs(self, entries: Sequence[Logprobs]) -> ChatLogprobs | None:
-        return chat_logprobs(self._text, entries) if self._fields.logprobs else None
-
-    def _token_ids(self, token_ids: Sequence[int]) -> Sequence[int] | UnsetType:
-        return token_ids if self._fields.return_token_ids else UNSET
-
-    def _prompt_ids(self) -> list[int] | UnsetType:
-        return self._prompt.ids if self._fields.return_token_ids else UNSET

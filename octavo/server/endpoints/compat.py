@@ -1,5 +1,6 @@
-"""GET /v1/compat: what becomes of each field of each dialect: honoured, refused, or accepted without effect, and why.
-Knows no field: every row is read from the tree of schema and tables by which requests are parsed."""
+"""GET /v1/compat: for each field of each dialect, whether it is honoured, refused or accepted without effect, and why.
+
+Rows are read from the same tree of schema and tables that requests are checked against."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from octavo.server.schema import unknown as unknown_fields
 from octavo.server.schema.fields import Dialect
 from octavo.server.schema.shapes import Shape
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
@@ -21,10 +22,10 @@ _WRONG_WITHOUT = "not offered, and an answer without it would not be the one ask
 
 
 class Field(msgspec.Struct, frozen=True, omit_defaults=True):
-    name: str  # of one within others: its path, as tools[].function.name
+    name: str  # a nested one by its path: tools[].function.name
     status: Status
     why: str = ""
-    taken_values: list[Any] = []  # of a refused field: these ask for nothing, and null never does
+    taken_values: list[Any] = []  # of a refused field: values that are accepted, as null always is
 
 
 class DialectReport(msgspec.Struct, frozen=True):
@@ -53,20 +54,19 @@ def router(service: Service) -> APIRouter:
             for dialect in all_dialects()
         ]
         unknown: Any = "refused" if server.strict_fields else "named back in ignored_fields"
-        return json_answer(Compat(server.strict_fields, unknown, dialects))
+        return json_response(Compat(server.strict_fields, unknown, dialects))
 
     return router
 
 
 def all_dialects() -> Iterator[Dialect[Any]]:
-    """Those of every endpoint that reads a body: its DIALECT, or several DIALECTS."""
+    """The dialects of every endpoint that reads a body."""
     for module in endpoint_modules():
         yield from getattr(module, "DIALECTS", None) or filter(None, [getattr(module, "DIALECT", None)])
 
 
 def rows(dialect: Dialect[Any], server: ServerConfig) -> Iterator[Field]:
-    """Each field once, those within others by their paths. Where objects of several kinds stand at one place, a field of any of
-    them is told as it fares in the one that has most use for it."""
+    """Each field once, nested ones by their paths. Where objects of several kinds share a place, the best status counts."""
     order: list[Status] = ["honoured", "accepted_without_effect", "refused"]
     found: dict[str, Field] = {}
     for name, member in unknown_fields.rows(dialect.tree):

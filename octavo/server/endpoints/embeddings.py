@@ -1,5 +1,4 @@
-"""POST /v1/embeddings: schema, parse, collect. A vector is whole or it is not there: nothing is streamed.
-Knows nothing of the engine beyond its client's submit and deltas."""
+"""POST /v1/embeddings. Nothing is streamed."""
 
 import asyncio
 import base64
@@ -12,14 +11,13 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.validate import admit_embedding, choose_pooling, cut_to, longest_embedding
-from octavo.errors import InvalidRequest, RequestFailed
+from octavo.errors import Field, InvalidRequest, RequestFailed
 from octavo.messages import GenerateRequest, numbers_of
 from octavo.server.generate.requests import LONG_TEXT, new_id
 from octavo.server.http.sse import until_gone
-from octavo.server.schema.fields import Dialect, RequestFields, read_fields
-from octavo.server.schema.limits import LimitFields
+from octavo.server.schema.fields import Dialect, LimitFields, RequestFields, read_fields
 from octavo.server.schema.shapes import Prompts, Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 MAX_INPUTS = 2048
@@ -36,11 +34,11 @@ class EmbeddingRequest(RequestFields, LimitFields):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: int | None = None  # vLLM's: cut to so many tokens; -1: to as many as the model takes
+    truncate_prompt_tokens: int | None = None  # vLLM's: truncate to this many tokens; -1: to the model's limit
     normalize: bool | None = None  # vLLM's
     pooling: str | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
-    # A label for the caller's own books: taken, and without effect here.
+    # A label for the caller's own use: accepted, without effect.
     user: str | None = None
 
 
@@ -78,8 +76,9 @@ def router(service: Service) -> APIRouter:
         fields = await read_fields(request, DIALECT, service.config.server)
         service.check_model(fields.model)
         requests = await parse(service, fields, arrived)
+        service.submit(requests)
         body = await until_gone(service, request.receive, collect(service, requests, fields))
-        return json_answer(body, fields.ignored)
+        return json_response(body, fields.ignored)
 
     return router
 
@@ -90,7 +89,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
     longest = longest_embedding(pooling, pooling_config, report)
     cut = cut_to(fields.truncate_prompt_tokens, longest)
     inputs = _inputs(fields.input)
-    # Many inputs hold up the streams of this process as one long one does: what counts is all of their text.
+    # Many inputs take as long to encode as one long one: the size of all counts.
     size = sum(len(item) for item in inputs.values() if isinstance(item, str))
 
     def encode() -> dict[str, list[int]]:
@@ -105,7 +104,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
             pooling,
             pooling_config,
             report,
-            param=param,
+            field=Field(param),
             arrived=arrived,
             priority=fields.priority or 0,
         )
@@ -116,7 +115,7 @@ async def parse(service: Service, fields: EmbeddingRequest, arrived: float) -> l
 
 
 def _inputs(given: Any) -> dict[str, str | list[int]]:
-    """Each input by the name of its place, for messages."""
+    """Inputs by their field names, for errors."""
     if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
         return {"input": given}
     if not isinstance(given, list):
@@ -151,7 +150,7 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
     tasks = [asyncio.create_task(_vector(service, request)) for request in requests]
     try:
         vectors = await asyncio.gather(*tasks)
-    finally:  # one that fails, or a client that leaves, ends the others too
+    finally:  # one that fails, or a client that disconnects, ends the others
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -165,9 +164,7 @@ async def collect(service: Service, requests: list[GenerateRequest], fields: Emb
 
 
 async def _vector(service: Service, request: GenerateRequest) -> bytes:
-    engine = service.engine
-    engine.submit(request)
-    async with aclosing(engine.deltas(request.id)) as steps:
+    async with aclosing(service.engine.deltas(request.id)) as steps:
         async for deltas in steps:
             service.heard()
             for delta in deltas:

@@ -1,5 +1,6 @@
 """/v1/files: upload, list, retrieve, content, delete: OpenAI's shapes, for the inputs and outputs of batches.
-Knows nothing of batches, which keep what they need. Whoever has a key of this server sees every file."""
+
+Every key of this server gives access to every file."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -14,10 +15,10 @@ from octavo.server.batch.files import FILE_ID, MAX_FILENAME_LEN, FileStore, Stor
 from octavo.server.batch.stores import open_stores
 from octavo.server.http.multipart import Form, read_form
 from octavo.server.schema.shapes import Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
-FORM_BYTES = 2**20  # what surrounds the file in its form
+FORM_BYTES = 2**20  # of a form beside its file
 PIECE = 256 * 1024
 FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))
 MIN_EXPIRY, MAX_EXPIRY = 3600, 30 * 24 * 3600
@@ -79,11 +80,11 @@ def router(service: Service) -> APIRouter:
         files = [
             file for file in await asyncio.to_thread(stores().files.newest_first) if purpose in (None, file.purpose)
         ]
-        return json_answer(_page(files, limit, order, after))
+        return json_response(_page(files, limit, order, after))
 
     @router.get("/v1/files/{file_id}")
     async def retrieve_file(file_id: str) -> Response:
-        return json_answer(await asyncio.to_thread(stores().files.get, file_id))
+        return json_response(await asyncio.to_thread(stores().files.get, file_id))
 
     @router.get("/v1/files/{file_id}/content")
     async def file_content(file_id: str) -> Response:
@@ -96,7 +97,7 @@ def router(service: Service) -> APIRouter:
     @router.delete("/v1/files/{file_id}")
     async def delete_file(file_id: str) -> Response:
         await asyncio.to_thread(stores().files.delete, file_id)
-        return json_answer(DeletedFile(file_id))
+        return json_response(DeletedFile(file_id))
 
     return router
 
@@ -117,7 +118,7 @@ async def _upload(request: Request, files: FileStore, is_strict: bool) -> Respon
     finally:
         for upload in uploads:
             upload.discard()
-    return json_answer(file, ignored)
+    return json_response(file, ignored)
 
 
 def _check_page(limit: int, order: str, after: str | None) -> None:
@@ -180,5 +181,5 @@ def check_expiry(seconds: int, param: str) -> int:
 
 
 def _printable(name: str) -> str:
-    """A label, never a path: what is stored on disk is named by us."""
+    """A label, never a path: the server names files on disk itself."""
     return "".join(character for character in name if character.isprintable())[:MAX_FILENAME_LEN] or "file"

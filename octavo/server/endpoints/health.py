@@ -1,9 +1,8 @@
 """GET /health: 200 only if a token could be produced now. /health/live, /health/ready, /health/progress: the parts of that.
-Knows nothing of what the engine does: its pulse and its own word say whether it does anything.
 
-live: this process answers. ready: new requests are taken and an engine is there for them, whose step does not take far longer than
-usual. /health: ready, and the engine's loop turns. progress: what it is at, who waits and why; 200 or 503 as /health, with the
-reasons in its body."""
+live: this process answers. ready: new requests are accepted, and there is an engine whose step does not take far longer than usual.
+/health: ready, and the engine's loop runs. progress: what the engine is doing, which requests wait and why; 200 or 503 as
+/health, with the reasons in its body."""
 
 import asyncio
 import sys
@@ -22,17 +21,17 @@ from octavo.server.schema.shapes import Shape
 from octavo.server.state.service import Service
 
 FRESH_SECONDS = 1.0
-"""Tokens that came this recently prove the loop turns: no need to ask."""
+"""Seconds: tokens this recent prove that the loop runs, without a query."""
 PING_SECONDS = 5.0
-"""A step may be long; a loop that does not answer in this time, and cannot be seen to compute, is stuck."""
+"""Seconds: a loop that does not answer in this time, and is not seen to compute, is stuck."""
 STALLED_SECONDS = 2.0
-"""In which an engine that is well has turned, or at least computed something."""
+"""Seconds within which a healthy engine has beaten, or at least computed something."""
 SLOW_TIMES = 10
-"""So many times as long as usual is too long for a step, after --slow-step-seconds."""
+"""A step that takes this many times as long as usual is too slow, after --slow-step-seconds."""
 FIRST_TIMES = 6
-"""So many times these seconds for a step of a size that the engine has not computed: kernels are compiled, weights read from a disk."""
+"""This many times --slow-step-seconds for a step of a new size: kernels are compiled, weights read from disk."""
 ANSWER_SECONDS = 1.0
-"""What an engine gets to say what it is at; after that, only what can be seen from here is told."""
+"""Seconds to wait for the engine's progress report; after that only what this process sees is reported."""
 
 _OK = Shape(dict[Literal["status"], Literal["ok"]])
 SHAPES = {
@@ -75,7 +74,7 @@ def check_ready(service: Service) -> None:
 
 
 def check_step(service: Service) -> None:
-    """Raises EngineUnavailable where a step takes far longer than usual. Nothing else comes of it: the supervisor has its own limit."""
+    """Raise EngineUnavailable where a step takes far longer than usual. The supervisor acts on its own limit."""
     heartbeat, seconds = service.engine.heartbeat, service.config.server.slow_step_seconds
     if heartbeat is None or not seconds or not heartbeat.is_stepping or (usual := heartbeat.usual()) is None:
         return
@@ -88,7 +87,7 @@ def check_step(service: Service) -> None:
 
 
 async def check_turning(service: Service) -> None:
-    """Raises EngineUnavailable unless the step loop turns."""
+    """Raise EngineUnavailable unless the step loop runs."""
     if time.monotonic() - service.last_heard <= FRESH_SECONDS:
         return
     heartbeat = service.engine.heartbeat
@@ -99,13 +98,13 @@ async def check_turning(service: Service) -> None:
 
 
 def _is_seen_turning(heartbeat: Heartbeat, step_timeout: float) -> bool:
-    """False: it must be asked. Raises EngineUnavailable where asking is in vain."""
+    """Whether the heartbeat proves it. False: the engine must be queried. Raises EngineUnavailable where that is in vain."""
     if (stalled := heartbeat.stalled_seconds) > STALLED_SECONDS:
         raise EngineUnavailable(f"the engine has neither turned nor computed anything for {stalled:.1f} s", 5)
     age = _age(heartbeat.beat)
     if age <= FRESH_SECONDS:
         return True
-    # A long step: the supervisor would have noted if nothing was computed, where the kernel tells.
+    # A long step: the supervisor notices where nothing is computed, if the kernel reports it.
     return heartbeat.is_stepping and sys.platform == "linux" and age < (step_timeout or float("inf"))
 
 
@@ -143,7 +142,7 @@ async def tell_progress(service: Service) -> Progress:
 
 
 def _seen(heartbeat: Heartbeat) -> dict[str, object]:
-    """What the engine's pulse tells, whether it answers or not."""
+    """What the engine's heartbeat shows, whether it answers or not."""
     restarts = Counter[str]()
     for (process, _), count in heartbeat.restarts().items():
         restarts[process] += count

@@ -1,5 +1,4 @@
-"""GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited.
-Knows nothing of how that is measured."""
+"""GET /v1/requests and /v1/requests/{id}: where the time of a request went, and why it waited."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -37,7 +36,7 @@ def router(service: Service) -> APIRouter:
     async def several(request: Request) -> Response:
         state, limit = _query(request)
         found = _journeys.decode(await service.query(ReadJourneys(call=0, state=state, limit=limit)))
-        # What is not yet with the engine is known to its own API process alone, for the milliseconds that this takes.
+        # Requests that were not submitted yet are known only to their own API process, for a few milliseconds.
         if state in ("", "running"):
             found = [journey.tell() for journey in service.journeys.still_here()] + found
         return _json(JourneyList(found[:limit]))
@@ -57,7 +56,7 @@ async def _find(service: Service, request_id: str) -> Journey:
 
 
 async def _engine_part(service: Service, request_id: str) -> list[EngineJourney]:
-    """What the engine has to say of a request that is here. Nothing, while there is none."""
+    """The engine's part of an open journey of this process. Empty while there is no engine."""
     try:
         return _parts.decode(await service.query(ReadJourneys(call=0, request_id=request_id, is_raw=True)))
     except EngineUnavailable:

@@ -1,5 +1,4 @@
-"""GET /v1/live: the server as it is, a few times a second, as server-sent events; GET /v1/live/pages/{page}: who holds a page.
-Knows nothing of what the events say."""
+"""GET /v1/live: the server's state, a few times a second, as server-sent events; GET /v1/live/pages/{page}: a page's owners."""
 
 import msgspec
 from fastapi import APIRouter, Response

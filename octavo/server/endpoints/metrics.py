@@ -1,5 +1,4 @@
-"""GET /metrics: the engine's metrics as Prometheus text.
-Knows nothing of any metric."""
+"""GET /metrics: the engine's metrics as Prometheus text."""
 
 from fastapi import APIRouter, Response
 

@@ -1,5 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served.
-Knows nothing of what the model is made of."""
+"""GET /v1/models and /v1/models/{id}: the one model that is served."""
 
 from typing import Literal
 

@@ -1,5 +1,4 @@
-"""GET /openapi.json: what this server takes and gives.
-Knows nothing of what that is."""
+"""GET /openapi.json: what this server accepts and returns."""
 
 from typing import Any
 

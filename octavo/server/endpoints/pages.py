@@ -1,5 +1,4 @@
-"""GET / (the cockpit), /play (the playground) and /pages/{name} (what they are made of): files of the package, read once.
-Knows nothing of what the pages show: they ask the other endpoints, with the key where there is one."""
+"""GET / (the cockpit), /play (the playground) and /pages/{name} (their files), read once from the package."""
 
 from importlib.resources import files
 
@@ -16,7 +15,7 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # Nothing from elsewhere, nothing inline: a model's answer can put no script into the page.
+    # Nothing from other origins, nothing inline: a model's answer cannot inject a script.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

@@ -1,33 +1,29 @@
-"""/v1/responses: create, stream, retrieve, delete; a response's input items; how many tokens an input has.
-Knows nothing of the engine beyond Turn, of items beyond response_items.py, or of how responses are kept."""
+"""/v1/responses: create, stream, retrieve, delete; a response's input items; how many tokens an input has."""
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi import Response as HttpResponse
-from msgspec import UNSET
 
-from octavo.errors import InvalidRequest, NotFound, Unsupported
+from octavo.errors import InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses import request as requests
 from octavo.server.dialects.openai_responses import types
-from octavo.server.dialects.openai_responses.items import chat_messages, read_input, references
-from octavo.server.dialects.openai_responses.output import Output, item_id
+from octavo.server.dialects.openai_responses.conversation import Conversation
+from octavo.server.dialects.openai_responses.output import item_id
 from octavo.server.dialects.openai_responses.request import INCLUDABLE, NAMES, InputRequest, ResponsesRequest
-from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse
+from octavo.server.dialects.openai_responses.store import KeptResponses, ResponseStore, StoredResponse, not_found
+from octavo.server.dialects.openai_responses.writer import ResponseWriter
 from octavo.server.endpoints.stream import MAX_NUMBER_LEN, Wanted
 from octavo.server.endpoints.stream import find as find_stream
-from octavo.server.generate import chat_request
-from octavo.server.generate.chat_task import ChatTask, ignored_fields, named, parse_cut
-from octavo.server.http.errors import describe
-from octavo.server.http.sse import DONE, EventStream, owner_of, stream_answer, typed_event, until_gone
+from octavo.server.generate.chat_task import ChatTask
+from octavo.server.http.respond import submit_and_respond
+from octavo.server.http.sse import EventStream, owner_of
 from octavo.server.schema.fields import Dialect, read_fields
 from octavo.server.schema.shapes import EVENTS, Shape
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.loopback import is_inside
 from octavo.server.state.service import Service
 
@@ -51,23 +47,22 @@ SHAPES = {
     "POST /v1/responses/{response_id}/cancel": Shape(types.Response),
     "GET /v1/responses/{response_id}/input_items": Shape(types.ItemList),
 }
-MAX_ITEMS = 100  # in one page of a response's input
-MAX_REFERENCES = 256  # to earlier items, in one request: another process may have to be asked for each
+MAX_ITEMS = 100  # per page of a response's input
 
 
 def router(service: Service) -> APIRouter:
     router = APIRouter()
     server = service.config.server
     own = ResponseStore(server.max_stored_responses, int(server.max_stored_response_bytes))
-    being_made: WeakValueDictionary[str, _Answer] = WeakValueDictionary()
+    being_made: WeakValueDictionary[str, ResponseWriter] = WeakValueDictionary()
 
     def cancel_here(response_id: str, owner: bytes) -> bytes | None:
-        """One whose stream goes on without its client: whoever wants another to end closes its connection."""
-        log, answer = service.logs.find(response_id, owner), being_made.get(response_id)
-        if log is None or log.is_ended or answer is None:
+        """Cancel a response whose stream is resumable. Others end when their client disconnects."""
+        log, writer = service.logs.find(response_id, owner), being_made.get(response_id)
+        if log is None or log.is_ended or writer is None:
             return None
         service.logs.end(response_id, owner)
-        return msgspec.json.encode(answer.cancelled())
+        return msgspec.json.encode(writer.cancelled())
 
     kept = KeptResponses(own, service.peers, cancel_here, service.logs.end)
 
@@ -78,39 +73,38 @@ def router(service: Service) -> APIRouter:
         fields: ResponsesRequest = await read_fields(request, DIALECTS[0], server)
         service.check_model(fields.model)
         owner = owner_of(request)
-        question = await _Question.read(service, kept, fields, owner)
+        conversation = await Conversation.read(service, kept, fields, owner)
         response_id = item_id("resp")
-        with named(NAMES):
-            turn = await ChatTask.begin(
+        with NAMES.in_errors():
+            task = await ChatTask.prepare(
                 service,
-                question.fields,
-                question.prompt,
+                conversation.fields,
+                conversation.prompt,
                 response_id=response_id,
                 max_tokens=fields.max_output_tokens,
                 arrived=arrived,
             )
-        answer = _Answer(service, own, fields, question, turn, response_id, owner, is_inside(request.scope))
-        being_made[response_id] = answer
-        ignored = ignored_fields(fields, question.fields, NAMES)
-        if fields.stream:
-            return stream_answer(
-                service,
-                request,
-                response_id,
-                answer.stream(),
-                ignored=ignored,
-                resumable=fields.wants_resumable,
-                queued=[turn.request_id] if fields.wants_queue else (),
-                tell=answer.tell,
-            )
-        return json_answer(await until_gone(service, request.receive, answer.collect()), ignored)
+        writer = ResponseWriter(service, own, fields, conversation, task, response_id, owner, is_inside(request.scope))
+        being_made[response_id] = writer
+        return await submit_and_respond(
+            service,
+            request,
+            fields,
+            response_id,
+            task,
+            writer,
+            ignored=NAMES.ignored(fields, conversation.fields),
+            error_event=writer.error_event,
+        )
 
     @router.post("/v1/responses/input_tokens")
     async def count(request: Request) -> HttpResponse:
         fields: InputRequest = await read_fields(request, DIALECTS[1], server)
         service.check_model(fields.model)
-        question = await _Question.read(service, kept, fields, owner_of(request))
-        return json_answer(types.InputTokens(len(question.prompt.ids)), ignored_fields(fields, question.fields, NAMES))
+        conversation = await Conversation.read(service, kept, fields, owner_of(request))
+        return json_response(
+            types.InputTokens(len(conversation.prompt.ids)), NAMES.ignored(fields, conversation.fields)
+        )
 
     @router.get("/v1/responses/{response_id}")
     async def retrieve(response_id: str, request: Request) -> HttpResponse:
@@ -127,8 +121,8 @@ def router(service: Service) -> APIRouter:
     @router.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, request: Request) -> HttpResponse:
         if not await kept.delete(response_id, owner_of(request)):
-            raise _not_found(response_id)
-        return json_answer(types.Deleted(response_id))
+            raise not_found(response_id)
+        return json_response(types.Deleted(response_id))
 
     @router.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, request: Request) -> HttpResponse:
@@ -143,25 +137,19 @@ def router(service: Service) -> APIRouter:
     @router.get("/v1/responses/{response_id}/input_items")
     async def input_items(response_id: str, request: Request) -> HttpResponse:
         _check_query(request, {"include", "include[]", "limit", "order", "after"})
-        return json_answer(_page((await _found(kept, response_id, request)).read_input(), request))
+        return json_response(_page((await _found(kept, response_id, request)).read_input(), request))
 
     return router
 
 
-# ── what is kept ────────────────────────────────────────────────────────────────────────────────────
+# ── stored responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def _found(kept: KeptResponses, response_id: str, request: Request) -> StoredResponse:
     found = await kept.get(response_id, owner_of(request))
     if found is None:
-        raise _not_found(response_id)
+        raise not_found(response_id)
     return found
-
-
-def _not_found(response_id: str) -> NotFound:
-    return NotFound(
-        f"no response {response_id[:100]!r} is kept here: it was not stored, was deleted or made room for others"
-    )
 
 
 def _check_query(request: Request, known: set[str]) -> None:
@@ -173,7 +161,7 @@ def _check_query(request: Request, known: set[str]) -> None:
 
 
 def _first_event(request: Request) -> int | None:
-    """Of a stream that is read on: events are numbered as it is kept, by sequence_number. None: the response is wanted whole."""
+    """The first event to send of a resumed stream, by sequence_number. None: the whole response is requested."""
     after, is_stream = request.query_params.get("starting_after"), _switch(request, "stream")
     if _switch(request, "include_obfuscation"):
         raise Unsupported("include_obfuscation: streams are sent as they are", param="include_obfuscation")
@@ -189,7 +177,7 @@ def _first_event(request: Request) -> int | None:
 
 
 def _switch(request: Request, name: str) -> bool:
-    """OpenAI's clients write true and false; people write 1 and 0 too, or True."""
+    """A boolean of the query: true, false, 1 or 0 in any case."""
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "1", "false", "0"):
         raise InvalidRequest(f"{name} must be true or false, got {value[:60]!r}", param=name)
@@ -213,181 +201,3 @@ def _page(items: list[types.Item], request: Request) -> types.ItemList:
     page = ordered[start : start + int(limit)]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return types.ItemList(page, first, last, start + len(page) < len(ordered))
-
-
-# ── a request ───────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Question(msgspec.Struct, frozen=True):
-    """What is asked, with all that was said before."""
-
-    items: list[types.Item]
-    fields: chat_request.ChatRequest
-    prompt: chat_request.ChatPrompt
-
-    @staticmethod
-    async def read(service: Service, kept: KeptResponses, fields: InputRequest, owner: bytes) -> "_Question":
-        server = service.config.server
-        requests.check(fields, server)
-        before: list[types.Item] = []
-        if fields.previous_response_id is not None:
-            previous = await kept.get(fields.previous_response_id, owner)
-            if previous is None:
-                error = _not_found(fields.previous_response_id)
-                error.param = "previous_response_id"
-                raise error
-            before = previous.read_items()
-        wanted_ids = references(fields.input)
-        if len(wanted_ids) > MAX_REFERENCES:
-            raise InvalidRequest(
-                f"input refers to {len(wanted_ids)} items, at most {MAX_REFERENCES} are looked up", "input"
-            )
-        referred = {wanted: await kept.item(wanted, owner) for wanted in wanted_ids}
-        items = [*before, *read_input(fields.input, referred.get)]
-        if len(items) > server.max_messages:
-            raise InvalidRequest(
-                f"input has {len(items)} items, those before included; this server takes at most {server.max_messages} "
-                "(--max-messages)",
-                param="input",
-            )
-        messages = chat_messages(fields.instructions, items)
-        with named(NAMES):
-            chat_fields = requests.chat_request(fields, messages)
-            parse = parse_cut if fields.truncation == "auto" else chat_request.parse
-            return _Question(items, chat_fields, await parse(service, chat_fields))
-
-
-class _Answer:
-    """One response, streamed or whole."""
-
-    def __init__(
-        self,
-        service: Service,
-        store: ResponseStore,
-        fields: ResponsesRequest,
-        question: _Question,
-        turn: ChatTask,
-        response_id: str,
-        owner: bytes,
-        is_of_batch: bool,
-    ) -> None:
-        if fields.store and not store.is_on:
-            raise Unsupported("store: this server keeps no responses (--max-stored-responses)", param="store")
-        # What a batch asked is in its output file: it is kept here only where its line says so.
-        is_wanted = not is_of_batch if fields.store is None else fields.store
-        self._store = store if is_wanted and store.is_on else None
-        self._is_of_batch = is_of_batch
-        self._question, self._turn, self._owner = question, turn, owner
-        self._output = Output()
-        self._begun = self._describe(service, fields, response_id)
-
-    def _describe(self, service: Service, fields: ResponsesRequest, response_id: str) -> types.Response:
-        params = self._turn.params
-        format = (fields.text.format if fields.text else None) or {"type": "text"}
-        if format.get("type") == "json_schema":
-            format = {"strict": False, **{key: value for key, value in format.items() if value is not None}}
-        return types.Response(
-            id=response_id,
-            created_at=int(time.time()),
-            instructions=fields.instructions,
-            max_output_tokens=fields.max_output_tokens,
-            max_tool_calls=fields.max_tool_calls,
-            model=service.model_name,
-            parallel_tool_calls=fields.parallel_tool_calls is not False,
-            previous_response_id=fields.previous_response_id,
-            prompt_cache_key=fields.prompt_cache_key,
-            reasoning=types.ResponseReasoning(fields.effort),
-            safety_identifier=fields.safety_identifier,
-            store=self._store is not None,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            text={"format": format},
-            tool_choice=fields.tool_choice or "auto",
-            tools=requests.shown_tools(fields),
-            top_logprobs=fields.top_logprobs or 0,
-            truncation=fields.truncation or "disabled",
-            usage=self._usage(),
-            metadata=fields.metadata or {},
-            user=UNSET if fields.user is None else fields.user,
-        )
-
-    async def collect(self) -> types.Response:
-        async with aclosing(self._turn.parts()) as steps:
-            async for parts in steps:
-                for part in parts:
-                    self._output.feed(part.event, part.logprobs)
-        return self._finish()
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        output = self._output
-        before = typed_event(types.Created(output.next_number(), self._begun))
-        before += typed_event(types.InProgress(output.next_number(), self._begun))
-        async with aclosing(self._turn.parts()) as steps:
-            async for parts in steps:
-                for part in parts:
-                    output.feed(part.event, part.logprobs)
-                yield before + b"".join(map(typed_event, output.take_told()))
-                before = b""
-        response = self._finish()
-        last = types.Completed if response.status == "completed" else types.Incomplete
-        told = b"".join(map(typed_event, output.take_told()))
-        yield before + told + typed_event(last(output.next_number(), response)) + DONE
-
-    def tell(self, error: Exception, request_id: str) -> bytes:
-        """What ended a stream that had begun."""
-        _, body = describe(error, request_id)
-        response = msgspec.structs.replace(
-            self._begun,
-            status="failed",
-            error=types.ResponseError(body.error.message),
-            output=self._output.items_so_far,
-            usage=self._usage(),
-            store=False,
-        )
-        return typed_event(types.Failed(self._output.next_number(), response)) + DONE
-
-    def cancelled(self) -> types.Response:
-        """What there is of it. It is kept, where it would have been."""
-        response = msgspec.structs.replace(
-            self._begun, status="cancelled", output=self._output.items_so_far, usage=self._usage()
-        )
-        return self._kept(response)
-
-    def _finish(self) -> types.Response:
-        is_cut = self._turn.is_cut
-        self._output.finish(is_cut)
-        response = msgspec.structs.replace(
-            self._begun,
-            status="incomplete" if is_cut else "completed",
-            completed_at=None if is_cut else int(time.time()),
-            incomplete_details=self._incomplete_details() if is_cut else None,
-            output=self._output.items,
-            usage=self._usage(),
-        )
-        return self._kept(response)
-
-    def _incomplete_details(self) -> types.IncompleteDetails:
-        if self._turn.has_looped:
-            return types.IncompleteDetails(stop_reason=str(self._turn.stop_reason))
-        return types.IncompleteDetails("max_output_tokens")
-
-    def _kept(self, response: types.Response) -> types.Response:
-        if self._store is None:
-            return response
-        items = msgspec.json.encode([*self._question.items, *response.output])
-        stored = StoredResponse(response.id, self._owner, msgspec.json.encode(response), items, len(response.output))
-        if self._store.put(stored, [item.id for item in response.output], is_spare=self._is_of_batch):
-            return response
-        return msgspec.structs.replace(response, store=False)  # there is no room for it
-
-    def _usage(self) -> types.ResponseUsage:
-        used = self._turn.usage
-        return types.ResponseUsage(
-            used.prompt_tokens,
-            types.InputTokensDetails(self._turn.num_cached_tokens),
-            used.completion_tokens,
-            types.OutputTokensDetails(self._turn.num_reasoning_tokens),
-            used.total_tokens,
-        )

@@ -1,5 +1,4 @@
-"""GET /v1/stream/{id}?from=N: the events of a stream from number N on, for a client whose connection was lost.
-Knows nothing of what the events say."""
+"""GET /v1/stream/{id}?from=N: the events of a stream from number N on, for a client whose connection was lost."""
 
 import logging
 from collections.abc import AsyncGenerator
@@ -17,7 +16,7 @@ from octavo.server.state.service import Service
 logger = logging.getLogger("octavo.server")
 
 MAX_NUMBER_LEN = 15  # digits: no stream has that many events
-KIND = "streams"  # of a question to another API process
+KIND = "streams"  # of queries to other API processes
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -53,7 +52,7 @@ async def find(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None]:
 
 
 def find_here(service: Service, wanted: Wanted) -> AsyncGenerator[bytes, None] | None:
-    """For another process: what the stream ends with is told in its words."""
+    """For another process: an error that ended the stream is its last event."""
     log = service.logs.find(wanted.stream_id, wanted.owner)
     if log is None:
         return None
@@ -73,7 +72,7 @@ async def _with_end(events: AsyncGenerator[bytes, None], stream_id: str) -> Asyn
 
 
 def first_wanted(request: Request) -> int:
-    """By ?from=N, the first event that is wanted, or as browsers say it, by the last that came. Without either: all."""
+    """The first event to send: ?from=N, or the one after Last-Event-ID, as browsers send it. Without either: all."""
     number = request.query_params.get("from")
     last = request.headers.get("last-event-id")
     for name, value in (("from", number), ("Last-Event-ID", last)):

@@ -1,5 +1,4 @@
-"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back.
-Knows nothing of the engine beyond the length of its context."""
+"""POST /tokenize and /detokenize, with vLLM's shapes: a prompt or messages to token ids, and back."""
 
 import asyncio
 from typing import Any
@@ -8,14 +7,14 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from octavo.admission.validate import check_ids
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.chat import Chat, check_variables, encode, read_ending, text_for
 from octavo.server.generate.messages import parse_messages
 from octavo.server.generate.offload import offload
 from octavo.server.generate.requests import LONG_TEXT
 from octavo.server.schema.fields import Dialect, RequestFields, read_fields
 from octavo.server.schema.shapes import Messages, Shape, Tools
-from octavo.server.state.ignored_fields import json_answer
+from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 from octavo.text.chat.tools import parse_tool_choice, parse_tools
 
@@ -28,7 +27,7 @@ NOT_OFFERED: dict[str, tuple[object, ...]] = {
 class TokenizeRequest(RequestFields):
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None  # None: around a prompt yes, around messages no: their template writes them
+    add_special_tokens: bool | None = None  # None: yes for a prompt, no for messages, whose template writes them
     add_generation_prompt: bool | None = None  # messages only; None: yes
     continue_final_message: bool | None = None  # messages only
     return_token_strs: bool | None = None
@@ -75,7 +74,7 @@ def router(service: Service) -> APIRouter:
 
         def tell() -> Response:
             names = service.text.token_names(ids) if fields.return_token_strs else None
-            return json_answer(Tokens(len(ids), longest, ids, names), fields.ignored)
+            return json_response(Tokens(len(ids), longest, ids, names), fields.ignored)
 
         return await offload(len(ids), tell)
 
@@ -87,8 +86,8 @@ def router(service: Service) -> APIRouter:
         report = service.report
 
         def tell() -> Response:
-            check_ids(fields.tokens, report, "tokens")
-            return json_answer(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
+            check_ids(fields.tokens, report, Field("tokens"))
+            return json_response(Detokenized(service.text.decode(fields.tokens, False)), fields.ignored)
 
         return await offload(len(fields.tokens), tell)
 
@@ -96,7 +95,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
-    """However long it is: people ask in order to learn whether it fits."""
+    """The tokens, however many: this is how clients learn whether they fit."""
     if (fields.prompt is None) == (fields.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     if fields.prompt is not None:
@@ -108,7 +107,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
         )
     tools = parse_tools(fields.tools or [])
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, "chat_template_kwargs")
+    check_variables(variables, Field("chat_template_kwargs"))
     text = await text_for(service, fields.chat_template)
     messages = parse_messages(fields.messages or [])
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)

@@ -1,12 +1,11 @@
-"""A conversation to be answered, whatever dialect it came in: its prompt, and how its answers are to be read.
-Knows nothing of any dialect's fields; engines and streams are for others."""
+"""Chat: a conversation to be answered, its prompt, and how its answers are parsed. Shared by all dialects."""
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.generate.answer_events import AnswerShape
 from octavo.server.generate.requests import LONG_TEXT
 from octavo.server.generate.structured import grammar_of_schema, read_grammar
@@ -27,41 +26,42 @@ RESERVED = (
     "max_tokens",
     "tokenize",
 )
-"""Names that no variable for the template may have: they are other fields, or none of a request's business."""
+"""Names that template variables may not have: other fields, or values that a request must not set."""
 
 Ending = Literal["answer", "turn", "open"]
-"""Where a prompt ends: where the model's answer begins, after the last message, or within it, to be gone on with."""
+"""Where a prompt ends: where the answer begins, after the last message, or within it, to be continued."""
 
+EFFORT = Field("reasoning_effort")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    messages: list[dict[str, Any]]  # as chat_messages.py makes them
+    messages: list[dict[str, Any]]  # as generate/messages.py makes them
     tools: list[Tool] = field(default_factory=list)
     choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
-    text: Text | None = None  # None: the server's; otherwise maybe one with a template of the request's own
+    text: Text | None = None  # None: the server's; else possibly with the request's own template
     ending: Ending = "answer"
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of: none where it may not call any."""
+        """The tools that the prompt describes: none where the model may not call any."""
         return [] if self.choice.mode == "none" else self.tools
 
     def required_format(self, text: Text) -> ToolFormat:
-        """How calls are written that must come: as the model writes them, where a grammar can have it so."""
+        """The format of enforced calls: the model's own where a grammar can express it."""
         own = (self.text or text).formats.tools
         return own if own is not None and own.frame is not None else tool_format("plain_json")
 
     def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
-        """`is_constrained`: a grammar says what the answer is from its first token on, so it holds no reasoning."""
+        """`is_constrained`: a grammar governs the answer from its first token on, so it holds no reasoning."""
         formats = (self.text or text).formats
         calls = formats.tools if self.offered else None
         if self.choice.is_enforced:
             calls, is_constrained = self.required_format(text), True
         thinking = formats.thinking
-        if thinking is not None and self.ending == "open":  # what goes on is beyond the place for unsaid reasoning
+        if thinking is not None and self.ending == "open":  # a continued answer is past its reasoning
             thinking = replace(thinking, opens_unsaid=False)
         return AnswerShape(
             tool_format=calls,
@@ -76,15 +76,15 @@ class Chat:
 def check_choice(choice: ToolChoice, service: Service) -> None:
     if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
         raise Unsupported(
-            "tool_choice 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool",
-            param="tool_choice",
+            Field("tool_choice")
+            + " 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool"
         )
 
 
-def check_variables(variables: Mapping[str, Any], param: str) -> None:
+def check_variables(variables: Mapping[str, Any], field: Field) -> None:
     for name in variables:
         if name in RESERVED or not name.isidentifier():
-            raise InvalidRequest(f"{param} may not set {name[:60]!r}", param=param)
+            raise InvalidRequest(field + f" may not set {name[:60]!r}")
 
 
 def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:
@@ -93,60 +93,57 @@ def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: b
         return "turn" if opens is False else "answer"
     if opens:
         raise InvalidRequest(
-            "continue_final_message and add_generation_prompt exclude each other: set one of them",
-            param="continue_final_message",
+            Field("continue_final_message") + " and add_generation_prompt exclude each other: set one of them"
         )
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
         raise InvalidRequest(
-            "continue_final_message needs a last message by the assistant, with text and no calls",
-            param="continue_final_message",
+            Field("continue_final_message") + " needs a last message by the assistant, with text and no calls"
         )
     return "open"
 
 
 async def text_for(service: Service, chat_template: object) -> Text:
-    """The server's words, with the request's own template where it brings one."""
+    """The server's Text, with the request's own template where it has one."""
     if chat_template is None:
         return service.text
     if not isinstance(chat_template, str):
-        raise InvalidRequest("chat_template must be a string", param="chat_template")
+        raise InvalidRequest(Field("chat_template") + " must be a string")
     return await asyncio.to_thread(service.text.with_template, chat_template)
 
 
 def effort_variables(
     service: Service, fields: RequestFields, effort: str | None, text: Text | None = None
 ) -> dict[str, Any]:
-    """`reasoning_effort` as variables that the template reads: itself, or a switch for all of the reasoning."""
+    """`reasoning_effort` as variables that the template reads: itself, or a switch for reasoning."""
     if effort is None:
         return {}
     if effort not in EFFORTS:
-        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", param="reasoning_effort")
+        raise InvalidRequest(EFFORT + f" must be one of {', '.join(EFFORTS)}")
     values = {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
     text = text or service.text
     known = {name: value for name, value in values.items() if text.template_reads(name)}
     if not known and (effort != "none" or text.formats.thinking is not None):
-        fields.pass_over("reasoning_effort", service.config.server)
+        fields.pass_over(EFFORT, service.config.server)
     return known
 
 
 async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, response_format: object = None) -> str:
-    """What an answer must look like; empty: it may be anything. `response_format` is for answers in words: where calls are
-    required there are none."""
+    """The grammar of an answer; empty: none. `response_format` is about text answers, and ignored where calls are required."""
     wished = await read_grammar(service, fields, response_format)
     if not chat.choice.is_enforced:
         return wished
     if wished and response_format is None:
         raise InvalidRequest(
-            "tool_choice and structured_outputs both say what the answer must be: give one of them", param="tool_choice"
+            Field("tool_choice") + " and structured_outputs both say what the answer must be: give one of them"
         )
     frame = chat.required_format(service.text).frame
     schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)
-    return await grammar_of_schema(service, schema, "tools", frame, chat.choice.parallel)
+    return await grammar_of_schema(service, schema, Field("tools"), frame, chat.choice.parallel)
 
 
 async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
-    """The prompt's tokens. A long one, or one by a foreign template, is made in a thread: others' streams go on meanwhile."""
+    """The prompt's tokens. A long prompt, or one with a request's own template, is encoded in a thread."""
     text = chat.text or service.text
     tools = template_form(chat.offered)
 

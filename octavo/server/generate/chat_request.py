@@ -1,10 +1,10 @@
-"""A chat request in its one internal form, whatever dialect it came in: its fields, and its prompt with what that was made of.
-Every dialect maps its own JSON to ChatRequest; parse() makes the prompt."""
+"""ChatRequest: the one internal form of a chat request, to which every dialect maps its own JSON; parse() makes the prompt."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import InvalidRequest
+from octavo.errors import ContextTooLong, Field, InvalidRequest
 from octavo.server.generate.chat import (
     Chat,
     check_choice,
@@ -14,7 +14,7 @@ from octavo.server.generate.chat import (
     read_ending,
     text_for,
 )
-from octavo.server.generate.messages import parse_messages
+from octavo.server.generate.messages import MESSAGES, parse_messages
 from octavo.server.generate.requests import Prompt, cut_prompt
 from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
@@ -47,7 +47,37 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
     chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
-    return ChatPrompt(cut_prompt(ids, fields, service.report), "messages", chat=chat)
+    return ChatPrompt(cut_prompt(ids, fields, service.report), MESSAGES, chat=chat)
+
+
+async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
+    """The prompt of as much of the conversation as fits: whole turns are dropped, oldest first, but never the system message."""
+    chat = parse_chat(service, fields, service.text)
+    messages, longest = chat.messages, service.report.max_model_len
+    num_kept = 1 if messages[0]["role"] == "system" else 0
+    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    starts = [num_kept, *(at for at in users if at > num_kept)]
+
+    async def try_from(start: int) -> ChatPrompt | None:
+        shorter = dataclasses.replace(chat, messages=[*messages[:num_kept], *messages[start:]])
+        try:
+            ids = await encode(service, shorter, max_tokens=longest)
+        except ContextTooLong:
+            if start == starts[-1]:
+                raise  # nothing left to drop
+            return None
+        fits = len(ids) < longest or start == starts[-1]
+        return ChatPrompt(ids, MESSAGES, chat=shorter) if fits else None
+
+    tried = {0: await try_from(starts[0])}
+    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first start that fits is in this range
+    while low < high and tried.get(low) is None:
+        middle = (low + high) // 2
+        tried[middle] = await try_from(starts[middle])
+        low, high = (middle + 1, high) if tried[middle] is None else (low, middle)
+    prompt = tried.get(low) or await try_from(starts[low])
+    assert prompt is not None
+    return prompt
 
 
 def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
@@ -56,9 +86,9 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
     check_choice(choice, service)
     for at, tool in enumerate(tools if choice.mode == "auto" else ()):
         if tool.strict:
-            fields.pass_over(f"tools[{at}].function.strict", service.config.server)
+            fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, "chat_template_kwargs")
+    check_variables(variables, Field("chat_template_kwargs"))
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
     messages = parse_messages(fields.messages)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)
@@ -66,8 +96,8 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
 
 
 def num_logprobs(fields: ChatRequest) -> int | None:
-    """None: none are wanted."""
+    """Logprobs per token. None: not wanted."""
     top = fields.top_logprobs
     if top and not fields.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest(Field("top_logprobs") + " needs logprobs to be true")
     return (top or 0) if fields.logprobs else None

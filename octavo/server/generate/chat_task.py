@@ -1,47 +1,45 @@
-"""One turn of a conversation in a dialect whose answers have one choice: a chat's fields in, the answer's events out.
-Knows nothing of any dialect: each puts its request into a chat's fields and names its own fields in what is refused."""
+"""ChatTask: a chat request as the engine computes it, whatever dialect it came in."""
 
-import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import msgspec
 
-from octavo.errors import ContextTooLong, RequestError
+from octavo.admission.searches import likeliest
 from octavo.messages import Logprobs, SamplingParams
-from octavo.server.generate.answer_events import Answers
-from octavo.server.generate.chat import answer_grammar, encode
-from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs, parse_chat
-from octavo.server.generate.generation import Usage
+from octavo.server.generate.answer_events import AnswerPiece, AnswerReader, WholeAnswer
+from octavo.server.generate.chat import answer_grammar
+from octavo.server.generate.chat_request import ChatPrompt, ChatRequest, num_logprobs
+from octavo.server.generate.generation import CompletionTokensDetails, Generation, Usage
 from octavo.server.generate.logprobs import TokenLogprob, chat_logprobs
 from octavo.server.generate.requests import build_requests
-from octavo.server.schema.fields import RequestFields
 from octavo.server.state.service import Service
 from octavo.text.parsers import Content, Event
-
-Names = Sequence[tuple[str, str]]
-"""A chat's names and a dialect's own, in the order in which they are exchanged."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
     event: Event
-    logprobs: Sequence[TokenLogprob] = ()  # of the tokens behind it, where asked for
+    logprobs: Sequence[TokenLogprob] = ()  # of the tokens behind it, where requested
 
 
 class ChatTask:
+    """A chat request's generation, its text read as events. `pieces` and `whole` are for n choices, `parts` and what follows
+    are for dialects whose answers have one."""
+
     @staticmethod
-    async def begin(
+    async def prepare(
         service: Service,
         fields: ChatRequest,
         prompt: ChatPrompt,
         *,
         response_id: str,
-        max_tokens: int | None,
         arrived: float,
+        max_tokens: int | None = None,
     ) -> "ChatTask":
-        """`max_tokens`: an upper bound, which shrinks to the room that the prompt leaves; None: all of it."""
+        """`max_tokens`: an upper bound where the fields have none, which shrinks to the room that the prompt leaves; None: all
+        of it."""
         grammar = await answer_grammar(service, prompt.chat, fields, fields.response_format)
-        return ChatTask(service, fields, prompt, response_id, max_tokens, arrived, grammar)
+        return ChatTask(service, fields, prompt, response_id, arrived, max_tokens, grammar)
 
     def __init__(
         self,
@@ -49,8 +47,8 @@ class ChatTask:
         fields: ChatRequest,
         prompt: ChatPrompt,
         response_id: str,
-        max_tokens: int | None,
         arrived: float,
+        max_tokens: int | None,
         grammar: str,
     ) -> None:
         (request,) = build_requests(
@@ -64,27 +62,70 @@ class ChatTask:
             arrived=arrived,
             grammar=grammar,
         )
-        self.request_id = request.id  # of what the engine is asked for
+        shape = prompt.chat.shape(
+            service.text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
+        )
+        self.response_id, self.prompt = response_id, prompt
         self.params: SamplingParams = request.params
-        self.finish_reason: str | None = None  # set when `parts` has ended
-        self.stop_reason: str | int | None = None
-        self._service = service
-        self._max_tokens = max_tokens
+        self.finish_reason: str | None = None  # ┐ of the one choice, set when `parts` has ended
+        self.stop_reason: str | int | None = None  # ┘
+        self._service, self._max_tokens = service, max_tokens
         self._wants_logprobs = bool(fields.logprobs)
-        self._answers = Answers(
+        self._num_kept = fields.num_kept
+        self._every_token = bool(fields.logprobs or fields.return_token_ids) or self._num_kept is not None
+        self._counts_reasoning = shape.think_format is not None
+        self.generation = Generation(
             service,
-            request,
-            prompt.chat.shape(
-                service.text, is_constrained=bool(grammar), include_reasoning=fields.include_reasoning is not False
-            ),
-            every_token=self._wants_logprobs,
+            [request],
+            marks=shape.marks,
+            every_token=self._every_token or self._counts_reasoning,
             tokens_per_event=fields.tokens_per_event(service.config.server),
         )
+        self._readers = [AnswerReader(service.text, request.prompt_ids, shape) for _ in range(request.params.n)]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the engine's requests."""
+        return self.generation.request_ids
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._readers)
 
     @property
     def usage(self) -> Usage:
-        """So far."""
-        return self._answers.usage()
+        """What has been used so far."""
+        usage = self.generation.usage()
+        if not self._counts_reasoning:
+            return usage
+        num_reasoning = sum(reader.num_reasoning_tokens for reader in self._readers)
+        return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(num_reasoning))
+
+    def submit(self) -> None:
+        """Give the request to the engine. Raises where it refuses it."""
+        self.generation.submit()
+
+    async def pieces(self) -> AsyncGenerator[list[AnswerPiece], None]:
+        """Lists of new pieces until every choice has finished. To be read once, after submit; leaving early aborts what
+        still runs."""
+        async with aclosing(self.generation.pieces()) as steps:
+            async for pieces in steps:
+                read = [self._readers[piece.index].read(piece) for piece in pieces]
+                if not self._every_token:
+                    read = [piece for piece in read if piece.events or piece.finish_reason or piece.progress]
+                if read:
+                    yield read
+
+    async def whole(self) -> list[WholeAnswer]:
+        """Every choice, once all have finished; of `best_of` choices the best."""
+        answers = [WholeAnswer(index=index) for index in range(self.num_choices)]
+        async with aclosing(self.pieces()) as steps:
+            async for pieces in steps:
+                for piece in pieces:
+                    answers[piece.index].add(piece)
+        return answers if self._num_kept is None else likeliest(answers, self._num_kept)
+
+    # ── one choice ──
 
     @property
     def num_cached_tokens(self) -> int:
@@ -98,7 +139,7 @@ class ChatTask:
 
     @property
     def is_cut(self) -> bool:
-        """Not the model ended it: a limit did, or that it went round in circles."""
+        """Whether a limit or repetition detection ended the answer, not the model."""
         return self.finish_reason not in ("stop", "tool_calls")
 
     @property
@@ -107,15 +148,15 @@ class ChatTask:
 
     @property
     def filled_context(self) -> bool:
-        """It is cut because the context was full, before the limit that was asked for."""
+        """Whether the full context ended the answer, before the requested limit."""
         used = self.usage
         is_full = used.total_tokens >= self._service.report.max_model_len
         return self.is_cut and is_full and used.completion_tokens != self._max_tokens
 
     async def parts(self) -> AsyncGenerator[list[Part], None]:
-        """Until the answer ends. Leaving early aborts it."""
+        """The answer's events until it ends. Leaving early aborts it."""
         unclaimed: list[Logprobs] = []
-        async with aclosing(self._answers.pieces()) as steps:
+        async with aclosing(self.pieces()) as steps:
             async for pieces in steps:
                 events: list[Event] = []
                 for piece in pieces:
@@ -128,62 +169,10 @@ class ChatTask:
                     unclaimed = []
 
     def _claim(self, events: list[Event], entries: list[Logprobs]) -> list[Part]:
-        """Tokens belong to the content that comes with them or next; those of reasoning and of calls are told nowhere."""
+        """Give logprobs to the content that comes with them or next; those of reasoning and calls are not returned."""
         parts = [Part(event) for event in events]
         if self._wants_logprobs and entries:
             last = max((at for at, event in enumerate(events) if isinstance(event, Content)), default=None)
             if last is not None:
                 parts[last] = Part(events[last], chat_logprobs(self._service.text, entries).content)
         return parts
-
-
-async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
-    """The prompt of as much of the conversation as fits: whole turns are left out, the oldest first, never what opens it."""
-    chat = parse_chat(service, fields, service.text)
-    messages, longest = chat.messages, service.report.max_model_len
-    num_kept = 1 if messages[0]["role"] == "system" else 0
-    users = [at for at, message in enumerate(messages) if message["role"] == "user"]
-    starts = [num_kept, *(at for at in users if at > num_kept)]
-
-    async def try_from(start: int) -> ChatPrompt | None:
-        shorter = dataclasses.replace(chat, messages=[*messages[:num_kept], *messages[start:]])
-        try:
-            ids = await encode(service, shorter, max_tokens=longest)
-        except ContextTooLong:
-            if start == starts[-1]:
-                raise  # nothing is left to leave out
-            return None
-        fits = len(ids) < longest or start == starts[-1]
-        return ChatPrompt(ids, "messages", chat=shorter) if fits else None
-
-    tried = {0: await try_from(starts[0])}
-    low, high = 0 if tried[0] is not None else 1, len(starts) - 1  # the first place that fits is one of these
-    while low < high and tried.get(low) is None:
-        middle = (low + high) // 2
-        tried[middle] = await try_from(starts[middle])
-        low, high = (middle + 1, high) if tried[middle] is None else (low, middle)
-    prompt = tried.get(low) or await try_from(starts[low])
-    assert prompt is not None
-    return prompt
-
-
-@contextmanager
-def named(names: Names) -> Iterator[None]:
-    """What is refused within is told by the dialect's own names."""
-    try:
-        yield
-    except RequestError as error:
-        error.message = _exchange(error.message, names)
-        error.param = _exchange(error.param, names) if error.param else None
-        raise
-
-
-def ignored_fields(fields: RequestFields, asked: ChatRequest, names: Names) -> list[str]:
-    """What an answer names back: of the request, and of the chat's fields that it became."""
-    return [*fields.ignored, *(_exchange(name, names) for name in asked.ignored)]
-
-
-def _exchange(text: str, names: Names) -> str:
-    for theirs, ours in names:
-        text = text.replace(theirs, ours)
-    return text

@@ -1,5 +1,4 @@
-"""One response's generation: several prompts × n choices as one stream of text, and what it used.
-Knows nothing of JSON or of any endpoint."""
+"""Generation: the text of one response, several prompts × n choices as one stream, and the tokens it used."""
 
 import asyncio
 import time
@@ -12,7 +11,8 @@ from msgspec import UNSET, UnsetType
 
 from octavo.admission.finish_errors import failure_of
 from octavo.admission.searches import likeliest
-from octavo.messages import Finish, FinishReason, GenerateRequest, Logprobs, TokenDelta
+from octavo.client.streams import joined
+from octavo.messages import FinishReason, GenerateRequest, Logprobs, TokenDelta
 from octavo.observe.journeys.journey import current
 from octavo.server.state.service import Service
 from octavo.text.stream import TextDelta, TextStream
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     # None: unknown. A stop string ended every choice before the engine could say what it found in its cache.
     prompt_tokens_details: PromptTokensDetails | None
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of reasoning models
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
@@ -48,9 +48,9 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     index: int
     delta: TextDelta
-    token_ids: Sequence[int] = ()  # that the text came from, or will
-    logprobs: Sequence[Logprobs] = ()  # of each of those, where asked for
-    progress: PromptProgress | None = None  # of the choice's prompt: then nothing else is new
+    token_ids: Sequence[int] = ()  # behind this text, or text to come
+    logprobs: Sequence[Logprobs] = ()  # one per token, where requested
+    progress: PromptProgress | None = None  # of the choice's prompt; the rest is empty then
 
 
 @dataclass(slots=True)
@@ -87,11 +87,11 @@ class Generation:
         marks: Sequence[str] = (),
         num_kept: int | None = None,
     ) -> None:
-        """`tokens_per_event`: a choice's tokens wait for one another until they are so many, the first one's aside.
-        `every_token`: a piece for each delta, even where its tokens give no text yet. `marks`: special
-        tokens whose text is not skipped. `num_kept`: only so many of each prompt's choices, the likeliest, are the answer."""
+        """`tokens_per_event`: tokens of a choice that are collected into one piece, after the first token.
+        `every_token`: a piece for each delta, even where its tokens give no text yet. `marks`: special tokens whose text is not
+        skipped. `num_kept`: return only so many of each prompt's choices, the likeliest."""
         self._service = service
-        self._every_token = every_token or num_kept is not None  # the likeliest are known by all of their tokens
+        self._every_token = every_token or num_kept is not None  # comparing choices needs the logprobs of all tokens
         self.prompt_logprobs: list[Sequence[Logprobs]] = [()] * len(requests)
         self._requests = requests
         self._tokens_per_event = tokens_per_event
@@ -101,6 +101,11 @@ class Generation:
             for request in requests
         ]
         self._num_cached: list[int | None] = [None] * len(requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Ids of the engine's requests."""
+        return [request.id for request in self._requests]
 
     @property
     def num_choices(self) -> int:
@@ -136,8 +141,13 @@ class Generation:
             kept += likeliest(choices[start : start + num_each], num_kept, len(kept))
         return kept
 
+    def submit(self) -> None:
+        """Give the requests to the engine. Raises where it refuses one."""
+        self._service.submit(self._requests)
+
     def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """Lists of new pieces until every choice has finished. Leaving early aborts what still runs."""
+        """Lists of new pieces until every choice has finished. To be read once, after submit; leaving early aborts what
+        still runs."""
         return self._follow(0) if len(self._requests) == 1 else self._together()
 
     async def _together(self) -> AsyncGenerator[list[Piece], None]:
@@ -163,6 +173,7 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._service.release(self.request_ids)  # some tasks may not have begun to read
 
     async def _pump(self, number: int, arrivals: asyncio.Queue[list[Piece] | Exception | None]) -> None:
         try:
@@ -170,20 +181,18 @@ class Generation:
                 async for pieces in steps:
                     arrivals.put_nowait(pieces)
             arrivals.put_nowait(None)
-        except Exception as error:  # it fails in the task that serves the client, not in this one
+        except Exception as error:  # raised in the task that serves the client
             arrivals.put_nowait(error)
 
     async def _follow(self, number: int) -> AsyncGenerator[list[Piece], None]:
-        engine, request = self._service.engine, self._requests[number]
-        engine.submit(request)
-        journey = current.get()
+        request, journey = self._requests[number], current.get()
         waiting: list[TokenDelta] = []
         is_first = True
-        async with aclosing(engine.deltas(request.id)) as steps:
+        async with aclosing(self._service.engine.deltas(request.id)) as steps:
             async for deltas in steps:
                 self._service.heard()
                 if self._tokens_per_event > 1:
-                    # Before the text is made: what waited is then one piece, as for a reader that lags.
+                    # Collected before detokenizing, so that they become one piece, as for a slow reader.
                     waiting += deltas
                     if not is_first and not _is_due(waiting, self._tokens_per_event):
                         continue
@@ -201,57 +210,42 @@ class Generation:
         base = number * len(self._choices[number])  # n is the same for every prompt
         progress: PromptProgress | None = None
         for delta in deltas:
+            if delta.finish is not None and delta.finish.reason == "error":
+                raise failure_of(delta.finish)
             if delta.prompt_logprobs and not self.prompt_logprobs[number]:
                 self.prompt_logprobs[number] = delta.prompt_logprobs
-            if delta.progress is not None:  # the newest is enough for a reader that lags
+            if delta.progress is not None:  # the newest is enough
                 told = delta.progress
                 num_prompt = len(self._requests[number].prompt_ids)
                 progress = PromptProgress(num_prompt, told.num_computed, told.num_cached)
         if progress is not None:
             pieces.append(Piece(base, TextDelta("", None, None, 0), progress=progress))
-        for index, token_ids, finish, logprobs in _by_choice(deltas):
+        # Deltas of one choice become one piece: a slow reader gets fewer, larger events.
+        for delta in deltas if len(deltas) == 1 else joined(deltas):
+            index, finish = delta.index, delta.finish
             choice = self._choices[number][index]
             if finish is not None:
                 self._num_cached[number] = max(self._num_cached[number] or 0, finish.num_cached_tokens)
             if choice.finished:
                 continue
-            text = choice.stream.push(token_ids, finish)
-            num_new = text.num_tokens - choice.num_tokens  # what came behind a stop string is void
+            text = choice.stream.push(delta.token_ids, finish)
+            num_new = text.num_tokens - choice.num_tokens  # tokens after a stop string do not count
             choice.num_tokens = text.num_tokens
             choice.finished = text.finish_reason is not None
-            if choice.stream.stopped:  # by a stop string, which the engine knows nothing of
+            if choice.stream.stopped:  # by a stop string, which only this process looks for
                 self._service.engine.abort(self._requests[number].id, index, "stop")
             if text.finish_reason is not None and (journey := current.get()) is not None:
                 journey.finish(self._requests[number].id, index, text.finish_reason, choice.num_tokens)
             if text.text or choice.finished or (self._every_token and num_new):
-                pieces.append(Piece(base + index, text, token_ids[:num_new], logprobs[:num_new]))
+                pieces.append(Piece(base + index, text, delta.token_ids[:num_new], delta.logprobs[:num_new]))
         return pieces
 
 
 def _is_due(deltas: list[TokenDelta], num_tokens: int) -> bool:
-    """Whether a choice has ended, or has come to so many tokens."""
+    """Whether a choice has ended, or has this many tokens."""
     counts: dict[int, int] = {}
     for delta in deltas:
         counts[delta.index] = counts.get(delta.index, 0) + len(delta.token_ids)
         if delta.finish is not None or counts[delta.index] >= num_tokens:
             return True
     return False
-
-
-_Arrived = tuple[int, list[int], Finish | None, tuple[Logprobs, ...]]
-
-
-def _by_choice(deltas: list[TokenDelta]) -> list[_Arrived]:
-    """(choice, tokens, end, logprobs). What waited for one choice becomes one piece: a reader that lags gets fewer, larger events."""
-    for delta in deltas:
-        if delta.finish is not None and delta.finish.reason == "error":
-            raise failure_of(delta.finish)
-    if len(deltas) == 1:
-        return [(deltas[0].index, deltas[0].token_ids, deltas[0].finish, deltas[0].logprobs)]
-    together: dict[int, _Arrived] = {}
-    for delta in deltas:
-        before = together.get(delta.index)
-        token_ids = delta.token_ids if before is None else before[1] + delta.token_ids
-        logprobs = delta.logprobs if before is None else before[3] + delta.logprobs
-        together[delta.index] = (delta.index, token_ids, delta.finish, logprobs)
-    return list(together.values())

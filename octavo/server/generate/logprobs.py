@@ -1,5 +1,4 @@
-"""Logprobs as clients read them: OpenAI's two shapes, and vLLM's for prompts.
-Knows nothing of HTTP, of streams, or of how the numbers were made."""
+"""Logprobs as clients read them: OpenAI's two shapes, and vLLM's for prompts."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +12,7 @@ from octavo.text import Text
 class TopLogprob(msgspec.Struct, frozen=True, gc=False):
     token: str
     logprob: float
-    bytes: list[int]  # of the token itself, also where it is but a part of a character
+    bytes: list[int]  # of the token itself, even if it is part of a character
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -44,7 +43,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
 
 
 def num_told(entries: Iterable[Logprobs | None]) -> int:
-    """Tokens that these tell something of: the likeliest count too."""
+    """Number of logprobs in these entries, the top ones included."""
     return sum(len(entry.token_ids) for entry in entries if entry is not None)
 
 
@@ -63,7 +62,7 @@ def chat_logprobs(text: Text, entries: Sequence[Logprobs]) -> ChatLogprobs:
 def completion_logprobs(
     text: Text, token_ids: Sequence[int], entries: Sequence[Logprobs | None], offset: int
 ) -> CompletionLogprobs:
-    """`offset`: characters before the first of these tokens."""
+    """`offset`: characters before the first token."""
     shown, size = CompletionLogprobs([], [], [], []), num_told(entries)
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = _words(text.spell(token_id))
@@ -76,14 +75,14 @@ def completion_logprobs(
             continue
         top: dict[str, float] = {}
         for other, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
-            top.setdefault(_words(text.spell(other)), logprob)  # parts of characters may look the same
+            top.setdefault(_words(text.spell(other)), logprob)  # parts of characters may be spelled alike
         shown.token_logprobs.append(entry.logprobs[0])
         shown.top_logprobs.append(one_of(size, top))
     return shown
 
 
 def prompt_logprobs(text: Text, entries: Sequence[Logprobs]) -> list[dict[str, PromptLogprob] | None]:
-    """By token id, of every prompt token; the first has none."""
+    """By token id, for every prompt token; the first has none."""
     shown: list[dict[str, PromptLogprob] | None] = [None]
     size = num_told(entries)
     for entry in entries:

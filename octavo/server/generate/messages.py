@@ -1,17 +1,19 @@
-"""The messages of a chat request as templates know them: roles, names, tool calls with their arguments, results of tools.
-Knows nothing of templates or of HTTP, nor of fields beside those it reads; the text room checks what the content says."""
+"""Parses the messages of a chat request into the form that templates expect: roles, names, tool calls, results of tools.
+
+octavo/text checks the content."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 
+MESSAGES = Field("messages")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""developer is OpenAI's newer name of system; the templates of open models know only the older one."""
+"""developer is OpenAI's newer name of system; templates of open models know only the older one."""
 
 REASONING = ("reasoning_content", "reasoning")
-"""Two names of one thing: what a model thought before it answered. Templates read either."""
+"""Two names for a model's reasoning before an answer. Templates read either."""
 _OF_ROLE = {
     "assistant": {"tool_calls", "refusal", *REASONING},
     "tool": {"tool_call_id"},
@@ -21,26 +23,26 @@ _OF_ROLE = {
 
 def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not values:
-        raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
-    messages = [parse_message(value, f"messages[{at}]") for at, value in enumerate(values)]
+        raise InvalidRequest(MESSAGES + " is empty: at least one message is needed")
+    messages = [parse_message(value, MESSAGES / at) for at, value in enumerate(values)]
     name_of: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
             name_of[call["id"]] = call["function"]["name"]
         if message["role"] == "tool" and (name := name_of.get(message.get("tool_call_id", ""))):
-            message.setdefault("name", name)  # some templates write which tool it was that answered
+            message.setdefault("name", name)  # some templates write the name of the tool that answered
     return messages
 
 
-def parse_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def parse_message(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
     role = message.get("role")
     if role == "function":
-        raise Unsupported(f"{where}.role 'function' is the older form of 'tool': send that", param=f"{where}.role")
+        raise Unsupported(where / "role" + " 'function' is the older form of 'tool': send that")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+        raise InvalidRequest(where / "role" + f" must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, str | list) and not (content is None and role in ("assistant", "tool")):
-        raise InvalidRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
+        raise InvalidRequest(where / "content" + " must be a string or a list of parts")
     _check_role(message, where)
     if role == "assistant":
         content = _with_refusals(message, content, where)
@@ -54,20 +56,18 @@ def parse_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return parsed
 
 
-def _check_role(message: Mapping[str, Any], where: str) -> None:
+def _check_role(message: Mapping[str, Any], where: Field) -> None:
     for role, names in _OF_ROLE.items():
         for name in names if message["role"] != role else ():
             if message.get(name) not in (None, [], ""):
-                raise InvalidRequest(
-                    f"{where}.{name} does not belong to a message of role {message['role']!r}", param=f"{where}.{name}"
-                )
+                raise InvalidRequest(where / name + f" does not belong to a message of role {message['role']!r}")
 
 
-def _with_refusals(message: Mapping[str, Any], content: object, where: str) -> object:
-    """What an assistant said in refusing is what it said: templates know one kind of words."""
+def _with_refusals(message: Mapping[str, Any], content: object, where: Field) -> object:
+    """The content with refusals as plain text: templates know no other kind."""
     if isinstance(content, list):
         return [
-            {"type": "text", "text": _string(part, "refusal", f"{where}.content[{at}]") or ""}
+            {"type": "text", "text": _string(part, "refusal", where / "content" / at) or ""}
             if isinstance(part, dict) and part.get("type") == "refusal"
             else part
             for at, part in enumerate(content)
@@ -75,35 +75,33 @@ def _with_refusals(message: Mapping[str, Any], content: object, where: str) -> o
     return content or _string(message, "refusal", where) or content
 
 
-def _of_assistant(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _of_assistant(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise InvalidRequest(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
+        raise InvalidRequest(where / "tool_calls" + " must be a list")
     if calls:
-        parsed["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
+        parsed["tool_calls"] = [_call(call, where / "tool_calls" / at) for at, call in enumerate(calls)]
     thoughts = [text for key in REASONING if (text := _string(message, key, where))]
     if thoughts:
         parsed |= dict.fromkeys(REASONING, thoughts[0])
     return parsed
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """With its arguments as an object: templates want to look into them, or write them in their own way."""
+def _call(call: Any, where: Field) -> dict[str, Any]:
+    """A call with its arguments as an object, which templates iterate or format themselves."""
     match call:
         case {"function": {"name": str(name), **function}} if call.get("type", "function") == "function":
             call_id = call.get("id", "")
             if not isinstance(call_id, str):
-                raise InvalidRequest(f"{where}.id must be a string", param=f"{where}.id")
-            arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")
+                raise InvalidRequest(where / "id" + " must be a string")
+            arguments = _arguments(function.get("arguments"), where / "function" / "arguments")
             return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         case _:
-            raise InvalidRequest(
-                f'{where} must be {{"id", "type": "function", "function": {{"name", "arguments"}}}}', param=where
-            )
+            raise InvalidRequest(where + ' must be {"id", "type": "function", "function": {"name", "arguments"}}')
 
 
-def _arguments(value: object, where: str) -> dict[str, Any]:
+def _arguments(value: object, where: Field) -> dict[str, Any]:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -112,12 +110,12 @@ def _arguments(value: object, where: str) -> dict[str, Any]:
     if not value:
         value = {} if value is None or isinstance(value, str | dict) else value
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} must be the text of a JSON object", param=where)
+        raise InvalidRequest(where + " must be the text of a JSON object")
     return value
 
 
-def _string(message: Mapping[str, Any], key: str, where: str) -> str | None:
+def _string(message: Mapping[str, Any], key: str, where: Field) -> str | None:
     value = message.get(key)
     if value is not None and not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{key} must be a string", param=f"{where}.{key}")
+        raise InvalidRequest(where / key + " must be a string")
     return value

@@ -1,8 +1,7 @@
-"""Work in bulk, done in a thread: on the event loop it would hold up every other stream of this process.
-Knows nothing of what the work is.
+"""Runs large work in a thread: on the event loop it would hold up every other stream of this process.
 
-A thread gives way every few milliseconds as long as it runs Python; one call into C that takes long holds up everybody all the same.
-Whoever works here does it item by item."""
+A thread yields the GIL every few milliseconds while it runs Python; a long call into C does not. The work is therefore to be
+done item by item."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,18 +12,18 @@ import msgspec
 T = TypeVar("T")
 
 LONG_LIST = 4_000
-"""Items, of tokens or their logprobs, beyond which it is bulk: all the others are done at once, sooner than a thread would begin."""
+"""Items (tokens or logprobs): smaller work is done faster than a thread starts."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 async def offload(size: int, work: Callable[[], T]) -> T:
-    """What `work` gives; it has to do with `size` items."""
+    """Run `work`, which is about `size` items, and return its result."""
     return await asyncio.to_thread(work) if size > LONG_LIST else work()
 
 
 def one_of(size: int, item: T) -> T:
-    """An item of a list of `size` that is to be encoded. One of a long list is encoded already: many are then neither kept as objects,
-    which the collector would have to walk through, nor encoded in one go."""
+    """An item of a list of `size` to be encoded as JSON. Items of a long list are encoded here: they are then neither kept as
+    objects, which the garbage collector would traverse, nor encoded in one call."""
     encoded: Any = msgspec.Raw(_encode(item)) if size > LONG_LIST else item
     return cast(T, encoded)

@@ -1,5 +1,4 @@
-"""Fields and prompt ids → GenerateRequests, through the engine's own door.
-Knows nothing of HTTP or of how a prompt was written."""
+"""Builds GenerateRequests from fields and prompt ids, checked by octavo/admission."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 import msgspec
 
 from octavo.admission.validate import admit
-from octavo.errors import InvalidRequest
+from octavo.errors import Field, InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
 from octavo.text import Text
@@ -18,16 +17,16 @@ from octavo.text import Text
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    param: str  # the field it came from, for messages: "prompt", "prompt[3]", "messages"
+    field: Field  # the field it came in, for errors: prompt, prompt[3], messages
     text: str | None = None  # None: it came as token ids, or as a chat
 
 
 LONG_TEXT = 20_000
-"""Characters beyond which encoding would hold up the other streams of this process: such a text goes to a thread."""
+"""Characters: longer texts are encoded in a thread, so that other streams of this process do not wait."""
 
 
 def new_id(prefix: str) -> str:
-    """Never the client's request id: two clients may choose the same one."""
+    """A new unique id. Not the client's request id: two clients may choose the same."""
     return f"{prefix}-{os.urandom(16).hex()}"
 
 
@@ -43,22 +42,22 @@ def build_requests(
     arrived: float,
     **more: Any,
 ) -> list[GenerateRequest]:
-    """One per prompt. `default_max_tokens` None: all that fits. `more`: parameters that the endpoint settles by itself."""
+    """One request per prompt. `default_max_tokens` None: all that fits. `more`: sampling parameters that the dialect decides."""
     values = sampling_values(fields, report, text.default_sampling)
     values |= {"logprobs": logprobs, **more}
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
-    max_tokens_param = "max_completion_tokens" if by_other_name else "max_tokens"
+    limit = Field("max_completion_tokens" if by_other_name else "max_tokens")
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
     if wanted is not None and wanted < 1:
-        raise InvalidRequest(f"{max_tokens_param} must be at least 1, got {wanted}", param=max_tokens_param)
+        raise InvalidRequest(limit + f" must be at least 1, got {wanted}")
     wishes = _wishes(fields, arrived)
     requests = []
     for number, prompt in enumerate(prompts):
         max_tokens = wanted
         if wanted is None and default_max_tokens is not None:
-            # A default is not a wish: it shrinks to the room that the prompt leaves.
+            # A default, unlike a wish, shrinks to the room that the prompt leaves.
             max_tokens = max(1, min(default_max_tokens, report.max_model_len - len(prompt.ids)))
         request = admit(
             f"{response_id}-{number}" if len(prompts) > 1 else response_id,
@@ -66,8 +65,8 @@ def build_requests(
             SamplingParams(**{**values, "max_tokens": max_tokens}),
             report,
             text.eos_ids,
-            param=prompt.param,
-            max_tokens_param=max_tokens_param,
+            field=prompt.field,
+            max_tokens_field=limit,
             arrived=arrived,
             priority=fields.priority or 0,
         )
@@ -76,7 +75,7 @@ def build_requests(
 
 
 def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
-    """What most requests do not ask for."""
+    """Rarely used fields of a GenerateRequest."""
     return {**({"wants_progress": True} if fields.wants_progress else {}), **fields.times(arrived)}
 
 
@@ -84,27 +83,27 @@ _BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", 
 
 
 def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:
-    """A generation goes on from its prompt's end: what is cut is the beginning."""
+    """Truncate the prompt at its beginning: generation continues its end."""
     keep = fields.truncate_prompt_tokens
     if keep is None:
         return ids
     longest = max(1, report.max_model_len - (fields.max_tokens or fields.max_completion_tokens or 1))
     if keep != -1 and not 1 <= keep < report.max_model_len:
         raise InvalidRequest(
-            f"truncate_prompt_tokens must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}",
-            param="truncate_prompt_tokens",
+            Field("truncate_prompt_tokens")
+            + f" must be -1 (all that fits) or from 1 to {report.max_model_len - 1}, got {keep}"
         )
     return ids[-(longest if keep == -1 else keep) :]
 
 
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the request says, over what the model's makers advise; max_tokens aside, which depends on the prompt."""
+    """The request's sampling parameters over the model's defaults, without max_tokens, which depends on the prompt."""
     given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT}
     if fields.repetition_detection is not None:
         given["repetition_detection"] = fields.repetition_detection.params()
-    if fields.use_beam_search:  # advice on how to draw is none for a search
+    if fields.use_beam_search:  # the model's defaults are about sampling
         defaults = {}
     values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    # Beyond the vocabulary means no limit; an unbounded integer would not fit the wire.
+    # Beyond the vocabulary means no limit; an unbounded integer would not fit the message format.
     values["top_k"] = min(values.get("top_k", 0), report.vocab_size)
     return values

@@ -1,5 +1,4 @@
-"""What a request says of its answer's form → the grammar that the engine keeps to.
-Knows nothing of grammars themselves: text/grammar/build.py makes and checks them."""
+"""Structured output: a request's fields → the grammar that constrains its answer, built by text/grammar/build.py."""
 
 import asyncio
 import functools
@@ -7,71 +6,80 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Sentence, Unsupported
 from octavo.messages import StructuredOutputsParams
 from octavo.observe.journeys.journey import current
 from octavo.server.schema.fields import SamplingFields
 from octavo.server.state.service import Service
-from octavo.text.grammar.build import framed_grammar, grammar_of, schema_grammar, wish_of_response_format
+from octavo.text.grammar.build import (
+    RESPONSE_FORMAT,
+    STRUCTURED_OUTPUTS,
+    framed_grammar,
+    grammar_of,
+    schema_grammar,
+    wish_of_response_format,
+)
 from octavo.text.tokenize.vocabulary import Vocabulary
 
 
 async def read_grammar(service: Service, fields: SamplingFields, response_format: object = None) -> str:
-    """Empty: the answer may be anything. `response_format`: as OpenAI's chat API has it."""
+    """The grammar that the request asks for; empty: none. `response_format`: as OpenAI's chat API has it."""
     found = _wishes(fields, response_format)
     if not found:
         return ""
     if len(found) > 1:
-        names = " and ".join(param for param, _, _ in found)
-        raise InvalidRequest(f"{names} both say what the answer must look like: give one of them", param=found[1][0])
-    param, where, wish = found[0]
-    vocabulary = _vocabulary(service, param)
+        names = sum((" and " + field for field, _, _ in found[1:]), Sentence((found[0][0],)))
+        raise InvalidRequest(names + " both say what the answer must look like: give one of them", param=found[1][0])
+    field, where, wish = found[0]
+    vocabulary = _vocabulary(service, field)
     return await _beside(
-        functools.partial(grammar_of, wish, vocabulary, param=param, where=where, max_bytes=_max_bytes(service)),
+        functools.partial(grammar_of, wish, vocabulary, field=field, where=where, max_bytes=_max_bytes(service)),
     )
 
 
 async def grammar_of_schema(
     service: Service,
     schema: object,
-    param: str,
+    field: Field,
     frame: tuple[str, str] | None = None,
     can_repeat: bool = False,
 ) -> str:
-    """For answers whose form an endpoint decides by itself: a call of a tool that is required. `frame`: what stands around the
-    JSON; with one, the answer can be several of them."""
-    vocabulary, max_bytes = _vocabulary(service, param), _max_bytes(service)
+    """The grammar of a required tool call. `frame`: the text around the JSON; with one, the answer can hold several calls."""
+    vocabulary, max_bytes = _vocabulary(service, field), _max_bytes(service)
     if frame is None:
-        make = functools.partial(schema_grammar, schema, vocabulary, param=param, max_bytes=max_bytes)
+        make = functools.partial(schema_grammar, schema, vocabulary, field=field, max_bytes=max_bytes)
     else:
         make = functools.partial(
-            framed_grammar, schema, frame, vocabulary, can_repeat=can_repeat, param=param, max_bytes=max_bytes
+            framed_grammar, schema, frame, vocabulary, can_repeat=can_repeat, field=field, max_bytes=max_bytes
         )
     return await _beside(make)
 
 
-def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(field, the part of it that says so, vLLM's structured_outputs) of each field that says something."""
-    found: list[tuple[str, str, Mapping[str, Any]]] = []
+def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field, Field | None, Mapping[str, Any]]]:
+    """(field, the part of it that holds the constraint, the same as vLLM's structured_outputs) of each field that is set."""
+    found: list[tuple[Field, Field | None, Mapping[str, Any]]] = []
     wish = wish_of_response_format(response_format)
     if wish is not None:
-        part = {"json": ".json_schema.schema", "json_object": ".type"}.get(next(iter(wish)), "")
-        if isinstance(response_format, Mapping) and response_format.get("type") == "json_object" and "json" in wish:
-            part = ".schema"
-        found.append(("response_format", f"response_format{part}", wish))
+        where = RESPONSE_FORMAT
+        if isinstance(response_format, Mapping) and response_format.get("type") == "json_object":
+            where /= "schema" if "json" in wish else "type"
+        elif "json" in wish:
+            where = where / "json_schema" / "schema"
+        found.append((RESPONSE_FORMAT, where, wish))
     if fields.structured_outputs is not None:
-        known = StructuredOutputsParams.__annotations__  # what else it has was named back, or refused
+        known = StructuredOutputsParams.__annotations__  # other members were refused, or listed as ignored
         wish = {name: value for name, value in fields.structured_outputs.items() if name in known}
-        found.append(("structured_outputs", "", wish))
+        found.append((STRUCTURED_OUTPUTS, None, wish))
     for kind in ("json", "regex", "choice", "grammar"):
         value = getattr(fields, f"guided_{kind}")
         if value is not None:
-            found.append((f"guided_{kind}", f"guided_{kind}", {kind: value}))
+            field = Field(f"guided_{kind}")
+            found.append((field, field, {kind: value}))
     return found
 
 
 async def _beside(compile: Callable[[], str]) -> str:
-    """In a thread, whatever its size: a few characters can take a second, and other streams must not wait for it."""
+    """Compile in a thread, whatever the size: a short grammar can take a second."""
     started = time.monotonic()
     grammar = await asyncio.to_thread(compile)
     if (journey := current.get()) is not None:
@@ -79,11 +87,11 @@ async def _beside(compile: Callable[[], str]) -> str:
     return grammar
 
 
-def _vocabulary(service: Service, param: str) -> Vocabulary:
+def _vocabulary(service: Service, field: Field) -> Vocabulary:
     try:
         return service.text.vocabulary
     except Unsupported as error:
-        raise Unsupported(error.message, param=param) from error
+        raise Unsupported(error.message, param=field) from error
 
 
 def _max_bytes(service: Service) -> int:

@@ -1,8 +1,7 @@
-"""HTTP connections: taken as the supervisor deals them out, refused where descriptors run out, and closed when their time is over.
-Knows nothing of what is asked and answered over them.
+"""HTTP connections: received from the supervisor, refused where descriptors run out, and closed after their time limits.
 
-Who sends a request has Patience.request for its head (its body's is measured in door.py), who reads an answer has Patience.reader to
-take any of it. Looked after once a second, which costs less than timers that are set and cancelled with every request."""
+A client has Patience.request to send a request's head (middleware.py limits the body) and Patience.reader to read any of a
+response. Checked once a second, which costs less than timers for every request."""
 
 import asyncio
 import contextlib
@@ -33,28 +32,28 @@ from octavo.supervisor.acceptor import take_connections
 
 log = logging.getLogger("octavo.server")
 
-KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs, so that it is never us who close under a request
-LOOK_TICKS = 10  # of uvicorn's, ten of which are a second
+KEEP_ALIVE_SECONDS = 75  # longer than proxies' own, so that we never close under a request
+LOOK_TICKS = 10  # uvicorn ticks ten times a second
 NO_ROOM_RETRY_AFTER = 5
-COMPLAINT_SECONDS = 60.0  # between two lines that say the same
+COMPLAINT_SECONDS = 60.0  # between two equal log lines
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with limits in time."""
+    """uvicorn's HTTP protocol with time limits."""
 
     def __init__(self, *, is_refused: bool, **options: Any) -> None:
         super().__init__(**options)
         now = self.loop.time()
         self._opened = now
-        self._answered = now  # the last request
-        self._head_begun: float | None = None  # None: no head is half read
-        self._is_spoilt = False  # what comes is no HTTP any more
+        self._answered = now  # when the last request was answered
+        self._head_begun: float | None = None  # None: no partial request head
+        self._is_spoilt = False  # the input is no longer valid HTTP
         self._unsent = 0
         self._moved = now  # when that last changed
         if is_refused:
             self.app: Any = _no_room
 
-    # ── what the parser says ──
+    # ── parser callbacks ──
 
     def on_message_begin(self) -> None:
         self._head_begun = self.loop.time()
@@ -78,7 +77,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_owed(self) -> bool:
-        """Whether some of what was said waits here for its reader."""
+        """Whether sent bytes wait here for the client to read them."""
         return self.transport.get_write_buffer_size() > 0
 
     def look(self, now: float, patience: Patience) -> None:
@@ -93,7 +92,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def is_stuck(self, now: float, seconds: float) -> bool:
-        """Whether for so long its reader has taken nothing of what waits for it. To be asked now and then."""
+        """Whether the client has read nothing for so long although bytes wait. To be called regularly."""
         if not self.is_owed:
             self._unsent, self._moved = 0, now
             return False
@@ -103,11 +102,11 @@ class Connection(HttpToolsProtocol):
         return now - self._moved > seconds
 
     def _num_in_kernel(self) -> int:
-        """Bytes. A reader that is slow takes these for minutes before there is room for more of ours."""
+        """Unsent bytes in the kernel's buffer: a slow client drains these for minutes before more of ours fit."""
         try:
             descriptor = self.transport.get_extra_info("socket").fileno()
             (size,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
-        except OSError:  # not every system tells
+        except OSError:  # not available on every system
             return 0
         return int(size)
 
@@ -118,7 +117,7 @@ class Connection(HttpToolsProtocol):
             super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP. What stands before it is answered first."""
+        """Refuse input that is not HTTP, after the requests before it are answered."""
         if self.is_answering and (not self.cycle.more_body or self.cycle.response_started or self.pipeline):
             self._is_spoilt = True
         else:
@@ -128,7 +127,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(InvalidRequest("this is no valid HTTP request"))
 
     def refuse(self, error: OctavoError) -> None:
-        """The last that is said. To be asked only where nobody else has said anything."""
+        """Send an error response and close. Only before a response has started."""
         request_id = new_request_id()
         response = error_response(error, request_id)
         response.headers.update({"x-request-id": request_id, "connection": "close"})
@@ -148,11 +147,11 @@ async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with its connections from the supervisor, which deals them out, and with signals left to us: it would stop
-    listening at the first one, and nobody could be told to retry.
+    """uvicorn with connections from the supervisor, and without its signal handlers: it would stop listening at the first signal,
+    and clients could not be asked to retry.
 
-    A new descriptor has the lowest number that is free: by its own number a connection tells how many are taken. Those of the
-    last quarter are refused; if that does not help either, the rest wait with the supervisor."""
+    A new descriptor has the lowest free number, so its number shows how many are in use. Connections in the last quarter are
+    refused; beyond that, the rest wait in the supervisor."""
 
     def __init__(self, config: uvicorn.Config, channel: socket.socket, patience: Patience) -> None:
         super().__init__(config)
@@ -174,7 +173,7 @@ class HttpServer(uvicorn.Server):
         return any(connection.is_owed for connection in self._connections)
 
     def hang_up(self, seconds: float) -> int:
-        """On readers that have taken nothing for so long, of what waits for them. → how many."""
+        """Close connections whose client has read nothing for so long. → how many."""
         now = asyncio.get_running_loop().time()
         stuck = [connection for connection in self._connections if connection.is_stuck(now, seconds)]
         for connection in stuck:
@@ -204,7 +203,7 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         try:
             connections = take_connections(self._channel, self._full_from)
-        except (EOFError, ConnectionError):  # the supervisor's end: standard input says so too
+        except (EOFError, ConnectionError):  # the supervisor has ended: standard input shows it too
             return self._close_channel()
         for connection in connections:
             is_refused = connection.fileno() >= self._refused_from
@@ -220,9 +219,9 @@ class HttpServer(uvicorn.Server):
             loop.remove_reader(self._channel.fileno())
 
     def _look_for_room(self) -> None:
-        """Where there was none, and is now, connections are taken again."""
+        """Reserve a descriptor again if it was spent; connections are accepted again then."""
         if self._is_full and self._channel.fileno() >= 0:
-            with contextlib.suppress(OSError):  # not even this one
+            with contextlib.suppress(OSError):  # still none free
                 probe = os.dup(self._channel.fileno())
                 os.close(probe)
                 if probe < self._full_from:
@@ -242,7 +241,7 @@ class HttpServer(uvicorn.Server):
     def _opened(self, task: asyncio.Task[Any]) -> None:
         self._opening.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.warning("a connection could not be opened: %s", error)  # its client is gone
+            log.warning("a connection could not be opened: %s", error)  # the client has disconnected
 
     def _protocol(self, is_refused: bool) -> Connection:
         return Connection(
@@ -277,7 +276,7 @@ def http_server(order: ApiLaunch, app: object) -> HttpServer:
             ssl_certfile=server.ssl_certfile or None,
             ssl_keyfile=server.ssl_keyfile or None,
             ssl_ca_certs=server.ssl_ca_certs or None,
-            # Authorities are named so that clients must show what these have signed.
+            # Naming authorities means that clients must present a certificate signed by them.
             ssl_cert_reqs=ssl.CERT_REQUIRED if server.ssl_ca_certs else ssl.CERT_NONE,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=1,

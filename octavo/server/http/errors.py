@@ -1,5 +1,4 @@
-"""The one place where an error becomes an HTTP status and OpenAI's error body.
-Knows nothing of how errors arise."""
+"""The one place where an error becomes an HTTP status and OpenAI's error body."""
 
 from collections.abc import Callable
 
@@ -42,18 +41,18 @@ ErrorShape = Callable[[int, ErrorDetail, str], msgspec.Struct]
 """(status, what happened, request id) → the body that another dialect's clients expect."""
 
 ERROR_SHAPES: dict[str, ErrorShape] = {}
-"""By path, which covers the paths below it. An endpoint whose dialect is not OpenAI's puts its own here."""
+"""Path prefix → error shape. An endpoint whose dialect is not OpenAI's registers its own here."""
 
 
 class ClientGone(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection: no response can be sent."""
 
 
 def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, ErrorBody]:
-    """Status and body. What we did not foresee says nothing but the id under which the log explains it."""
+    """Status and body. An unexpected error shows only the request id under which the log has it."""
     match error:
         case errors.ConfigError():
-            pass  # a start-up mistake has no business here: fall through to 500
+            pass  # a start-up mistake cannot happen here: fall through to 500
         case errors.OctavoError():
             code = CODES.get(type(error))
             return error.status, ErrorBody(ErrorDetail(error.message, error.type, error.param, code))
@@ -69,16 +68,16 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
 
 
 def error_response(error: Exception, request_id: str, method: str = "", path: str = "") -> Response:
-    """`path`: as the router sees it. It says whose dialect is spoken."""
+    """`path`: as the router sees it. It decides the dialect of the body."""
     status, body = describe(error, request_id, f"{method} {path}")
     note(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if isinstance(error, errors.OctavoError) and error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
     if isinstance(error, errors.RequestFailed | errors.DeadlineExceeded):
-        headers["x-should-retry"] = "false"  # clients of OpenAI's heed it: the same request would fare the same
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it: the same request would fail again
     if status == 408:
-        headers["connection"] = "close"  # what is still to come would be taken for the next request
+        headers["connection"] = "close"  # the rest of this request would be taken for the next one
     if isinstance(error, errors.Unauthorized):
         headers["www-authenticate"] = error.challenge
     shape = next((shape for root, shape in ERROR_SHAPES.items() if path == root or path.startswith(root + "/")), None)
@@ -87,7 +86,7 @@ def error_response(error: Exception, request_id: str, method: str = "", path: st
 
 
 def error_event(error: Exception, request_id: str) -> bytes:
-    """An error after the first byte of a stream: an event of its own, then the end."""
+    """The last events of a stream that failed after its first byte."""
     _, body = describe(error, request_id)
     return b"data: " + msgspec.json.encode(body) + b"\n\ndata: [DONE]\n\n"
 

@@ -1,5 +1,4 @@
-"""The door: request ids, API keys, a body's size and time, journeys' ends and the last resort against unforeseen errors.
-Knows nothing of routes beyond which are open to all, and which are pages for people.
+"""RequestMiddleware: request ids, API keys, the size and time limits of a body, the end of journeys, unexpected errors.
 
 Plain ASGI, because Starlette's function middleware puts two queues between a stream and its socket."""
 
@@ -25,11 +24,11 @@ from octavo.server.state.service import Service
 
 log = logging.getLogger("octavo.server")
 
-OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, by our name and by the one that probes know
+OPEN_ROUTES = frozenset({"/health", "/health/live"})  # liveness, under our name and the usual one
 PAGES = frozenset({"/", "/play"})
 PAGES_FOLDER = "/pages/"
 MAX_REQUEST_ID_LEN = 200
-BODY_STEP = 1024  # bytes of a body that must come in the time that a client gets, unless it is whole
+BODY_STEP = 1024  # bytes of a body that must arrive within the time limit, unless the body is complete
 
 
 class RequestMiddleware:
@@ -46,7 +45,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         if self._prefix:
-            # The router then takes paths with the prefix, from proxies that keep it, and without, from those that cut it.
+            # The router then accepts paths with the prefix (proxies that keep it) and without (those that strip it).
             scope["root_path"] = self._prefix
         passage = _Passage(self, self._service, scope, receive, send)
         token = current.set(passage.journey)
@@ -54,6 +53,8 @@ class RequestMiddleware:
         try:
             await passage.walk(self._app)
         finally:
+            if passage.journey.making != "going on":
+                self._service.release(passage.journey.requests)  # submitted and not read to the end
             self._service.leave()
             current.reset(token)
             passage.end()
@@ -62,11 +63,11 @@ class RequestMiddleware:
         if not self._keys or INSIDE in scope or route_of(scope) in OPEN_ROUTES:
             return
         given = _secrets(scope, headers)
-        # Every key is compared, in constant time, so that timing tells nothing of any of them.
+        # Every key is compared, in constant time, so that timing reveals nothing about them.
         right = [key for secret in given for key in self._keys if hmac.compare_digest(secret, key)]
         if not right:
             raise _unauthorized(scope, is_wrong=any(given))
-        scope[OWNER] = hashlib.sha256(right[0]).digest()  # whose it is, for what outlives the request
+        scope[OWNER] = hashlib.sha256(right[0]).digest()  # the owner of what outlives the request
 
     def check_length(self, scope: Scope, num_bytes: int) -> None:
         if num_bytes <= self._max_body_bytes or INSIDE in scope:
@@ -77,7 +78,7 @@ class RequestMiddleware:
 
 
 class _Passage:
-    """One request on its way through the door."""
+    """One request on its way through the middleware."""
 
     def __init__(self, door: RequestMiddleware, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
@@ -88,7 +89,8 @@ class _Passage:
         self._headers = Headers(scope=scope)
         self._num_body_bytes = 0
         self._is_whole = False  # the body
-        self._waited, self._num_late_bytes = 0.0, 0  # for its next BODY_STEP bytes, and how many of them have come
+        # Seconds waited for the next BODY_STEP bytes, and how many of them have arrived.
+        self._waited, self._num_late_bytes = 0.0, 0
         self._patience = service.patience.request
         self._status = 0
         self.request_id = _request_id(self._headers.get("x-request-id", ""))
@@ -100,7 +102,7 @@ class _Passage:
         self._send = JourneySender(service.journeys, self.journey, send) if wants_journey else send
         scope["octavo.request_id"] = self.request_id
         scope["octavo.send_body"] = (
-            send  # past the layers above, for streams whose head is out: none of them minds a body
+            send  # bypasses the layers above, for body chunks of streams: none of them changes these
         )
 
     async def walk(self, app: ASGIApp) -> None:
@@ -113,11 +115,11 @@ class _Passage:
         except (ClientGone, ClientDisconnect):
             self._status = 499
         except Exception as error:
-            # RequestErrors come from this file; the rest is a bug, and the log is where it belongs.
+            # RequestErrors come from this file; anything else is a bug and is logged.
             if not isinstance(error, Unauthorized | RequestTimeout | TooLarge):
                 log.exception("request %s failed: %s %s", self.request_id, self._scope["method"], self._scope["path"])
             if self._status:
-                raise  # the head is out: only closing the connection can tell the client
+                raise  # the head is sent: only closing the connection can signal it
             method, path = self._scope["method"], route_of(self._scope)
             await error_response(error, self.request_id, method, path)(self._scope, self.receive, self.send)
 
@@ -136,7 +138,7 @@ class _Passage:
         return message
 
     async def _receive_in_time(self) -> Message:
-        """Time that we take for what has come does not count."""
+        """Receive with a time limit. Time spent on processing does not count."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._patience - self._waited):
@@ -170,7 +172,7 @@ class _Passage:
 
 
 def _request_id(given: str) -> str:
-    """The client's own, where it is fit for a header and a log line; else a new one."""
+    """The client's own id where it is safe in a header and a log line; else a new one."""
     if given and len(given) <= MAX_REQUEST_ID_LEN and given.isascii() and given.isprintable():
         return given
     return new_request_id()
@@ -181,8 +183,8 @@ def new_request_id() -> str:
 
 
 def _secrets(scope: Scope, headers: Headers) -> list[bytes]:
-    """The keys that a request brings: OpenAI's clients send one as a bearer token, Anthropic's in x-api-key, browsers as a
-    password. Bytes as they came: `headers` reads them as Latin-1, and a key outside ASCII would never be the one configured."""
+    """The keys that a request carries: OpenAI's clients send a bearer token, Anthropic's x-api-key, browsers a password. Raw
+    bytes: `headers` decodes Latin-1, with which a key outside ASCII would never match."""
     found = []
     for name, value in headers.raw:
         scheme, _, rest = value.partition(b" ")
@@ -196,7 +198,7 @@ def _secrets(scope: Scope, headers: Headers) -> list[bytes]:
 
 
 def _password(credentials: bytes) -> bytes:
-    """Of a browser's "name:password" in base64. The name is nobody's; empty: there is no password in it."""
+    """The password of a browser's base64 "name:password". Any name will do. Empty: there is none."""
     try:
         return base64.b64decode(credentials, validate=True).partition(b":")[2]
     except binascii.Error:
@@ -204,18 +206,18 @@ def _password(credentials: bytes) -> bytes:
 
 
 def _is_from_elsewhere(scope: Scope, headers: Headers) -> bool:
-    """Whether another site's page asks for a change here: to such a request, too, a browser adds the password that it knows.
-    (What only reads may come from a link, and no other site sees the answer.)"""
+    """Whether another site's page requests a change here: browsers add the stored password to such requests, too.
+    (Reads may come from a link, and the other site does not see the answer.)"""
     if scope["method"] in ("GET", "HEAD"):
         return False
     if (site := headers.get("sec-fetch-site")) is not None:
         return site not in ("same-origin", "none")
-    origin = headers.get("origin")  # browsers leave the other header out where there is no TLS
+    origin = headers.get("origin")  # without TLS browsers omit the other header
     return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
 def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
-    """To whoever wants a page it says that a password would do: browsers ask people for one then."""
+    """For a page the challenge asks for a password, which browsers prompt for."""
     route = route_of(scope)
     is_page = scope["method"] == "GET" and (route in PAGES or route.startswith(PAGES_FOLDER))
     how = "give it as the password, under any name" if is_page else "send the header 'Authorization: Bearer KEY'"
@@ -226,7 +228,7 @@ def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
 
 
 def route_of(scope: Scope) -> str:
-    """The path as the router sees it: without the prefix under which a proxy serves us."""
+    """The path as the router sees it: without the proxy's prefix."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "")
     return path[len(prefix) :] if prefix and path.startswith(prefix + "/") else path

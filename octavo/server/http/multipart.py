@@ -1,5 +1,4 @@
-"""A multipart/form-data body as it comes: small fields into memory, one file to wherever it is to be written.
-Knows nothing of what the fields mean."""
+"""Parses a multipart/form-data body as it arrives: small fields into memory, one file to its target."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,11 +19,11 @@ class Target(Protocol):
 
 
 class Form:
-    """What has come so far. `file_field`: the name of the part that is the file; it goes to `target` as it comes."""
+    """The parts so far. `file_field`: the name of the part that is the file, which is written to `target` as it arrives."""
 
     def __init__(self, boundary: bytes, file_field: str, target: Target) -> None:
         self.fields: dict[str, str] = {}
-        self.filename: str | None = None  # None: no file has come
+        self.filename: str | None = None  # None: no file so far
         self._file_field, self._target = file_field, target
         self._parser = multipart.MultipartParser(
             boundary,
@@ -103,7 +102,8 @@ class Form:
 
 
 async def read_form(request: Request, file_field: str, open_target: Callable[[], Target]) -> Form:
-    """`open_target` is called once the header says that a form comes. Memory: one piece of the body; opening and writing it hold nobody up."""
+    """`open_target` is called once the header announces a form. Holds one chunk of the body in memory; files are opened and
+    written in a thread."""
     kind, options = multipart.parse_options_header(request.headers.get("content-type", ""))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise InvalidRequest("the body must be multipart/form-data, and its header must name the boundary")

@@ -1,39 +1,118 @@
-"""give: an answer that is ready to begin becomes the response, streamed or whole, as its request asked for.
-Knows nothing of what the answer says, nor of its dialect."""
+"""submit_and_respond: gives a task to the engine, and sends what its writer makes of it as the HTTP response."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from octavo.server.http.sse import stream_answer, until_gone
-from octavo.server.schema.fields import GenerationFields
-from octavo.server.state.ignored_fields import json_answer
+from octavo.errors import OctavoError
+from octavo.observe.journeys.journey import current
+from octavo.server.http import errors
+from octavo.server.http.sse import KEEP_ALIVE, ErrorEvent, EventStream, owner_of, until_gone
+from octavo.server.schema.fields import StreamFields
+from octavo.server.state.ignored_fields import json_response
+from octavo.server.state.resume import StreamLog
 from octavo.server.state.service import Service
 
+log = logging.getLogger("octavo.server")
 
-class Answer(Protocol):
+
+class Task(Protocol):
+    """What the engine is to compute for one response."""
+
     @property
-    def request_ids(self) -> Sequence[str]: ...  # of what the engine is asked for
+    def request_ids(self) -> Sequence[str]: ...
 
-    def stream(self) -> AsyncGenerator[bytes, None]: ...
+    def submit(self) -> None: ...
+
+
+class Writer(Protocol):
+    """Writes a submitted task's answer in its dialect: one of the two is used, once."""
+
+    def stream(self) -> AsyncGenerator[bytes, None]: ...  # events
 
     async def collect(self) -> msgspec.Struct: ...
 
 
-async def respond(
-    service: Service, request: Request, fields: GenerationFields, response_id: str, answer: Answer
+async def submit_and_respond(
+    service: Service,
+    request: Request,
+    fields: StreamFields,
+    response_id: str,
+    task: Task,
+    writer: Writer,
+    *,
+    ignored: Sequence[str],
+    error_event: ErrorEvent = errors.error_event,
+    keep_alive: bytes = KEEP_ALIVE,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    if fields.stream:
-        return stream_answer(
-            service,
-            request,
-            response_id,
-            answer.stream(),
-            ignored=fields.ignored,
-            resumable=fields.wants_resumable,
-            queued=answer.request_ids if fields.wants_queue else (),
-        )
-    return json_answer(await until_gone(service, request.receive, answer.collect()), fields.ignored)
+    """Raises the error with which the engine refuses a request. `error_event`, `keep_alive`: as for an EventStream.
+
+    What is submitted here and not read to its end is aborted when the HTTP request is over (RequestMiddleware)."""
+    kept = service.logs.open(response_id, owner_of(request)) if fields.stream and fields.wants_resumable else None
+    try:
+        task.submit()
+    except BaseException:
+        if kept is not None:
+            service.logs.end(kept.id, kept.owner)
+        raise
+    if not fields.stream:
+        response = json_response(await until_gone(service, request.receive, writer.collect()), ignored)
+        response.headers.update(headers or {})
+        return response
+    events = writer.stream()
+    if kept is not None:
+        if error_event is not errors.error_event:  # a process that resumes the stream does not know the dialect
+            events = _with_error_event(events, error_event, request.scope["octavo.request_id"])
+        _fill(service, kept, events, ignored)
+        events, ignored, headers = kept.read(0), (), {"x-stream-id": response_id, **(headers or {})}
+    return EventStream(
+        service,
+        events,
+        ignored,
+        error_event=error_event,
+        keep_alive=keep_alive,
+        headers=headers,
+        queued=task.request_ids if fields.wants_queue else (),
+    )
+
+
+def _fill(service: Service, kept: StreamLog, events: AsyncGenerator[bytes, None], ignored: Sequence[str]) -> None:
+    """Write `events` into the log in a task of its own, which outlives the client's connection."""
+    filling = kept.filling = asyncio.create_task(kept.fill(events, ignored))
+    service.enter()  # a draining server waits for it, as for any response
+    filling.add_done_callback(lambda _: service.leave())
+    service.track(filling)
+    if (journey := current.get()) is not None:
+        journey.making = "going on"
+
+        def made(filling: "asyncio.Task[None]") -> None:
+            service.release(journey.requests)
+            service.journeys.made(journey, kept.failure, is_given_up=filling.cancelled())
+
+        filling.add_done_callback(made)
+
+
+async def _with_error_event(
+    events: AsyncGenerator[bytes, None], error_event: Callable[[Exception, str], bytes], request_id: str
+) -> AsyncGenerator[bytes, None]:
+    """`events`; an error after the first becomes the last of them."""
+    has_begun = False
+    async with aclosing(events):
+        try:
+            async for chunk in events:
+                has_begun = True
+                yield chunk
+        except Exception as error:
+            if not has_begun:
+                raise
+            if not isinstance(error, OctavoError):
+                log.exception("request %s failed in its stream", request_id)
+            errors.note(error)
+            yield error_event(error, request_id)

@@ -1,10 +1,9 @@
-"""Events to bytes on the wire; an error event after the first byte; a client that leaves ends the work.
-Knows nothing of what the events say."""
+"""Server-sent events: encoding, and EventStream, which sends them. A client that disconnects cancels the work."""
 
 import asyncio
 import contextlib
+import functools
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
@@ -17,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.errors import EngineError, EngineUnavailable, OctavoError
 from octavo.messages import ReadPlace
-from octavo.observe.journeys.journey import current
 from octavo.server.http.errors import ClientGone, error_event, note
+from octavo.server.state.encoded_json import around_text
 from octavo.server.state.ignored_fields import name_back
 from octavo.server.state.loopback import OWNER
 from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
@@ -26,12 +25,14 @@ from octavo.server.state.service import DRAIN_RETRY_AFTER, Service
 log = logging.getLogger("octavo.server")
 
 DONE = b"data: [DONE]\n\n"
-QUEUE_SECONDS = 0.5  # between two comments that tell the place in the queue
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients pass over it, proxies see that the stream lives
+QUEUE_SECONDS = 0.5  # between two comments with the place in the queue
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment: clients ignore it, proxies see that the stream is alive
 T = TypeVar("T")
 
+ErrorEvent = Callable[[Exception, str], bytes]
+"""(the error that ended a stream after its first byte, request id) → the stream's last event."""
+
 _encode = msgspec.json.Encoder().encode
-_MARK = os.urandom(16).hex()  # a text that no other field holds
 
 
 def event(body: msgspec.Struct) -> bytes:
@@ -39,14 +40,14 @@ def event(body: msgspec.Struct) -> bytes:
 
 
 def typed_event(body: msgspec.Struct) -> bytes:
-    """Of a struct with a tag: the event's name is the type that its data says."""
+    """An event of a tagged struct: the tag is the event's name and its data's type."""
     tag = body.__struct_config__.tag
     assert isinstance(tag, str)
     return b"event: " + tag.encode() + b"\ndata: " + _encode(body) + b"\n\n"
 
 
 class Frames:
-    """Events of one response that differ in a choice's index and text alone: what surrounds the text is encoded once."""
+    """Events of one response that differ only in a choice's index and text: what surrounds the text is encoded once."""
 
     def __init__(self, build: Callable[[int, str], msgspec.Struct]) -> None:
         self._build = build
@@ -55,13 +56,13 @@ class Frames:
     def event(self, index: int, text: str) -> bytes:
         frame = self._frames.get(index)
         if frame is None:
-            before, after = event(self._build(index, _MARK)).split(_encode(_MARK))
-            frame = self._frames[index] = (before, after)
+            before, after = around_text(functools.partial(self._build, index))
+            frame = self._frames[index] = (b"data: " + before, after + b"\n\n")
         return frame[0] + _encode(text) + frame[1]
 
 
 async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """`work`'s result. If the client leaves first, `work` is cancelled and ClientGone raised."""
+    """Run `work` and return its result. If the client disconnects first, cancel it and raise ClientGone."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
     service.track(task)
@@ -78,66 +79,18 @@ async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, An
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-def stream_answer(
-    service: Service,
-    request: Request,
-    stream_id: str,
-    events: AsyncGenerator[bytes, None],
-    *,
-    ignored: Sequence[str] = (),
-    resumable: bool = False,
-    queued: Sequence[str] = (),
-    tell: Callable[[Exception, str], bytes] = error_event,
-) -> "EventStream":
-    """`events` as a response; resumable: they are numbered, and go on where the connection does not. `queued`: requests whose
-    place in the queue is told meanwhile."""
-    if not resumable:
-        return EventStream(service, events, ignored, tell=tell, queued=queued)
-    log = service.logs.open(stream_id, owner_of(request))
-    if tell is not error_event:  # whoever reads on, in whichever process, knows no dialect
-        events = _to_its_end(events, tell, request.scope["octavo.request_id"])
-    log.filling = asyncio.create_task(log.fill(events, ignored))
-    service.enter()  # a server that drains waits for it, as for any answer
-    log.filling.add_done_callback(lambda _: service.leave())
-    service.track(log.filling)
-    if (journey := current.get()) is not None:
-        journey.making = "going on"
-        log.filling.add_done_callback(
-            lambda filling: service.journeys.made(journey, log.failure, is_given_up=filling.cancelled())
-        )
-    return EventStream(service, log.read(0), tell=tell, headers={"x-stream-id": stream_id}, queued=queued)
-
-
-async def _to_its_end(
-    events: AsyncGenerator[bytes, None], tell: Callable[[Exception, str], bytes], request_id: str
-) -> AsyncGenerator[bytes, None]:
-    """What ends a stream that has begun becomes the last of its events."""
-    has_begun = False
-    async with aclosing(events):
-        try:
-            async for chunk in events:
-                has_begun = True
-                yield chunk
-        except Exception as error:
-            if not has_begun:
-                raise
-            if not isinstance(error, OctavoError):
-                log.exception("request %s failed in its stream", request_id)
-            note(error)
-            yield tell(error, request_id)
-
-
 def owner_of(request: Request) -> bytes:
-    """Who may resume what the request began: whoever comes with the same key. Empty: nobody needs one here."""
+    """The owner of what outlives the request: a digest of its API key. Empty: the server has no keys."""
     owner: bytes = request.scope.get(OWNER, b"")
     return owner
 
 
 class EventStream(Response):
-    """Sends what `events` yields. Its first item is awaited before the head goes out: until then, an error is a status.
+    """Sends what `events` yields. The first item is awaited before the head is sent: until then an error is an HTTP status.
 
-    Where keep-alives are configured, a comment is sent whenever nothing else was for so long, the head before it.
-    `tell`: how the dialect says, in a stream that has begun, what ended it."""
+    Where keep-alives are configured, a comment is sent after every such interval without an event, if need be after the head.
+    `error_event`: the dialect's last event for an error after the first byte. `queued`: ids of requests whose place in the
+    queue is sent in comments until the first event."""
 
     media_type = "text/event-stream"
 
@@ -147,23 +100,23 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         ignored_fields: Sequence[str] = (),
         *,
-        tell: Callable[[Exception, str], bytes] = error_event,
+        error_event: ErrorEvent = error_event,
         keep_alive: bytes = KEEP_ALIVE,
         headers: Mapping[str, str] | None = None,
         queued: Sequence[str] = (),
     ) -> None:
         self.status_code = 200
         self.background = None
-        # A proxy that buffers would turn the stream into one late answer.
+        # A buffering proxy would hold the whole stream back.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **(headers or {})})
         self._service = service
         self._events = events
         self._ignored_fields = ignored_fields
-        self._tell = tell
+        self._error_event = error_event
         self._keep_alive_bytes = keep_alive
         self._keep_alive_seconds = service.config.server.sse_keep_alive_interval
-        self._queued = queued  # none of them has been heard of
-        self._head = asyncio.Lock()  # held while the head goes out: nothing may overtake it
+        self._queued = queued  # until the first event
+        self._head = asyncio.Lock()  # held while the head is sent: nothing may overtake it
         self._is_head_out = False
         self._last_sent = 0.0
 
@@ -204,7 +157,7 @@ class EventStream(Response):
 
     def _last_words(self, error: Exception, request_id: str) -> bytes:
         note(error)
-        return self._tell(error, request_id)
+        return self._error_event(error, request_id)
 
     async def _send_head(self, send: Send) -> None:
         async with self._head:
@@ -213,7 +166,7 @@ class EventStream(Response):
                 self._is_head_out = True
 
     async def _keep_alive(self, send: Send) -> None:
-        """Comments, whenever nothing else was sent for so long: the place in the queue, or that the stream lives."""
+        """Send comments while nothing else is sent: the place in the queue, or keep-alives."""
         self._last_sent = time.monotonic()
         while seconds := QUEUE_SECONDS if self._queued else self._keep_alive_seconds:
             quiet = time.monotonic() - self._last_sent
@@ -228,9 +181,9 @@ class EventStream(Response):
 
 
 async def place_comment(service: Service, queued: Sequence[str]) -> bytes:
-    """The first of these requests that is in the queue: its place there, and in how many seconds it may have a row."""
+    """The queue position and estimated wait of the first of these requests that is queued; empty: none is."""
     for request_id in queued:
-        with contextlib.suppress(EngineError):  # being started again, say: there is nothing to tell
+        with contextlib.suppress(EngineError):  # e.g. being restarted: nothing to report
             if place := await service.engine.control(ReadPlace(call=0, request_id=request_id)):
                 position, seconds = place.split()
                 return f": queue position={position} estimate_s={seconds}\n\n".encode()

@@ -1,12 +1,11 @@
-"""The request fields that completions and chat share, and how a body is read: see Dialect.
-Knows nothing of prompts, messages or the engine."""
+"""The request fields that dialects share, and how a body is read: see Dialect."""
 
 import asyncio
 import difflib
 import functools
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, field_
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from octavo.config import ServerConfig
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.messages import RepetitionDetectionParams
 from octavo.observe.journeys.journey import current
-from octavo.server.schema.limits import LimitFields, QueueOptions, StreamFields
-from octavo.server.schema.search import RepetitionDetection, SearchFields, moot
 from octavo.server.schema.shapes import ResponseFormat, Stops, StructuredOutputs
 from octavo.server.schema.unknown import MAX_FOUND, Found, Inside, Stranger, grow, look
 from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, Harmless
@@ -27,23 +25,20 @@ from octavo.server.schema.unsupported import BY_FLAG, INSTEAD, WITHOUT_EFFECT, H
 log = logging.getLogger("octavo.server")
 
 MAX_STOPS = 64
-MAX_STOP_LEN = 1024  # characters of one stop string: the stream holds back as many
+MAX_STOP_LEN = 1024  # characters of one stop string: a stream holds back as many
 MAX_STOP_TOKEN_IDS = 1024
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = (
     16,
     64,
     512,
-)  # entries, characters: OpenAI's limits where it is kept
-MAX_REFUSED = 8  # fields that an error tells one by one
-MAX_LOGGED = 1000  # names that are remembered as told
-LARGE_BODY = 256 * 1024  # bytes beyond which reading a body would hold up the other streams of this process
-
-
-class StreamOptions(QueueOptions):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
-    include_progress: bool | None = None  # ours: chunks without text that tell how far the prompt is computed
-    resumable: bool | None = None  # ours: the stream can be read on at another connection
+)  # entries, characters: OpenAI's limits for stored objects
+MAX_MILLISECONDS = 10**12  # far beyond any use, and fits a clock
+MAX_REFUSED = 8  # fields that one error lists by name
+MAX_LOGGED = 1000  # field names remembered as logged
+MAX_SPELLED = 200  # characters of a field's name in an error
+LARGE_BODY = (
+    256 * 1024
+)  # bytes: larger bodies are parsed in a thread, so that other streams of this process do not wait
 
 
 class RequestFields(BaseModel):
@@ -52,28 +47,46 @@ class RequestFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", frozen=True, allow_inf_nan=False)
 
     model: str | None = None
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _ignored: tuple[Field, ...] = PrivateAttr(default=())
     _num_more: int = PrivateAttr(default=0)
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Fields of the body that have no effect and that the answer names back: an answer does not grow with the rubbish in
-        its request, so after so many only how many more there are."""
-        names = self._ignored[:MAX_FOUND]
-        num_more = len(self._ignored) - len(names) + self._num_more
-        return (*names, f"and {num_more} more") if num_more else names
+        """Names of fields without effect, which the answer lists: at most MAX_FOUND, then how many more there are."""
+        names = map(str, self._ignored[:MAX_FOUND])
+        num_more = max(0, len(self._ignored) - MAX_FOUND) + self._num_more
+        return (*names, f"and {num_more} more") if num_more else tuple(names)
 
-    def pass_over(self, name: str, server: ServerConfig) -> None:
-        """A field of the schema turns out to have no effect on this model, or beside the request's others."""
+    @property
+    def passed_over(self) -> tuple[Field, ...]:
+        """Paths of all fields without effect."""
+        return self._ignored
+
+    def pass_over(self, field: Field, server: ServerConfig) -> None:
+        """Record that a field of the schema has no effect with this model, or beside the request's other fields. Strict mode
+        refuses it."""
         if server.strict_fields:
-            raise Unsupported(f"{name} is not supported here: {WITHOUT_EFFECT[_row(name)]}", param=name)
-        log.info("field without effect: %s", name)
-        self._ignored = (*self._ignored, name)
+            raise Unsupported(field + f" is not supported here: {WITHOUT_EFFECT[_row(str(field))]}")
+        log.info("field without effect: %s", field)
+        self._ignored = (*self._ignored, field)
+
+
+class RepetitionDetection(BaseModel):
+    """vLLM's. null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    max_pattern_size: int | None = None
+    min_pattern_size: int | None = None
+    min_count: int | None = None
+
+    def params(self) -> RepetitionDetectionParams:
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        return RepetitionDetectionParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class SamplingFields(RequestFields):
-    """How tokens are chosen, by vLLM's names: for every dialect. Ranges are checked by SamplingParams, which has the limits
-    and the words."""
+    """How tokens are sampled, by vLLM's names. SamplingParams checks the ranges."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -87,13 +100,13 @@ class SamplingFields(RequestFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # a validator makes the keys numbers
+    logit_bias: dict[str, float] | None = None  # a validator turns the keys into numbers
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    # What the answer must look like: vLLM's field, and the names that it had before.
+    # Structured output: vLLM's field, and its older names.
     structured_outputs: StructuredOutputs = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -128,6 +141,91 @@ class SamplingFields(RequestFields):
         return {int(key): bias for key, bias in value.items()}
 
 
+class LimitFields(BaseModel):
+    deadline_ms: int | None = None  # ours: from arrival; the request is ended then
+    max_queue_ms: int | None = None  # ours: from arrival; the request is ended then if it has no row
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """By name, for another dialect's fields."""
+        return {name: getattr(self, name) for name in LimitFields.model_fields}
+
+    def times(self, arrived: float) -> dict[str, float]:
+        """As fields of a GenerateRequest. Empty where no limit is set."""
+        given = (("deadline", self.deadline_ms), ("queue_until", self.max_queue_ms))
+        return {name: arrived + limit / 1000 for name, limit in given if limit is not None}
+
+    def check_limits(self) -> None:
+        for name, limit in self.limits.items():
+            if limit is not None and not 1 <= limit <= MAX_MILLISECONDS:
+                raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {limit}", param=name)
+
+
+class QueueOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    include_queue: bool | None = None  # ours: SSE comments with the place in the queue, until the request has a row
+
+
+class StreamFields(LimitFields):
+    """Fields of a dialect whose answers can be streamed. It may have more stream_options than these."""
+
+    stream: bool | None = None
+    stream_options: QueueOptions | None = None
+
+    @property
+    def wants_queue(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_queue)
+
+    @property
+    def wants_resumable(self) -> bool:
+        """Whether the stream can be resumed on another connection. Not every dialect offers this."""
+        return False
+
+    def check_stream(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only for streams: set stream to true", param="stream_options")
+
+
+class SearchFields(BaseModel):
+    """How many choices are answered, and out of how many."""
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Any = None  # transformers': true, false or "never"
+
+    @property
+    def num_kept(self) -> int | None:
+        """How many of each prompt's `best_of` choices are returned. None: all. (Of beams the engine returns only the best.)"""
+        return (self.n or 1) if self.best_of is not None and not self.use_beam_search else None
+
+    def check_search(self, server: ServerConfig) -> None:
+        for name in ("n", "best_of"):
+            count = getattr(self, name)
+            if count is not None and count > server.max_n:
+                raise InvalidRequest(f"{name} must be at most {server.max_n} (--max-n), got {count}", param=name)
+        if getattr(self, "stream", None) and (self.num_kept or 0) and (self.best_of or 0) > (self.n or 1):
+            raise InvalidRequest(
+                "the best of several is known when all have ended: leave stream or best_of out", param="best_of"
+            )
+
+    @field_validator("early_stopping", mode="after")
+    @classmethod
+    def _one_of_three(cls, value: object) -> object:
+        if value is None or isinstance(value, bool) or value == "never":
+            return value
+        raise PydanticCustomError("early_stopping", 'Input should be true, false or "never"')
+
+
+class StreamOptions(QueueOptions):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage so far in every chunk, where include_usage is true
+    include_progress: bool | None = None  # ours: chunks without text that report how far the prompt is computed
+    resumable: bool | None = None  # ours: the stream can be resumed on another connection
+
+
 class GenerationFields(SamplingFields, SearchFields, StreamFields):
     """What completions and chat share."""
 
@@ -135,14 +233,14 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     prompt_logprobs: int | None = None
-    # Both values are honoured: decoding here never puts a space between special tokens that is not in them.
+    # Both values are honoured: decoding never adds spaces between special tokens.
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat = None
     stream_options: StreamOptions | None = None
-    stream_interval: int | None = None  # vLLM's: tokens of a choice in one event of a stream, the first one's aside
-    # Labels for the caller's own books: taken, and without effect here.
+    stream_interval: int | None = None  # vLLM's: tokens of a choice per stream event, after the first token
+    # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
@@ -165,7 +263,7 @@ class GenerationFields(SamplingFields, SearchFields, StreamFields):
         return bool(self.stream_options and self.stream_options.resumable)
 
     def tokens_per_event(self, server: ServerConfig) -> int:
-        """1 for a whole answer: nobody watches it grow."""
+        """1 for an answer that is not streamed."""
         return (self.stream_interval or server.stream_interval) if self.stream else 1
 
 
@@ -173,21 +271,21 @@ Body = TypeVar("Body", bound=RequestFields)
 
 
 def make_fields(schema: type[Body], values: Mapping[str, object]) -> Body:
-    """From another dialect's values, checked as if they had come in a body. What the schema does not have is refused: nobody
-    would name it back."""
+    """Build fields from another dialect's values, validated as a body would be. Unknown fields are refused: the answer could
+    not list them."""
     try:
         fields = schema.model_validate(values)
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
     for name in fields.model_extra or ():
-        raise Unsupported(f"{name} is not supported here", param=name)
+        raise Unsupported(Field(name) + " is not supported here")
     return fields
 
 
 @dataclass(frozen=True, eq=False)
 class Dialect(Generic[Body]):
-    """What one route takes. Every field is in the schema, in `not_offered` (with the values that ask for nothing), or unknown:
-    those within others too, which go by their paths."""
+    """What one route accepts. Every field, nested ones by their paths, is in the schema, in `not_offered` (with the values that
+    ask for nothing), or unknown."""
 
     name: str
     path: str
@@ -200,22 +298,23 @@ class Dialect(Generic[Body]):
 
 
 async def read_fields(request: Request, dialect: Dialect[Body], server: ServerConfig) -> Body:
-    """The body's fields. Those without effect are logged, once for each name, and in the answer it is for the endpoint to
-    name them back (`fields.ignored`)."""
+    """Read and check a body. Fields without effect are logged, once per name; the endpoint lists them in its answer
+    (`fields.ignored`)."""
     body = await request.body()
     is_large = len(body) > LARGE_BODY
     fields = (
         await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
     )
     if fields.ignored:
-        level = logging.INFO if _is_old_news(dialect.path, fields._ignored) else logging.WARNING
+        level = logging.INFO if _is_old_news(dialect.path, fields.passed_over) else logging.WARNING
         names = ", ".join(_short(name, 120) for name in fields.ignored)
         log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
     return fields
 
 
 def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Body:
-    """Every field is honoured, refused by name, or among the result's `ignored`; in strict mode the last are refused too."""
+    """Parse and check a body: every field is honoured, refused by name, or in the result's `ignored`, which strict mode refuses
+    too."""
     try:
         fields = dialect.schema.model_validate_json(body)
     except ValidationError as error:
@@ -223,7 +322,8 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     found = look(dialect.tree, fields)
     idle = [*moot(fields)]
     _refuse(found, idle, server)
-    fields._ignored = (*(field.path for field in (*found.unknown, *found.idle)), *(name for name, _ in idle))
+    names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
+    fields._ignored = tuple(map(Field, names))
     fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
         if getattr(fields, name, None) is not None and not getattr(server, knob):
@@ -235,7 +335,7 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
 
 
 def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> None:
-    """Raises Unsupported where a field cannot be passed over: with all such fields, or as many as a message holds."""
+    """Raise Unsupported with the fields that must not be ignored, at most MAX_REFUSED of them."""
     told = [(field.path, _not_offered(field)) for field in found.refused[:MAX_REFUSED]]
     num_all = len(found.refused)
     if server.strict_fields:
@@ -263,7 +363,7 @@ def _not_offered(field: Stranger) -> str:
 
 
 def _row(path: str) -> str:
-    """A field's name in the tables: without the numbers of entries."""
+    """A path as the tables write it: tools[3].type is tools[].type."""
     return re.sub(r"\[\d+\]", "[]", path)
 
 
@@ -304,8 +404,57 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         )
 
 
+_DRAWS: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: value in (0, 1),
+    "top_p": lambda value: value == 1,
+    "top_k": lambda value: value in (-1, 0),
+    "min_p": lambda value: value == 0,
+}
+"""Fields of random sampling, which a beam search ignores; with a test for values that mean the default."""
+
+_OF_BEAMS: dict[str, Callable[[Any], bool]] = {
+    "length_penalty": lambda value: value == 1,
+    "early_stopping": lambda value: value is False,
+}
+"""Fields of beam search, which sampling ignores; with a test for values that mean the default."""
+
+
+def moot(fields: object) -> Iterator[tuple[str, str]]:
+    """Yield the given fields that have no effect beside the request's others, and why."""
+    loops = getattr(fields, "repetition_detection", None)
+    if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
+        yield "repetition_detection", "for max_pattern_size is 0 and nothing is looked for"
+    is_search = bool(getattr(fields, "use_beam_search", None))
+    why = "a beam search weighs tokens by the model's own logprobs" if is_search else "it is for use_beam_search"
+    for name, says_nothing in (_DRAWS if is_search else _OF_BEAMS).items():
+        value = getattr(fields, name, None)
+        if value is not None and not says_nothing(value):
+            yield name, why
+
+
+def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
+    """Ranges of numeric fields, as SamplingParams and the server's limits have them, for the OpenAPI document."""
+    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
+    return {
+        "temperature": {"minimum": 0, "maximum": 100},
+        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
+        "top_k": {"minimum": -1},
+        "n": {"minimum": 1, "maximum": server.max_n},
+        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
+        "min_tokens": {"minimum": 0},
+        "stream_interval": {"minimum": 1},
+        **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
+        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
+        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
+    }
+
+
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Of objects that are kept, and tell it back."""
+    """Check the metadata of an object that is stored."""
     if (
         len(metadata) > MAX_METADATA
         or any(len(key) > MAX_METADATA_KEY for key in metadata)
@@ -321,10 +470,10 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 _logged: set[tuple[str, str]] = set()
 
 
-def _is_old_news(path: str, names: tuple[str, ...]) -> bool:
-    """Whether the log has told of all of these: a client that sends a field with each request is worth one line."""
-    new = {(path, _row(name)) for name in names} - _logged
-    if not new or len(_logged) >= MAX_LOGGED:  # then somebody makes names up, and the log shall not grow with them
+def _is_old_news(path: str, fields: tuple[Field, ...]) -> bool:
+    """Whether all of these were logged before: a client that sends a field with every request gets one log line."""
+    new = {(path, _row(str(field))) for field in fields} - _logged
+    if not new or len(_logged) >= MAX_LOGGED:  # made-up names must not grow the log
         return True
     _logged.update(new)
     return False
@@ -335,17 +484,16 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"the body is not valid JSON: {error['msg'].removeprefix('Invalid JSON: ')}")
     if not error["loc"]:
         return InvalidRequest("the body must be a JSON object")
-    param = str(error["loc"][0])
-    for part in error["loc"][1:]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}"
-    param = param[:200]
+    field = Field(*error["loc"])
+    if len(spelled := str(field)) > MAX_SPELLED:
+        field = Field(spelled[:MAX_SPELLED])
     if error["type"] == "missing":
-        return InvalidRequest(f"{param} is missing", param=param)
+        return InvalidRequest(field + " is missing")
     words = error["msg"][:1].lower() + error["msg"][1:]
-    return InvalidRequest(f"{param}: {words}, got {_short(error['input'])}", param=param)
+    return InvalidRequest(field + f": {words}, got {_short(error['input'])}")
 
 
 def _short(value: object, most: int = 60) -> str:
-    """A value as JSON, cut to what fits in a message."""
+    """A value as JSON, cut to fit into a message."""
     text = msgspec.json.encode(value, enc_hook=str).decode()
     return text if len(text) <= most else text[: most - 3] + "..."

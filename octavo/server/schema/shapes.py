@@ -1,20 +1,18 @@
-"""Shape: what a route gives back, for the OpenAPI document. An endpoint's module names its routes' in SHAPES.
-Knows nothing of the document. Beside it, the schemas of fields whose values are checked by hand: what they may hold."""
+"""Shape: what a route returns, for the OpenAPI document (an endpoint's module lists its routes in SHAPES); and the JSON schemas
+of fields whose values are checked by hand."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from octavo.config import ServerConfig
 from octavo.messages.params import StructuredOutputsParams
-from octavo.server.schema.limits import MAX_MILLISECONDS, LimitFields
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     answer: Any = None  # a msgspec type; None: no JSON
-    media: tuple[str, ...] = ()  # of answers that are no JSON
+    media: tuple[str, ...] = ()  # of answers that are not JSON
     form: dict[str, Any] | None = None  # what a multipart body holds, as a JSON schema
     error: dict[str, Any] | None = None  # where a dialect has error bodies of its own
     leads_to: tuple[str, ...] = ()  # routes whose path takes the id of this answer
@@ -25,8 +23,8 @@ EVENTS = ("text/event-stream",)
 
 Schema = dict[str, Any]
 
-# Objects that are read by hand. What their `properties` do not name is unknown, and told as such (field_tree.py); an object
-# without properties may hold anything: a JSON schema, a call's arguments.
+# Objects that are checked by hand. A member that is not in `properties` counts as unknown (unknown.py); an object without
+# properties may hold anything: a JSON schema, a call's arguments.
 
 
 def _object(required: tuple[str, ...], **properties: Schema) -> Schema:
@@ -115,14 +113,14 @@ ResponseFormat = Annotated[
     WithJsonSchema(
         _any_of(
             _object(("type",), type=_one_of("text")),
-            # Others than OpenAI take a schema here.
+            # Servers other than OpenAI's accept a schema here.
             _object(("type",), type=_one_of("json_object"), schema=_ANYTHING),
             _object(
                 ("type", "json_schema"),
                 type=_one_of("json_schema"),
                 json_schema=_object(("name", "schema"), **_SCHEMA),
             ),
-            # A language of its own, as schemas are: whoever reads it refuses the words that it does not have.
+            # A language of its own, as schemas are: its parser refuses unknown members.
             _object(
                 ("type",),
                 type=_one_of("structural_tag"),
@@ -134,7 +132,7 @@ ResponseFormat = Annotated[
         )
     ),
 ]
-"""What an answer must look like. Of several kinds, of which one is read by its type."""
+"""What an answer must look like: one of several kinds, by its type."""
 StructuredOutputs = Annotated[
     dict[str, Any] | None,
     WithJsonSchema(_any_of(_object((), **{name: {} for name in StructuredOutputsParams.__annotations__}), _NULL)),
@@ -146,7 +144,7 @@ _INPUT_TEXT = _object(("type", "text"), type=_one_of("input_text"), text=_TEXT)
 _OUTPUT_TEXT = _object(("type", "text"), type=_one_of("output_text"), text=_TEXT)
 _ITEM = _any_of(
     _object(
-        ("role", "content"),  # its type may be left out
+        ("role", "content"),  # type is optional
         type=_one_of("message"),
         id=_TEXT,
         role=_one_of("user", "assistant", "system", "developer"),
@@ -179,7 +177,7 @@ _ITEM = _any_of(
     _object(("type", "id"), type=_one_of("item_reference"), id=_TEXT),
 )
 Input = Annotated[Any, WithJsonSchema(_any_of(_TEXT, _list_of(_ITEM, 1)))]
-"""A string, or a list of items: response_items.py reads it."""
+"""A string, or a list of items, which openai_responses/items.py reads."""
 ResponseTools = Annotated[
     list[dict[str, Any]] | None,
     WithJsonSchema(_any_of(_list_of(_object(("type", "name"), type=_one_of("function"), **_FUNCTION)), _NULL)),
@@ -283,24 +281,3 @@ OutputFormat = Annotated[
 ]
 CacheControl = Annotated[dict[str, Any] | None, WithJsonSchema(_CACHE_CONTROL)]
 TurnMetadata = Annotated[dict[str, Any] | None, WithJsonSchema(_any_of(_object((), user_id=_MAYBE_TEXT), _NULL))]
-
-
-def ranges(server: ServerConfig) -> dict[str, dict[str, Any]]:
-    """What SamplingParams and the server's limits allow, field by field, where it is a number."""
-    logprobs = {"minimum": 0, "maximum": server.max_logprobs}
-    return {
-        "temperature": {"minimum": 0, "maximum": 100},
-        "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-        "min_p": {"minimum": 0, "maximum": 1},
-        "presence_penalty": {"minimum": -2, "maximum": 2},
-        "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 100},
-        "top_k": {"minimum": -1},
-        "n": {"minimum": 1, "maximum": server.max_n},
-        "seed": {"minimum": -(2**63), "maximum": 2**63 - 1},
-        "min_tokens": {"minimum": 0},
-        "stream_interval": {"minimum": 1},
-        **{name: {"minimum": 1} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")},
-        **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), logprobs),
-        **{name: {"minimum": 1, "maximum": MAX_MILLISECONDS} for name in LimitFields.model_fields},
-    }

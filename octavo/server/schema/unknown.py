@@ -1,5 +1,6 @@
-"""Every field that a dialect's bodies may have, those within others too, as one tree; and what a body has beside them.
-Knows nothing of any field: the tree is grown from the JSON schema that the OpenAPI document shows, and from the tables."""
+"""Every field that a dialect's bodies may have, nested ones included, as one tree; and the fields of a body that are not in it.
+
+The tree is built from the JSON schema that the OpenAPI document shows and from the tables in unsupported.py."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,17 +10,18 @@ from pydantic import BaseModel
 
 from octavo.server.schema.unsupported import LABELS, NOT_OFFERED_WITHIN, WITHOUT_EFFECT, Harmless
 
-MAX_FOUND = 64  # fields of a kind that are told one by one; others are counted
+MAX_FOUND = 64  # fields of a kind that are listed by name; the rest are counted
 MAX_NAME_LEN = 100
 
 
 @dataclass(slots=True)
 class Member:
-    """One field of an object. `harmless` None: it is in the schema, or a label; otherwise it is not offered, but for these values."""
+    """One field of an object. `harmless` None: it is in the schema, or a label; otherwise it is not offered, except with these
+    values."""
 
     harmless: Harmless | None = None
-    label: str = ""  # why it is taken without a word
-    inside: "Inside | None" = None  # None: whatever is in it is for others to read, or nothing can be
+    label: str = ""  # why it is accepted silently
+    inside: "Inside | None" = None  # None: its contents are checked elsewhere, or it has none
 
 
 Members = dict[str, Member]
@@ -27,15 +29,15 @@ Members = dict[str, Member]
 
 @dataclass(slots=True)
 class Inside:
-    """The objects at one place of a body: of one kind, or of several that a tag tells apart."""
+    """The objects at one place of a body: of one kind, or of several kinds distinguished by a tag."""
 
     is_list: bool
     tag: str = ""
     kinds: dict[object, Members] = field(default_factory=dict)  # by the tag's value; without a tag under ""
-    untagged: Members | None = None  # of an object without the tag; None: whoever reads it will refuse it
+    untagged: Members | None = None  # of an object without the tag; None: the parser of the field refuses it
 
     def members_of(self, value: Mapping[str, Any]) -> Members | None:
-        """None: no kind that is known, which is for others to say."""
+        """None: an unknown kind, which the parser of the field refuses."""
         if not self.tag:
             return self.kinds[""]
         tag = value.get(self.tag)
@@ -55,14 +57,14 @@ class Stranger:
     path: str  # tools[0].function.colour
     row: str  # tools[].function.colour
     value: object
-    siblings: Members | None = None  # of an unknown field: what it might have been meant to be
+    siblings: Members | None = None  # of an unknown field: candidates for a misspelt name
 
 
 @dataclass(slots=True)
 class Found:
     refused: list[Stranger] = field(default_factory=list)
     unknown: list[Stranger] = field(default_factory=list)
-    idle: list[Stranger] = field(default_factory=list)  # not offered, and nothing is wrong without them
+    idle: list[Stranger] = field(default_factory=list)  # not offered, and safe to ignore
     num_more: int = 0  # beyond those that are listed
 
     def add(self, kind: list[Stranger], path: str, row: str, value: object, siblings: Members | None = None) -> None:
@@ -72,11 +74,11 @@ class Found:
             self.num_more += 1
 
 
-# ── growing ─────────────────────────────────────────────────────────────────────────────────────────
+# ── building ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def grow(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -> Inside:
-    """The tree of one dialect, of its whole body."""
+    """Build the tree of one dialect's body."""
     tree = _inside(schema, schema.get("$defs", {}))
     assert tree is not None and not tree.is_list
     for row, harmless in {**NOT_OFFERED_WITHIN, **not_offered}.items():
@@ -90,7 +92,7 @@ def grow(schema: Mapping[str, Any], not_offered: Mapping[str, Harmless]) -> Insi
 
 
 def _inside(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Inside | None:
-    """None: nothing is known of what is in it."""
+    """None: the schema does not describe its contents."""
     forms = list(_forms(schema, definitions))
     lists = [form["items"] for form in forms if form.get("type") == "array" and isinstance(form.get("items"), dict)]
     if lists:
@@ -128,7 +130,7 @@ def _members(form: Mapping[str, Any], definitions: Mapping[str, Any]) -> Members
 
 
 def _places(tree: Inside, row: str) -> Iterator[tuple[Members, str]]:
-    """Where a row of a table belongs: every kind of the object that its field is in. None: this dialect has no such object."""
+    """Where a row of a table belongs: every kind of the object that holds its field. Empty: this dialect has no such object."""
     *outer, name = row.split(".")
     places = tree.every_kind()
     for step in outer:
@@ -156,7 +158,7 @@ def rows(tree: Inside, above: str = "") -> Iterator[tuple[str, Member]]:
 
 
 def look(tree: Inside, body: BaseModel) -> Found:
-    """What the body has that the tree has not, or has as not offered."""
+    """Find the fields of a body that are not in the tree, or not offered."""
     found = Found()
     _look_into(tree, body, "", "", found)
     return found
@@ -175,7 +177,7 @@ def _look_into(inside: Inside, value: object, path: str, row: str, found: Found)
         return
     at, above = (path + ".", row + ".") if path else ("", "")
     if not given.keys() <= members.keys():
-        # Within an object null is the same as absent: libraries write out every member of what they had from an answer.
+        # Within an object null is the same as absent: client libraries write out every member of an earlier answer.
         strangers = [name for name in given if name not in members and (given[name] is not None or not path)]
         room = MAX_FOUND - len(found.unknown)
         for name in strangers[:room]:
@@ -199,5 +201,5 @@ def _look_into(inside: Inside, value: object, path: str, row: str, found: Found)
 
 
 def _is_same(value: object, same: object) -> bool:
-    """With their types: 0 and false are different answers in JSON."""
+    """Compare values and types: 0 and false differ in JSON."""
     return type(value) is type(same) and value == same

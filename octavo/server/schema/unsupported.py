@@ -1,11 +1,10 @@
-"""What becomes of fields that no schema honours: which are known and not offered, which are labels, which have no effect, and why.
-Knows nothing of how a body is read: fields.py looks here. A field within others goes by its path: tools[].function.strict.
+"""Tables of fields that no schema honours: known and not offered, labels, without effect; and why. fields.py reads them.
 
-Rows with a path hold wherever a dialect has the object that they are in.
+A nested field goes by its path (tools[].function.strict), and applies wherever a dialect has the object that holds it.
 """
 
 Harmless = tuple[object, ...]
-"""Values that ask for nothing beyond what happens anyway, so that clients that spell out their defaults work. null always does."""
+"""Values that ask for nothing beyond the default behaviour, so that clients that send their defaults work. null always does."""
 
 # Known fields that are not offered: any value that is not harmless is refused by name, or, where WITHOUT_EFFECT has it, passed
 # over and named back.
@@ -86,7 +85,7 @@ LABELS: dict[str, str] = {
     "text.format.name": "the schema alone says what an answer must be",
     "text.format.strict": "a schema is always kept to",
 }
-"""Fields of the schemas, or within them, that ask for nothing: taken without a word, and why that is right."""
+"""Fields that ask for nothing: accepted silently, and why that is right."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     "kv_transfer_params": "KV pages stay in this server",
@@ -129,9 +128,8 @@ WITHOUT_EFFECT: dict[str, str] = {
     "thinking.budget_tokens": "max_tokens is the one limit",
     "thinking.display": "reasoning is given in full",
 }
-"""Fields that are not offered and may be passed over, and why: named back, and refused in strict mode. What else is not
-offered is refused in every mode: it says what the answer must be (its shape, its tokens, what it is made from), and another
-answer would be a wrong one."""
+"""Fields that are not offered and may be ignored, and why: listed in the answer, and refused in strict mode. All other fields that
+are not offered are refused in every mode: they say what the answer must be (its shape, its tokens, what it is made from)."""
 
 INSTEAD: dict[str, str] = {
     "function_call": "tool_choice, its newer form",
@@ -139,9 +137,9 @@ INSTEAD: dict[str, str] = {
     "messages[].function_call": "tool_calls, its newer form",
     "messages[].prefix": "continue_final_message",
 }
-"""Fields that are not offered, and what does the same."""
+"""Fields that are not offered, and the field to use instead."""
 
 BY_FLAG: dict[str, tuple[str, str]] = {
     "chat_template": ("trust_request_chat_template", "--trust-request-chat-template"),
 }
-"""Fields that are honoured only where the server was started so: the config's name of the flag, and its own."""
+"""Fields that are honoured only with a server flag: the flag's name in the config, and on the command line."""

@@ -1,5 +1,5 @@
-"""Journeys of the HTTP requests that this API process has: opened at the door, told when they are over.
-Knows nothing of routes; what is over goes to the engine process, where every API process can ask for it, and to the log."""
+"""Journeys of this API process's HTTP requests. Completed ones go to the log and to the engine process, where every API process
+can query them."""
 
 import asyncio
 import logging
@@ -10,23 +10,24 @@ from collections.abc import Callable, Iterator
 import msgspec
 from starlette.types import Message, Send
 
-from octavo.client.client import EngineClient
+from octavo.client.client import EngineClient, EngineObserver
 from octavo.messages import Answered, GenerateRequest
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
 from octavo.observe.journeys.stages import EngineJourney
 from octavo.observe.logs import stage_seconds
+from octavo.server.state.encoded_json import add_member
 
 log = logging.getLogger("octavo.server")
 
 PATIENCE_SECONDS = 10.0
-"""What an engine gets to tell of a request that it was told to end. It does so after the step that runs."""
+"""How long to wait for the engine's part of an aborted request's journey: it is sent after the current step."""
 
 _encode = msgspec.json.Encoder().encode
 EVENT = b"event: octavo.journey\ndata: %s\n\n"
 
 
 class Told:
-    """What was told to the engine process, within a number of bytes: the next engine is told it again."""
+    """Journeys that were sent to the engine process, bounded in bytes, to be sent again to the next engine."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
@@ -43,25 +44,25 @@ class Told:
         return iter(self._kept)
 
 
-class Journeys:
+class Journeys(EngineObserver):
     def __init__(
         self, engine: EngineClient, api_process: int = 0, keeps_prompts: bool = False, max_bytes: int = 0
     ) -> None:
-        """`max_bytes`: of what is kept here too, for the engine after this one."""
+        """`max_bytes`: of journeys kept here too, for the next engine."""
         self._engine = engine
         self._api_process = api_process
         self._keeps_prompts = keeps_prompts
-        self._open: dict[str, OpenJourney] = {}  # by the HTTP request's id; of two with one id the later
-        self._by_request: dict[str, OpenJourney] = {}  # by the ids of GenerateRequests
+        self._open: dict[str, OpenJourney] = {}  # by HTTP request id; of two with the same id the later
+        self._by_request: dict[str, OpenJourney] = {}  # by GenerateRequest id
         self._decoder = msgspec.msgpack.Decoder(EngineJourney)
-        self._waiting: dict[OpenJourney, asyncio.Event] = {}  # whose engine's part is awaited
-        self._over: dict[OpenJourney, asyncio.TimerHandle] = {}  # to be told once the engine has told, or then
-        self._left: set[OpenJourney] = set()  # their connection is over, their making is not
+        self._waiting: dict[OpenJourney, asyncio.Event] = {}  # waiting for the engine's part
+        self._over: dict[
+            OpenJourney, asyncio.TimerHandle
+        ] = {}  # reported when the engine's part arrives, or by this timer
+        self._left: set[OpenJourney] = set()  # the connection has ended, the generation has not
         self.on_told: list[Callable[[Journey, OpenJourney], None]] = []
-        engine.on_submit = self._submitted
-        engine.on_travelled = self._travelled
         self._told = Told(max_bytes)
-        engine.on_lost, engine.on_found = self._lost, self._found
+        engine.observer = self
 
     def begin(self, id: str, method: str, path: str, received: float) -> OpenJourney:
         journey = OpenJourney(id, method, path, self._api_process, received)
@@ -69,8 +70,8 @@ class Journeys:
         return journey
 
     def end(self, journey: OpenJourney) -> None:
-        """Its last byte is out, or its client is gone. It is told as soon as the engine has told its part; an answer that is
-        made whether its client stays or not, not before it is."""
+        """The last byte is sent, or the client has disconnected. The journey is reported when the engine's part has arrived; that
+        of a resumable stream not before the stream is complete."""
         if journey.making == "going on":
             self._left.add(journey)
         elif journey.is_told:
@@ -79,7 +80,7 @@ class Journeys:
             self._over[journey] = asyncio.get_running_loop().call_later(PATIENCE_SECONDS, self._tell, journey)
 
     def made(self, journey: OpenJourney, failure: Exception | None, *, is_given_up: bool) -> None:
-        """An answer that was made whether its client stayed or not."""
+        """A resumable stream has ended."""
         journey.making = "given up" if is_given_up else "to its end"
         if failure is not None and not is_given_up:
             journey.note(failure)
@@ -88,7 +89,7 @@ class Journeys:
             self.end(journey)
 
     async def engine_part(self, journey: OpenJourney, seconds: float = PATIENCE_SECONDS) -> None:
-        """Wait until the engine has told all of its part, or for so long."""
+        """Wait for the engine's part, at most for so long."""
         if journey.is_told:
             return
         event = self._waiting.setdefault(journey, asyncio.Event())
@@ -96,16 +97,16 @@ class Journeys:
             async with asyncio.timeout(seconds):
                 await event.wait()
         except TimeoutError:
-            pass  # it is told without
+            pass  # reported without it
         finally:
             self._waiting.pop(journey, None)
 
     def find(self, id: str) -> OpenJourney | None:
-        """One that is not over, by its own id or that of its answer."""
+        """An open journey, by the HTTP request's id or its response's."""
         return self._open.get(id) or self._by_request.get(id)
 
     def still_here(self) -> list[OpenJourney]:
-        """Those whose prompts are not yet with the engine, which knows of the others."""
+        """Journeys of POST requests that were not submitted yet: the engine knows the others."""
         return [journey for journey in self._open.values() if not journey.requests and journey.method == "POST"]
 
     def _tell(self, journey: OpenJourney) -> None:
@@ -135,30 +136,31 @@ class Journeys:
         for hear in self.on_told:
             hear(told, journey)
 
-    def _lost(self) -> None:
-        """The engine has ended. Those that it had go on in the next."""
+    def lost(self) -> None:
         for journey in {*self._by_request.values()}:
             journey.lose_engine()
 
-    def _found(self) -> None:
+    def found(self) -> None:
         for journey in {*self._by_request.values()}:
             journey.find_engine()
         for answered in self._told:
             self._engine.answered(answered)
 
-    def _submitted(self, request: GenerateRequest) -> GenerateRequest:
-        """The request as the engine gets it: with the name and the time of its HTTP request."""
+    def submit(self, request: GenerateRequest) -> None:
+        """Give a request to the engine, with the name and the time of its HTTP request."""
         journey = current.get()
         if journey is None:
-            return request
-        journey.submit(request)
+            self._engine.submit(request)
+            return
+        now = time.monotonic()
+        self._engine.submit(msgspec.structs.replace(request, http_id=journey.id, arrived=journey.received))
+        journey.submit(request, now)
         if self._keeps_prompts:
             journey.prompts.append(request.prompt_ids)
         self._by_request[request.id] = journey
-        return msgspec.structs.replace(request, http_id=journey.id, arrived=journey.received)
 
-    def _travelled(self, encoded: bytes) -> None:
-        travelled = self._decoder.decode(encoded)
+    def travelled(self, journey_part: bytes) -> None:
+        travelled = self._decoder.decode(journey_part)
         journey = self._by_request.get(travelled.id)
         if journey is not None:
             journey.travelled[travelled.id] = travelled
@@ -169,8 +171,8 @@ class Journeys:
 
 
 class JourneySender:
-    """Sends an answer whose client asked for its journey: in a whole answer it is the member `journey`, in a stream an event
-    of its own, the very last. It tells all but the sending of these bytes."""
+    """Sends a response whose client asked for its journey: as the member `journey` of a whole answer, or as the last event of a
+    stream. It covers everything but the sending of these bytes."""
 
     def __init__(self, journeys: Journeys, journey: OpenJourney, send: Send) -> None:
         self._journeys, self._journey, self._send = journeys, journey, send
@@ -195,7 +197,7 @@ class JourneySender:
     async def _with_member(self, head: Message, message: Message) -> Message:
         body: bytes = message.get("body", b"")
         if body.endswith(b"}") and body != b"{}":
-            body = body[:-1] + b',"journey":' + await self._told() + b"}"
+            body = add_member(body, "journey", await self._told())
         length = str(len(body)).encode()
         headers = [
             (name, length if bytes(name).lower() == b"content-length" else value) for name, value in head["headers"]

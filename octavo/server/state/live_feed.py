@@ -1,5 +1,5 @@
-"""LiveFeed: asks the engine a few times a second how it stands, while somebody watches, and tells all who do.
-Knows nothing of the engine but its answer; of the page map it sends what changed."""
+"""LiveFeed: polls the engine's state a few times a second while there are watchers, and sends it to all of them; of the page
+map only the changes."""
 
 import asyncio
 from collections import deque
@@ -12,20 +12,17 @@ from octavo.errors import OctavoError
 from octavo.messages import ReadLive
 from octavo.observe.history import EVERY_SECONDS, NUM_KEPT, past_of
 from octavo.observe.live_state import LiveEnd, LivePast, LiveState, changes
+from octavo.server.state.encoded_json import add_member
 
 INTERVAL_SECONDS = 0.25
 MAX_WATCHERS = 32
-"""In one API process: more would take the streams' time."""
+"""Per API process: more would slow the streams."""
 MAX_ENDED = 100
 MAX_BEHIND = 40
-"""Events that a slow watcher may be behind; then it is let go, and may come again."""
+"""Events that a slow watcher may lag behind; then it is disconnected, and may reconnect."""
 
 _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(LiveState)
-
-
-class _Change(msgspec.Struct, frozen=True, gc=False):
-    changes: list[tuple[int, list[int]]]
 
 
 class LiveFeed:
@@ -34,7 +31,7 @@ class LiveFeed:
         self._watchers: set[asyncio.Queue[bytes | None]] = set()
         self._task: asyncio.Task[None] | None = None
         self._last: LiveState | None = None
-        self._ended: deque[LiveEnd] = deque(maxlen=MAX_ENDED)  # ┐ what has been told, for those who come later
+        self._ended: deque[LiveEnd] = deque(maxlen=MAX_ENDED)  # ┐ sent so far, for new watchers
         self._past: deque[LivePast] = deque(maxlen=NUM_KEPT)  # ┘
 
     @property
@@ -42,7 +39,7 @@ class LiveFeed:
         return len(self._watchers) >= MAX_WATCHERS
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """Events: first the whole state, then what became of it. Ends when the server drains, or the engine is gone."""
+        """Events: first the whole state, then the changes. Ends when the server drains or the engine is gone."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MAX_BEHIND)
         if self._last is not None:
             whole = msgspec.structs.replace(self._last, ended=[*self._ended], past=[*self._past])
@@ -71,7 +68,7 @@ class LiveFeed:
                 self._tell(state)
                 await asyncio.sleep(INTERVAL_SECONDS)
         except OctavoError:
-            self.close()  # the engine is gone: they learn more by asking again
+            self.close()  # the engine is gone: watchers reconnect
         finally:
             self._task = self._last = None
             self._ended.clear()
@@ -97,9 +94,8 @@ class LiveFeed:
 
 
 def _event(state: LiveState, before: LiveState | None) -> bytes:
-    """With the whole map of pages, or with what changed in it since the state `before`."""
+    """The state with the whole page map, or with the map's changes since `before`."""
     if before is None or len(before.pages) != len(state.pages):
         return b"data: " + _encode(state) + b"\n\n"
-    changed = _encode(_Change(changes(before.pages, state.pages)))
-    plain = _encode(msgspec.structs.replace(state, pages=b""))
-    return b"data: " + plain[:-1] + b"," + changed[1:] + b"\n\n"
+    body = _encode(msgspec.structs.replace(state, pages=b""))
+    return b"data: " + add_member(body, "changes", _encode(changes(before.pages, state.pages))) + b"\n\n"

@@ -1,5 +1,6 @@
-"""A request from within: the application answers it as if it had come over HTTP, with no socket in between.
-Knows nothing of what is asked; such a request has no key to show, and its body was measured by whoever sends it."""
+"""Loopback requests: the application answers a request from this process as if it had come over HTTP, without a socket.
+
+They carry no key, and their body size is checked by the sender."""
 
 import asyncio
 from typing import Any
@@ -8,12 +9,12 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 INSIDE = "octavo.inside"
-"""A scope with this key was made here: nothing that comes over a socket can have it."""
+"""The key of a scope that was made here: no request over a socket can have it."""
 OWNER = "octavo.owner"
-"""In a scope: who may see what outlives the request, a digest of the key that it came with. Empty: nobody needs a key here."""
+"""The scope key of the owner of what outlives the request: a digest of its API key. Empty: the server has no keys."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class LoopbackResponse(msgspec.Struct, frozen=True):
     status: int
     request_id: str
     retry_after: int | None
@@ -21,12 +22,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def is_inside(scope: Scope) -> bool:
-    """Whether nobody waits for the answer."""
+    """Whether this is a loopback request."""
     return INSIDE in scope
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answer:
-    """POST `body` to `path`, as if with the key of `owner`. Cancelling ends the work, as a client that leaves would."""
+async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> LoopbackResponse:
+    """POST `body` to `path` on behalf of `owner`. Cancelling ends the work, as a disconnecting client would."""
     chunks: list[bytes] = []
     head: dict[str, Any] = {}
     incoming = [body]
@@ -34,7 +35,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answe
     async def receive() -> Message:
         if incoming:
             return {"type": "http.request", "body": incoming.pop(), "more_body": False}
-        await asyncio.Event().wait()  # this client never leaves: it cancels
+        await asyncio.Event().wait()  # this client never disconnects: it cancels
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -47,7 +48,9 @@ async def ask(app: ASGIApp, path: str, body: bytes, owner: bytes = b"") -> Answe
     await app(_scope(path, len(body), owner), receive, send)
     assert "status" in head, f"{path} gave no answer"
     wait = head.get("retry-after", "")
-    return Answer(head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks))
+    return LoopbackResponse(
+        head["status"], head["x-request-id"], int(wait) if wait.isdigit() else None, b"".join(chunks)
+    )
 
 
 def _scope(path: str, num_bytes: int, owner: bytes) -> Scope:

@@ -1,7 +1,7 @@
-"""The API processes of one server ask one another: a connection may reach any of them, what it asks for may lie in another.
-Knows nothing of HTTP or of what is asked: bytes pass over UNIX sockets, in a folder that only this user can enter.
+"""Queries between the API processes of one server: a connection may reach any of them, and ask for what another one has.
 
-On the wire: one JSON line with the question, one with the answer, then chunks behind their length; length 0 is the end."""
+Bytes over UNIX sockets, in a folder that only this user can enter: one JSON line with the query, one with the reply, then
+chunks, each after its length; length 0 is the end."""
 
 import asyncio
 import contextlib
@@ -16,12 +16,12 @@ from octavo.errors import EngineUnavailable, InvalidRequest
 
 log = logging.getLogger("octavo.server")
 
-PATIENCE_SECONDS = 5.0  # with a process that does not answer
+PATIENCE_SECONDS = 5.0  # waiting for a process that does not answer
 CONNECTION_LOST = "the API process that this was asked of has ended"
 
 Answerer = Callable[[bytes], AsyncGenerator[bytes, None] | None]
-"""A question of one kind → its answer in chunks, now or as they come. None: this process has none. It may raise InvalidRequest:
-it has one, and not the part that was asked for."""
+"""A query of one kind → its answer in chunks, now or as they come. None: this process has none. It may raise InvalidRequest: it
+has one, but not the requested part."""
 
 
 class _Question(msgspec.Struct, frozen=True):
@@ -29,14 +29,14 @@ class _Question(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Reply(msgspec.Struct, frozen=True):
     is_found: bool
-    refusal: str = ""  # found, but not to be had as it was asked for
+    refusal: str = ""  # found, but not available as requested
     param: str | None = None  # what the refusal is about
 
 
 class Peers:
-    """Until it is opened there are no others to ask."""
+    """Has no other processes to ask until it is opened."""
 
     def __init__(self) -> None:
         self._answerers: dict[str, Answerer] = {}
@@ -45,7 +45,7 @@ class Peers:
         self._server: asyncio.Server | None = None
 
     def answer(self, kind: str, answerer: Answerer) -> None:
-        """Answer the others' questions of this kind from now on."""
+        """Register the handler of queries of this kind."""
         self._answerers[kind] = answerer
 
     async def open(self, folder: Path, origin: int) -> None:
@@ -57,7 +57,7 @@ class Peers:
             self._server.close()
 
     async def ask(self, kind: str, body: bytes) -> AsyncGenerator[bytes, None] | None:
-        """The answer of whichever process has one. None: none has. Raises InvalidRequest with the words of one that refuses."""
+        """The answer of the first process that has one. None: none has. Raises InvalidRequest where one refuses."""
         if self._folder is None:
             return None
         question = msgspec.json.encode(_Question(kind, body)) + b"\n"
@@ -87,23 +87,25 @@ class Peers:
             try:
                 chunks = None if answerer is None else answerer(question.body)
             except InvalidRequest as error:
-                return writer.write(_line(_Answer(True, error.message, error.param)))
-            writer.write(_line(_Answer(chunks is not None)))
+                return writer.write(_line(_Reply(True, error.message, error.param)))
+            writer.write(_line(_Reply(chunks is not None)))
             if chunks is None:
                 return None
             sending = asyncio.create_task(_send(chunks, writer, question.kind))
-            gone = asyncio.create_task(reader.read())  # nothing more is said: its end is the other side's
+            gone = asyncio.create_task(
+                reader.read()
+            )  # no more input is expected: its end means that the other side has gone
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             for task in (sending, gone):
                 task.cancel()
             await asyncio.gather(sending, gone, return_exceptions=True)
 
 
-async def _put(question: bytes, path: Path) -> tuple[_Answer, asyncio.StreamReader, asyncio.StreamWriter]:
+async def _put(question: bytes, path: Path) -> tuple[_Reply, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_unix_connection(path)
     try:
         writer.write(question)
-        return msgspec.json.decode(await reader.readline(), type=_Answer), reader, writer
+        return msgspec.json.decode(await reader.readline(), type=_Reply), reader, writer
     except BaseException:
         writer.close()
         raise
@@ -117,7 +119,7 @@ async def _send(chunks: AsyncGenerator[bytes, None], writer: asyncio.StreamWrite
                 await writer.drain()
         except OSError:
             return
-        except Exception:  # without its end, the other side sees that it is not whole
+        except Exception:  # without the end mark the other side sees that it is incomplete
             log.exception("an answer to a sibling's question about %s failed", kind)
             return
         writer.write((0).to_bytes(4, "big"))
@@ -133,5 +135,5 @@ async def _chunks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             raise EngineUnavailable(CONNECTION_LOST) from None
 
 
-def _line(answer: _Answer) -> bytes:
+def _line(answer: _Reply) -> bytes:
     return msgspec.json.encode(answer) + b"\n"

@@ -1,8 +1,7 @@
-"""Streams that outlive their connection: their events are numbered and kept, so that a client that was cut off reads on.
-Knows nothing of HTTP, of what events say, or of where the other API processes are.
+"""Resumable streams: their events are numbered and kept, so that a client that lost its connection can read on.
 
-A log is filled by its own task, whether anybody reads it or not; bounds hold for the time that nobody does and for the bytes
-that are kept. Whoever connects last is the reader: a client that comes again may be faster than the news that it had gone."""
+A log is filled by its own task, with or without a reader. The time without a reader and the bytes kept are bounded. The latest
+connection is the reader: a client may reconnect before its old connection is noticed as lost."""
 
 import asyncio
 import logging
@@ -15,27 +14,27 @@ from octavo.server.state.ignored_fields import name_back
 
 logger = logging.getLogger("octavo.server")
 
-MAX_STREAM_BYTES = 2**20  # of one stream: beyond them, what was sent is forgotten, and what was not holds up its making
+MAX_STREAM_BYTES = 2**20  # of one stream: beyond them sent events are dropped, and unsent ones pause the generation
 
 
 class StreamLog:
-    """The numbered events of one stream. Made and used on one event loop."""
+    """The numbered events of one stream. Used on one event loop."""
 
     def __init__(self, stream_id: str, owner: bytes, on_change: Callable[["StreamLog", int], None]) -> None:
-        """`on_change`: called with the log and by how many bytes it grew, whenever that or its reader changes."""
+        """`on_change`: called with the log and the bytes it grew by, whenever its size or its reader changes."""
         self.id, self.owner = stream_id, owner
         self.is_ended = False
         self.num_bytes = 0
-        self.timer: asyncio.TimerHandle | None = None  # runs while nobody reads
+        self.timer: asyncio.TimerHandle | None = None  # runs while there is no reader
         self.filling: asyncio.Task[None] | None = None
         self._on_change = on_change
         self._events: deque[bytes] = deque()
-        self._first = 0  # number of the oldest event that is kept
+        self._first = 0  # number of the oldest kept event
         self._num_sent = 0  # events below this were handed to a reader
-        self.failure: Exception | None = None  # what ended its making
+        self.failure: Exception | None = None  # the error that ended it
         self._reader: object | None = None
-        self._news = asyncio.Event()  # for the reader: there is more, or the end, or another reader
-        self._room = asyncio.Event()  # for who fills
+        self._news = asyncio.Event()  # for the reader: more events, the end, or another reader
+        self._room = asyncio.Event()  # for the filling task
 
     @property
     def has_reader(self) -> bool:
@@ -46,7 +45,7 @@ class StreamLog:
         return self._first + len(self._events)
 
     async def fill(self, events: AsyncGenerator[bytes, None], ignored: Sequence[str]) -> None:
-        """Until `events` end. What they raise is raised to whoever reads as far."""
+        """Append `events` until they end. Their error is raised to a reader that gets that far."""
         try:
             async with aclosing(events):
                 async for chunk in events:
@@ -59,7 +58,7 @@ class StreamLog:
             self.failure = EngineUnavailable("this stream was ended before it was complete")
             raise
         except Exception as error:
-            if not isinstance(error, OctavoError):  # maybe nobody reads so far
+            if not isinstance(error, OctavoError):  # possibly no reader gets that far
                 logger.exception("stream %s failed", self.id)
             self.failure = error
         finally:
@@ -67,18 +66,18 @@ class StreamLog:
             self._news.set()
 
     def check(self, start: int) -> None:
-        """Raises InvalidRequest unless it can be read from event `start` on."""
+        """Raise InvalidRequest unless it can be read from event `start` on."""
         if start < self._first:
             raise InvalidRequest(f"event {start}: those before {self._first} are not kept any more", param="from")
         if start > self.num_events:
             raise InvalidRequest(f"event {start}: the stream has come to event {self.num_events - 1}", param="from")
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
-        """Events from `start` on, as they come. Leaving early leaves the rest to whoever reads next."""
-        self.check(start)  # again: whoever read until now may have gone on, and what was sent is not kept for ever
+        """Events from `start` on, as they come. The next reader continues where this one leaves."""
+        self.check(start)  # again: another reader may have advanced meanwhile, and sent events may be dropped
         self._reader = me = object()
         self._num_sent = at = start
-        self._news.set()  # whoever read before is to leave
+        self._news.set()  # the previous reader is to leave
         self._on_change(self, 0)
         try:
             while self._reader is me:
@@ -109,7 +108,7 @@ class StreamLog:
         self._news.set()
 
     def _forget(self) -> int:
-        """Drop what was sent, oldest first, while too much is kept. → bytes that are."""
+        """Drop sent events, oldest first, while too many bytes are kept. → bytes kept."""
         while self.num_bytes > MAX_STREAM_BYTES and self._first < self._num_sent:
             self._first += 1
             self._grew(-len(self._events.popleft()))
@@ -124,7 +123,7 @@ class StreamLogs:
     """The logs of one API process."""
 
     def __init__(self, seconds: float, max_bytes: int) -> None:
-        """A log whose reader is away is dropped after `seconds`, or before if those kept come to more than `max_bytes`."""
+        """A log without a reader is dropped after `seconds`, or earlier if all logs exceed `max_bytes`."""
         self._seconds, self._max_bytes = seconds, max_bytes
         self._logs: dict[str, StreamLog] = {}
         self._num_bytes = 0
@@ -144,12 +143,12 @@ class StreamLogs:
         return log
 
     def find(self, stream_id: str, owner: bytes) -> StreamLog | None:
-        """None: there is none, or it is somebody else's."""
+        """None: there is none, or it has another owner."""
         log = self._logs.get(stream_id)
         return log if log is not None and log.owner == owner else None
 
     def end(self, stream_id: str, owner: bytes) -> bool:
-        """Nobody can read it any more, and what still makes it ends. False: there is none."""
+        """Drop a log and cancel the task that fills it. False: there is none."""
         log = self.find(stream_id, owner)
         if log is not None:
             self._drop(log)
@@ -162,7 +161,7 @@ class StreamLogs:
         )
 
     def _changed(self, log: StreamLog, num_bytes: int) -> None:
-        if log.id not in self._logs:  # dropped: it ends by itself
+        if log.id not in self._logs:  # dropped: its task is being cancelled
             return
         self._num_bytes += num_bytes
         if log.has_reader:
@@ -172,13 +171,13 @@ class StreamLogs:
             return
         if log.timer is None:
             log.timer = asyncio.get_running_loop().call_later(self._seconds, self._drop, log)
-            # Away from now on: those that have been away for longest come first.
+            # Ordered by when the reader left, the longest first.
             self._logs[log.id] = self._logs.pop(log.id)
         if num_bytes > 0:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Drop logs that nobody reads, the longest away first, and whose answer is complete before any that still grows."""
+        """Drop logs without a reader: complete ones first, then the longest unread."""
         if self._num_bytes <= self._max_bytes:
             return
         away = [log for log in self._logs.values() if not log.has_reader]
@@ -193,4 +192,4 @@ class StreamLogs:
         if log.timer is not None:
             log.timer.cancel()
         if log.filling is not None:
-            log.filling.cancel()  # which ends its request in the engine
+            log.filling.cancel()  # which aborts its request in the engine

@@ -1,25 +1,24 @@
-"""Service: what every endpoint shares: the engine, the text room, the limits, and whether new work is taken.
-Knows nothing of HTTP, JSON or any endpoint."""
+"""Service: what every endpoint shares: the engine, the text, the limits, and whether new work is accepted."""
 
 import asyncio
 import functools
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from octavo.client.client import EngineClient
 from octavo.config import Config
 from octavo.errors import EngineDead, EngineUnavailable, ModelNotFound
 from octavo.ipc.launch import Patience
-from octavo.messages import Control, EngineReport
+from octavo.messages import Control, EngineReport, GenerateRequest
 from octavo.observe.journeys.journey import Journey, OpenJourney
 from octavo.observe.logs import request_fields, request_line
 from octavo.observe.metrics.http_metrics import UNCOUNTED
 from octavo.server.state.journeys import Journeys
 from octavo.server.state.live_feed import LiveFeed
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 from octavo.server.state.peers import Peers
 from octavo.server.state.resume import StreamLogs
 from octavo.server.state.traces import Traces
@@ -27,12 +26,12 @@ from octavo.text import Text
 
 log = logging.getLogger("octavo.server")
 
-ANSWER_SECONDS = 10.0  # what Prometheus waits for a scrape, by default
+ANSWER_SECONDS = 10.0  # Prometheus' default scrape timeout
 DRAIN_RETRY_AFTER = 5
-"""Seconds after which a client that met a draining server should find its successor."""
+"""Seconds after which a client of a draining server should find its successor."""
 
-Ask = Callable[[str, bytes, bytes], Awaitable[Answer]]
-"""A request from within: route, body, whose it is (inside.py)."""
+Ask = Callable[[str, bytes, bytes], Awaitable[LoopbackResponse]]
+"""A loopback request: route, body, owner (loopback.py)."""
 
 
 class Service:
@@ -42,7 +41,9 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.created = int(time.time())
-        num_processes = config.server.num_api_processes(os.cpu_count() or 1)  # they share what an engine keeps
+        num_processes = config.server.num_api_processes(
+            os.cpu_count() or 1
+        )  # they share the engine's memory for journeys
         kept = int(config.server.journey_bytes) // num_processes if engine.can_be_replaced else 0
         self.journeys = Journeys(engine, engine.origin, config.server.log_prompts, kept)
         self.live = LiveFeed(engine)
@@ -52,19 +53,19 @@ class Service:
             self.journeys.on_told.append(self.traces.told)
         if config.server.enable_log_requests:
             self.journeys.on_told.append(self._log)
-        self.idle = asyncio.Event()  # set while no HTTP request is between its first byte and its last
+        self.idle = asyncio.Event()  # set while no HTTP request is in progress
         self.idle.set()
         self.num_requests = 0  # HTTP requests so far
         self.draining = False  # no new work; what runs may finish
-        self.stopping = False  # what still runs is being cut off
+        self.stopping = False  # what still runs is being cancelled
         self.patience = Patience()
         self.last_heard = float("-inf")  # time.monotonic() of the engine's last sign of life
         self.logs = StreamLogs(config.server.resume_seconds, int(config.server.resume_bytes))
         self.peers = Peers()  # the other API processes
-        self.ask: Ask | None = None  # build_app knows how
-        self.openapi: Callable[[], dict[str, Any]] = dict  # build_app sets it
+        self.ask: Ask | None = None  # set by build_app
+        self.openapi: Callable[[], dict[str, Any]] = dict  # set by build_app
         self.body_limits: dict[str, int] = {}  # route → bytes, where it takes more than --max-body-bytes
-        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # work of endpoints beside their requests
+        self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []  # endpoints' background work
         self._was_ready = False
         self._num_in_flight = 0
         self._work: set[asyncio.Task[Any]] = set()
@@ -80,13 +81,13 @@ class Service:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """The same as long as equal requests with equal seeds give equal bytes. GET /version has its parts."""
+        """Equal fingerprints mean that equal requests with equal seeds give equal bytes. GET /version has its parts."""
         return self.report.system_fingerprint
 
     async def query(self, control: Control, seconds: float | None = None) -> str:
-        """The engine's answer. Raises EngineUnavailable while it starts, or where it does not answer for so long."""
+        """The engine's answer. Raises EngineUnavailable while it starts, and after this many seconds."""
         seconds = ANSWER_SECONDS if seconds is None else seconds
-        _ = self.report  # while the engine starts there is nobody to ask
+        _ = self.report  # raises while the engine starts
         try:
             async with asyncio.timeout(seconds):
                 return await self.engine.control(control)
@@ -94,7 +95,7 @@ class Service:
             raise EngineUnavailable(f"the engine has not answered for {seconds:.0f} s", 5) from None
 
     def accept(self) -> None:
-        """Raises EngineUnavailable unless new work is taken."""
+        """Raise EngineUnavailable unless new work is accepted."""
         if self.draining:
             raise EngineUnavailable("the server is shutting down and takes no new requests", DRAIN_RETRY_AFTER)
         _ = self.report
@@ -103,6 +104,21 @@ class Service:
         """None and the empty string mean the one model that is served."""
         if name and name != self.model_name:
             raise ModelNotFound(f"model {name!r} is not served here; use {self.model_name!r}", param="model")
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> None:
+        """Give requests to the engine, in order: all of them, or none where one is refused. Their deltas are to be read; those
+        that are not are released when the HTTP request is over."""
+        try:
+            for request in requests:
+                self.journeys.submit(request)
+        except BaseException:
+            self.release([request.id for request in requests])
+            raise
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Abort those that have not ended, and forget them all."""
+        for request_id in request_ids:
+            self.engine.release(request_id)
 
     def enter(self) -> None:
         self._num_in_flight += 1
@@ -134,13 +150,13 @@ class Service:
         log.info("%s", line, extra={"fields": fields})
 
     async def run_background(self) -> None:
-        """Until cancelled. What fails is told, and does not take the requests with it."""
+        """Run until cancelled. A failure is logged, and does not affect requests."""
         async with asyncio.TaskGroup() as group:
             for work in self.background:
                 group.create_task(_told(work()))
 
     def stop(self) -> None:
-        """End every running response now: each tells its client why."""
+        """End every running response now, each with an error that says why."""
         self.draining = self.stopping = True
         for task in list(self._work):
             task.cancel()

@@ -1,5 +1,6 @@
 """Journeys as OpenTelemetry spans: one for the request, by the conventions for generative AI, and one for each of its stages.
-Knows nothing of requests but what their journeys tell. Needs the extra `otel`; nothing of it is loaded without an endpoint."""
+
+Needs the extra `otel`, which is loaded only where an endpoint is configured."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +13,13 @@ from octavo.observe.logs import stage_seconds, wait_seconds
 
 FLUSH_SECONDS = 2.0
 COLLECTORS_PATH = "v1/traces"
-"""Where a collector takes spans over HTTP."""
+"""The path at which a collector accepts spans over HTTP."""
 OPERATIONS = {"chat": "chat", "messages": "chat", "responses": "chat", "completions": "text_completion",
               "embeddings": "embeddings"}  # fmt: skip
 
 
 class Traces:
-    """Spans are made when a request is over, with the times at which things happened, and sent by a thread of their own."""
+    """Makes spans when a request is over, with the recorded times; a thread sends them."""
 
     def __init__(self, endpoint: str, model_name: str, version: str) -> None:
         try:
@@ -31,7 +32,7 @@ class Traces:
             raise ConfigError(
                 f"--otlp-traces-endpoint needs OpenTelemetry ({error.name} is missing): pip install 'octavo[otel]'"
             ) from None
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, where they are set, count more.
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
         resource = Resource.create({"service.version": version})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "octavo"}))
@@ -68,12 +69,12 @@ class Traces:
         span.end(zero + int(told.seconds * 1e9))
 
     def close(self) -> None:
-        """Sends what is waiting; takes a moment at most."""
+        """Send what is waiting, for FLUSH_SECONDS at most."""
         self._provider.force_flush(int(FLUSH_SECONDS * 1000))
 
 
 def traces_url(endpoint: str) -> str:
-    """A collector's address means its usual path; a path of one's own is left as it is."""
+    """The endpoint with the collector's usual path, unless it has a path."""
     parts = urlsplit(endpoint)
     return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=COLLECTORS_PATH))
 
@@ -92,7 +93,7 @@ def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> 
         "gen_ai.usage.input_tokens": told.prompt_tokens,
         "gen_ai.usage.output_tokens": told.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": told.cached_tokens,
-        # vLLM's own, for those whose boards read them.
+        # vLLM's own, for existing dashboards.
         "gen_ai.request.id": told.id,
         "gen_ai.latency.time_in_queue": seconds.get("queue", 0.0),
         "gen_ai.latency.time_in_model_prefill": seconds.get("prefill", 0.0),
@@ -114,7 +115,7 @@ def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> 
 
 
 def _wishes(journey: OpenJourney) -> dict[str, Any]:
-    """How to choose tokens, as the request said or the model's makers advise."""
+    """Sampling parameters, of the request or the model's defaults."""
     params = journey.params
     if params is None:
         return {}
@@ -133,7 +134,7 @@ def _wishes(journey: OpenJourney) -> dict[str, Any]:
 
 
 def stage_attributes(stage: Stage) -> dict[str, Any]:
-    """The stage's numbers; of lists how many they are."""
+    """The stage's numbers; of lists their length."""
     numbers = {
         "output_tokens": stage.output_tokens,
         "cached_tokens": stage.cached_tokens,

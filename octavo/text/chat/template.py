@@ -13,11 +13,12 @@ from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from octavo.errors import ConfigError, InvalidRequest, Unsupported
+from octavo.errors import ConfigError, Field, InvalidRequest, Unsupported
 from octavo.text.chat.template_limits import LimitedEnvironment, TemplateLimit, limited
 from octavo.text.tokenize.special_token_escape import is_mark
 
 _MAX_SOURCE = 1024 * 1024  # characters; the longest templates in use have some ten thousand
+MESSAGES = Field("messages")
 MAX_REQUEST_SOURCE = 32 * 1024  # characters of a request's own template: compile time grows with the length
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
@@ -165,9 +166,9 @@ class ChatTemplate:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it cannot take messages: have it complete a prompt instead, "
-                "or give it a template with --chat-template FILE",
-                param="messages",
+                "this model has no chat template, so it cannot take "
+                + MESSAGES
+                + ": have it complete a prompt instead, or give it a template with --chat-template FILE"
             )
         values = {
             **self._variables,
@@ -181,16 +182,16 @@ class ChatTemplate:
             with limited():
                 return template.render(values)
         except TemplateLimit as error:
-            raise InvalidRequest(f"{error.message}: it, or these messages, must change", param="messages") from error
+            raise InvalidRequest(f"{error.message}: it, or these " + MESSAGES + ", must change") from error
         except Exception as error:
             # The template is foreign code and these messages are its only input: whatever it raises is about them.
-            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+            raise InvalidRequest("the chat template refused the " + MESSAGES + f": {error}") from error
 
 
 def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
     """Return the message with its content as one string, as templates of text models expect it."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{at}] must be an object with a 'role'", param=f"messages[{at}]")
+        raise InvalidRequest(MESSAGES / at + " must be an object with a 'role'")
     plain = {**message, "content": plain_content(message.get("content"), at)}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [_call(call) for call in calls]
@@ -213,23 +214,22 @@ def plain_content(content: Any, at: int) -> str:
         case str():
             return content
         case [*parts]:
-            return "\n".join([_part(part, f"messages[{at}].content[{number}]") for number, part in enumerate(parts)])
+            return "\n".join([_part(part, MESSAGES / at / "content" / number) for number, part in enumerate(parts)])
         case _:
-            where = f"messages[{at}].content"
-            raise InvalidRequest(f"{where} must be a string or a list of parts", param=where)
+            raise InvalidRequest(MESSAGES / at / "content" + " must be a string or a list of parts")
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: Field) -> str:
     match part:
         case str():
             return part
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": "text"}:
-            raise InvalidRequest(f"{where}.text must be a string", param=f"{where}.text")
+            raise InvalidRequest(where / "text" + " must be a string")
         case {"type": str(kind)}:
             raise Unsupported(
-                f"{where} has type {kind[:60]!r}; this model takes text parts only", param=f"{where}.type"
+                where + f" has type {kind[:60]!r}; this model takes text parts only", param=where / "type"
             )
         case _:
-            raise InvalidRequest(f"{where} must be an object with a 'type'", param=where)
+            raise InvalidRequest(where + " must be an object with a 'type'")

@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.text.grammar.schema_tree import rebuilt
 
+_TOOLS, _CHOICE = Field("tools"), Field("tool_choice")
 _MAX_NAME = 64  # characters, as in OpenAI's API
 _ADD_PROPERTIES = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "$dynamicRef",
                    "allOf", "anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "minProperties"}  # fmt: skip
@@ -39,51 +40,47 @@ class ToolChoice(msgspec.Struct, frozen=True):
 def parse_tools(value: object) -> list[Tool]:
     """Parse `tools` of OpenAI's chat API: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
     if not isinstance(value, list):
-        raise InvalidRequest("tools must be a list", param="tools")
-    tools = [_tool(entry, f"tools[{at}]") for at, entry in enumerate(value)]
+        raise InvalidRequest(_TOOLS + " must be a list")
+    tools = [_tool(entry, _TOOLS / at) for at, entry in enumerate(value)]
     names: set[str] = set()
     for at, tool in enumerate(tools):
         if tool.name in names:
-            where = f"tools[{at}].function.name"
-            raise InvalidRequest(f"{where} {tool.name!r} is there twice", param=where)
+            raise InvalidRequest(_TOOLS / at / "function" / "name" + f" {tool.name!r} is there twice")
         names.add(tool.name)
     return tools
 
 
-def _tool(entry: object, where: str) -> Tool:
+def _tool(entry: object, where: Field) -> Tool:
     if not isinstance(entry, Mapping):
-        raise InvalidRequest(f"{where} must be an object", param=where)
+        raise InvalidRequest(where + " must be an object")
     if (kind := entry.get("type")) != "function":
-        shown = repr(kind)[:60]
-        raise Unsupported(f"{where}.type is {shown}; only 'function' is offered", param=f"{where}.type")
-    function, where = entry.get("function"), f"{where}.function"
+        raise Unsupported(where / "type" + f" is {repr(kind)[:60]}; only 'function' is offered")
+    function, where = entry.get("function"), where / "function"
     if not isinstance(function, Mapping):
-        raise InvalidRequest(f"{where} must be an object", param=where)
+        raise InvalidRequest(where + " must be an object")
     name = function.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not _is_plain(name):
-        raise InvalidRequest(
-            f"{where}.name must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'", param=f"{where}.name"
-        )
+        raise InvalidRequest(where / "name" + f" must be 1 to {_MAX_NAME} letters, digits, '_', '-' or '.'")
     description = function.get("description")
     if description is not None and not isinstance(description, str):
-        raise InvalidRequest(f"{where}.description must be a string", param=f"{where}.description")
+        raise InvalidRequest(where / "description" + " must be a string")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise InvalidRequest(f"{where}.strict must be true or false", param=f"{where}.strict")
-    return Tool(name, description or "", _parameters(function.get("parameters"), f"{where}.parameters"), bool(strict))
+        raise InvalidRequest(where / "strict" + " must be true or false")
+    return Tool(name, description or "", _parameters(function.get("parameters"), where / "parameters"), bool(strict))
 
 
 def _is_plain(name: str) -> bool:
     return name.isascii() and all(character.isalnum() or character in "_-." for character in name)
 
 
-def _parameters(schema: object, where: str) -> dict[str, Any]:
+def _parameters(schema: object, where: Field) -> dict[str, Any]:
     if schema is None:  # a tool without parameters
         return {"type": "object", "properties": {}}
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"{where} must be a JSON schema, an object", param=where)
+        raise InvalidRequest(where + " must be a JSON schema, an object")
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(f"{where}.type must be 'object': arguments are named", param=f"{where}.type")
+        raise InvalidRequest(where / "type" + " must be 'object': arguments are named")
     return {"type": "object", **schema}
 
 
@@ -98,16 +95,15 @@ def parse_tool_choice(value: object, tools: Sequence[Tool], parallel: bool = Tru
             return ToolChoice("auto" if tools else "none", parallel=parallel)
         case "required":
             if not tools:
-                raise InvalidRequest("tool_choice is 'required', but there are no tools", param="tool_choice")
+                raise InvalidRequest(_CHOICE + " is 'required', but there are no tools")
             return ToolChoice("required", parallel=parallel)
         case {"type": "function", "function": {"name": str(name)}}:
             if not any(tool.name == name for tool in tools):
-                raise InvalidRequest(f"tool_choice names {name[:60]!r}, which is not in tools", param="tool_choice")
+                raise InvalidRequest(_CHOICE + f" names {name[:60]!r}, which is not in " + _TOOLS)
             return ToolChoice("named", name, parallel=False)
         case _:
             raise InvalidRequest(
-                'tool_choice must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}',
-                param="tool_choice",
+                _CHOICE + ' must be \'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": …}}'
             )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from octavo.errors import InvalidRequest, RequestError, Unsupported
+from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 from octavo.text.grammar.grammar_errors import in_words
 from octavo.text.grammar.json_schema import prepare
 from octavo.text.grammar.lark import settle
@@ -21,6 +21,7 @@ from octavo.text.grammar.schema_tree import rebuilt
 from octavo.text.grammar.structural_tag import tags_rules
 from octavo.text.tokenize.vocabulary import Vocabulary
 
+STRUCTURED_OUTPUTS, RESPONSE_FORMAT = Field("structured_outputs"), Field("response_format")
 MAX_BYTES = 256 * 2**10  # default limit on the size of a schema, grammar or regex
 MAX_CHOICES = 4096
 _MAX_NESTING = 100  # nested brackets
@@ -32,41 +33,40 @@ _HEAD = '%llguidance {"no_forcing": true}\n'
 _WHITESPACE = r"( |\r?\n[ \t]{0,32})"
 
 
-def require_llguidance(param: str) -> None:
+def require_llguidance(field: Field) -> None:
     if importlib.util.find_spec("llguidance") is None:
-        raise Unsupported(f"{param} needs the package llguidance on the server: pip install llguidance", param=param)
+        raise Unsupported(field + " needs the package llguidance on the server: pip install llguidance")
 
 
 def grammar_of(
     wish: Mapping[str, Any],
     vocabulary: Vocabulary,
     *,
-    param: str = "structured_outputs",
-    where: str = "",
+    field: Field = STRUCTURED_OUTPUTS,
+    where: Field | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
-    """Build the grammar. `wish`: vLLM's structured_outputs, with exactly one of its kinds. `param`: the request's field that it
-    came in; `where`: the path of the value, if it is not param.kind."""
+    """Build the grammar. `wish`: vLLM's structured_outputs, with exactly one of its kinds. `field`: the request's field that it
+    came in; `where`: the path of the value, if it is not field.kind."""
     given = {key: value for key, value in wish.items() if value is not None and value is not False}
     kinds = [key for key in given if key in _KINDS]
     if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
-        place = f"{param}.{unknown[0][:60]}"
-        raise Unsupported(f"{place} is not offered", param=place)
+        raise Unsupported(field / unknown[0][:60] + " is not offered")
     if len(kinds) != 1:
         named = " and ".join(kinds) if kinds else "none of them"
-        raise InvalidRequest(f"{param} takes exactly one of {', '.join(_KINDS)}; {named} is given", param=param)
-    require_llguidance(param)
+        raise InvalidRequest(field + f" takes exactly one of {', '.join(_KINDS)}; {named} is given")
+    require_llguidance(field)
     kind = kinds[0]
-    value, where = given[kind], where or f"{param}.{kind}"
+    value, where = given[kind], where or field / kind
     budget = Budget()
     _check_size(value, where, max_bytes)
     match kind:
         case "json":
-            return schema_grammar(_parsed(value, where), vocabulary, param=where, style=given)
+            return schema_grammar(_parsed(value, where), vocabulary, field=where, style=given)
         case "json_object":
             if value is not True:
-                raise InvalidRequest(f"{where} must be true", param=where)
-            return schema_grammar({"type": "object"}, vocabulary, param=where, style=given)
+                raise InvalidRequest(where + " must be true")
+            return schema_grammar({"type": "object"}, vocabulary, field=where, style=given)
         case "structural_tag":
             rules = tags_rules(
                 _parsed(value, where),
@@ -88,14 +88,14 @@ def schema_grammar(
     schema: object,
     vocabulary: Vocabulary,
     *,
-    param: str,
+    field: Field,
     style: Mapping[str, Any] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> str:
     """Grammar of an output that is JSON, validates against the schema, and has nothing around it."""
-    require_llguidance(param)
-    _check_size(schema, param, max_bytes)
-    return _checked(f"start: {_schema_rule(schema, param, style or {})}\n", vocabulary, param)
+    require_llguidance(field)
+    _check_size(schema, field, max_bytes)
+    return _checked(f"start: {_schema_rule(schema, field, style or {})}\n", vocabulary, field)
 
 
 def framed_grammar(
@@ -104,31 +104,33 @@ def framed_grammar(
     vocabulary: Vocabulary,
     *,
     can_repeat: bool,
-    param: str,
+    field: Field,
     max_bytes: int = MAX_BYTES,
 ) -> str:
     """Grammar of an output that is JSON of this schema within a frame. If it can repeat, several follow each other directly: if
     anything were allowed between them, a model that writes it, even a line break, would have to continue with another."""
-    require_llguidance(param)
-    _check_size(schema, param, max_bytes)
+    require_llguidance(field)
+    _check_size(schema, field, max_bytes)
     before, after = (literal(text, vocabulary) for text in frame)
-    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, param, {})} {after}\n"
-    return _checked(rules, vocabulary, param)
+    rules = f"start: part{'+' if can_repeat else ''}\npart: {before} {_schema_rule(schema, field, {})} {after}\n"
+    return _checked(rules, vocabulary, field)
 
 
-def _schema_rule(schema: object, param: str, style: Mapping[str, Any], budget: Budget | None = None) -> str:
+def _schema_rule(schema: object, field: Field, style: Mapping[str, Any], budget: Budget | None = None) -> str:
     """Rule for a schema. `budget`: shared by all schemas of the grammar; None: there is no other."""
     if schema is True:
         schema = {}
-    prepared = prepare(schema, param, budget)
+    prepared = prepare(schema, field, budget)
     if not isinstance(prepared, dict):
-        raise InvalidRequest(f"{param} is false: no answer meets it", param=param)
+        raise InvalidRequest(field + " is false: no answer meets it")
     if style.get("disable_additional_properties"):
         prepared = rebuilt(prepared, _closed)
     guidance: dict[str, Any] = {"whitespace_flexible": False} if style.get("disable_any_whitespace") else {}
     pattern = style.get("whitespace_pattern")
     if not guidance:
-        guidance = {"whitespace_pattern": _WHITESPACE if pattern is None else _regex(pattern, "whitespace_pattern")}
+        guidance = {
+            "whitespace_pattern": _WHITESPACE if pattern is None else _regex(pattern, Field("whitespace_pattern"))
+        }
     return f"%json {json.dumps({'x-guidance': guidance, **prepared}, ensure_ascii=False)}"
 
 
@@ -138,26 +140,26 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "additionalProperties": schema.get("additionalProperties", False)} if is_list else schema
 
 
-def regex_terminal(value: object, param: str) -> str:
+def regex_terminal(value: object, field: Field) -> str:
     """The regex as a Lark terminal. The whole output must match, so anchors at the ends are dropped."""
-    pattern = without_anchors(_regex(value, param))
+    pattern = without_anchors(_regex(value, field))
     if not pattern:
-        raise InvalidRequest(f"{param} matches the empty answer alone", param=param)
+        raise InvalidRequest(field + " matches the empty answer alone")
     return slashed(plain_classes(pattern))
 
 
-def _regex(value: object, param: str) -> str:
+def _regex(value: object, field: Field) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{param} must be a regular expression, a string that is not empty", param=param)
-    _check_nesting(value, param)
+        raise InvalidRequest(field + " must be a regular expression, a string that is not empty")
+    _check_nesting(value, field)
     return value
 
 
-def _choice(value: object, param: str) -> str:
+def _choice(value: object, field: Field) -> str:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) for item in value):
-        raise InvalidRequest(f"{param} must be a list of strings that is not empty", param=param)
+        raise InvalidRequest(field + " must be a list of strings that is not empty")
     if len(value) > MAX_CHOICES:
-        raise InvalidRequest(f"{param} has {len(value)} entries, at most {MAX_CHOICES} are taken", param=param)
+        raise InvalidRequest(field + f" has {len(value)} entries, at most {MAX_CHOICES} are taken")
     return "start: " + " | ".join(quoted(item) for item in dict.fromkeys(value)) + "\n"
 
 
@@ -177,10 +179,10 @@ def literal(text: str, vocabulary: Vocabulary) -> str:
     )
 
 
-def _lark(value: object, param: str, schema_rule: Callable[[object, str], str]) -> str:
+def _lark(value: object, field: Field, schema_rule: Callable[[object, Field], str]) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise InvalidRequest(f"{param} must be a grammar in Lark's or GBNF's notation, a string", param=param)
-    _check_nesting(value, param)
+        raise InvalidRequest(field + " must be a grammar in Lark's or GBNF's notation, a string")
+    _check_nesting(value, field)
     from llguidance import gbnf_to_lark
 
     text = value
@@ -188,20 +190,18 @@ def _lark(value: object, param: str, schema_rule: Callable[[object, str], str]) 
         try:
             text = gbnf_to_lark.gbnf_to_lark(value)
         except RecursionError:
-            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
-        except Exception as error:  # its own class for syntax errors, bare ones for nonsense
-            raise InvalidRequest(
-                f"{param} is neither Lark (no rule `start:`) nor GBNF: {_one_line(error)}", param=param
-            ) from error
-    return settle(text, param, schema_rule)
+            raise InvalidRequest(field + " is nested too deeply") from None
+        except Exception as error:  # its own kind for what it cannot read, and bare ones for what makes no sense
+            raise InvalidRequest(field + f" is neither Lark (no rule `start:`) nor GBNF: {_one_line(error)}") from error
+    return settle(text, field, schema_rule)
 
 
-def _checked(rules: str, vocabulary: Vocabulary, param: str, is_own_text: bool = False) -> str:
+def _checked(rules: str, vocabulary: Vocabulary, field: Field, is_own_text: bool = False) -> str:
     """Compile the rules and return the grammar. `is_own_text`: the rules are the client's own text, so errors name its lines."""
     grammar = _HEAD + rules
     if problem := _problem(grammar, vocabulary):
         words = in_words(problem, _HEAD.count("\n") if is_own_text else None)
-        raise InvalidRequest(f"{param} cannot be kept to: {words}", param=param)
+        raise InvalidRequest(field + f" cannot be kept to: {words}")
     return grammar
 
 
@@ -229,29 +229,27 @@ def _one_line(error: object) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or "it cannot be compiled"
 
 
-def _parsed(value: object, param: str) -> object:
+def _parsed(value: object, field: Field) -> object:
     """Parse a schema that is given as text. vLLM accepts both objects and text."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param} is not valid JSON: {_one_line(error)}", param=param) from error
+        raise InvalidRequest(field + f" is not valid JSON: {_one_line(error)}") from error
 
 
-def _check_size(value: object, param: str, max_bytes: int) -> None:
+def _check_size(value: object, field: Field, max_bytes: int) -> None:
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         size = len(text.encode())
     except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"{param} cannot be written as JSON: {_one_line(error)}", param=param) from error
+        raise InvalidRequest(field + f" cannot be written as JSON: {_one_line(error)}") from error
     if size > max_bytes:
-        raise InvalidRequest(
-            f"{param} has {size} bytes; at most {max_bytes} are taken (--max-schema-bytes)", param=param
-        )
+        raise InvalidRequest(field + f" has {size} bytes; at most {max_bytes} are taken (--max-schema-bytes)")
 
 
-def _check_nesting(text: str, param: str) -> None:
+def _check_nesting(text: str, field: Field) -> None:
     """Limit the nesting of brackets: compilers recurse on it, and the stack is finite."""
     depth = deepest = 0
     for character in text:
@@ -261,16 +259,14 @@ def _check_nesting(text: str, param: str) -> None:
         elif character in ")]}":
             depth = max(0, depth - 1)
     if deepest > _MAX_NESTING:
-        raise InvalidRequest(
-            f"{param} is nested too deeply: at most {_MAX_NESTING} brackets within one another", param=param
-        )
+        raise InvalidRequest(field + f" is nested too deeply: at most {_MAX_NESTING} brackets within one another")
 
 
-def wish_of_response_format(value: object, param: str = "response_format") -> dict[str, Any] | None:
+def wish_of_response_format(value: object, field: Field = RESPONSE_FORMAT) -> dict[str, Any] | None:
     """Convert OpenAI's response_format to vLLM's structured_outputs. None: no structure is asked for."""
     match value:
         case {"type": "text", "schema": schema} if schema is not None:
-            raise InvalidRequest(f"{param}.schema needs {param}.type 'json_object'", param=f"{param}.schema")
+            raise InvalidRequest(field / "schema" + " needs " + field / "type" + " 'json_object'")
         case None | {"type": "text"}:
             return None
         case {"type": "json_object", "schema": schema} if schema is not None:
@@ -280,12 +276,13 @@ def wish_of_response_format(value: object, param: str = "response_format") -> di
         case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
             return {"json": schema}
         case {"type": "json_schema"}:
-            raise InvalidRequest(f"{param}.json_schema.schema is missing", param=f"{param}.json_schema")
+            raise InvalidRequest(field / "json_schema" / "schema" + " is missing", param=field / "json_schema")
         case {"type": "structural_tag"}:
             return {"structural_tag": value}
         case {"type": kind}:
             raise Unsupported(
-                f"{param}.type must be 'text', 'json_object', 'json_schema' or 'structural_tag', got {str(kind)[:60]!r}",
-                param=param,
+                field / "type"
+                + f" must be 'text', 'json_object', 'json_schema' or 'structural_tag', got {str(kind)[:60]!r}",
+                param=field,
             )
-    raise InvalidRequest(f"{param} must be an object with a type", param=param)
+    raise InvalidRequest(field + " must be an object with a type")

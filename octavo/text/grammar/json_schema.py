@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 from urllib.parse import quote, unquote
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.text.grammar.multiples import MAX_MULTIPLE, Budget, scaled
 from octavo.text.grammar.regex import plain_classes
 
@@ -88,10 +88,10 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Keywords that do not hold schemas: the check of their value, and a description of valid values."""
 
 
-def prepare(schema: object, param: str, budget: Budget | None = None) -> Schema | bool:
-    """Check a schema and return it without annotations, in the form that the compiler accepts. `param`: the request's field that
+def prepare(schema: object, field: Field, budget: Budget | None = None) -> Schema | bool:
+    """Check a schema and return it without annotations, in the form that the compiler accepts. `field`: the request's field that
     it came in."""
-    return _Checker(schema, param, budget or Budget()).run()
+    return _Checker(schema, field, budget or Budget()).run()
 
 
 def _bound(node: Schema) -> None:
@@ -105,10 +105,10 @@ def _bound(node: Schema) -> None:
 
 
 class _Checker:
-    def __init__(self, schema: object, param: str, budget: Budget) -> None:
+    def __init__(self, schema: object, field: Field, budget: Budget) -> None:
         self._root = schema
         self._budget = budget
-        self._param = param
+        self._field = field
         self._num_nodes = 0
         self._at: dict[str, Schema | bool] = {}  # place (a JSON pointer) → the schema there
         self._written: dict[str, str] = {}  # place → its $ref as a URI fragment
@@ -138,8 +138,8 @@ class _Checker:
         self._num_nodes += 1
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
             raise InvalidRequest(
-                f"{self._param} is too deep or too large: at most {MAX_DEPTH} schemas within one another, {MAX_NODES} in all",
-                param=self._param,
+                self._field
+                + f" is too deep or too large: at most {MAX_DEPTH} schemas within one another, {MAX_NODES} in all"
             )
         if isinstance(schema, bool):
             self._at[place] = schema
@@ -173,8 +173,8 @@ class _Checker:
             return self._schema(value, here, depth + 1)
         if key not in _VALUES:
             raise Unsupported(
-                f"{self._param}: {key!r} (at {place}) is not enforced here, and nothing is left unenforced: leave it out",
-                param=self._param,
+                self._field
+                + f": {key!r} (at {place}) is not enforced here, and nothing is left unenforced: leave it out"
             )
         will_do, words = _VALUES[key]
         if not will_do(value):
@@ -195,9 +195,8 @@ class _Checker:
             node.pop("minProperties", None)
         elif least > 1:
             raise Unsupported(
-                f"{self._param}: 'minProperties' (at {place}) is enforced up to 1, or up to the number of required "
-                f"properties, got {least}",
-                param=self._param,
+                self._field
+                + f": 'minProperties' (at {place}) is enforced up to 1, or up to the number of required properties, got {least}"
             )
 
     # ── references ──
@@ -210,7 +209,7 @@ class _Checker:
         target = self._target(wanted)
         if target is None:
             why = "names nothing in this schema" if wanted.startswith("#") else "leads out of this schema"
-            raise InvalidRequest(f"{self._param}: $ref {wanted[:80]!r} (at {place}) {why}", param=self._param)
+            raise InvalidRequest(self._field + f": $ref {wanted[:80]!r} (at {place}) {why}")
         node["$ref"] = target
         self._written[place] = "#" + quote(target[1:], safe="/~!$&'()*+,;=:@")
 
@@ -253,7 +252,7 @@ class _Checker:
                     stack.pop()
                     path.pop()
                 elif following in path:
-                    raise InvalidRequest(f"{self._param}: {following} leads back to itself", param=self._param)
+                    raise InvalidRequest(self._field + f": {following} leads back to itself")
                 elif following not in done:
                     stack.append((following, self._same(following)))
                     path.append(following)
@@ -267,7 +266,7 @@ class _Checker:
                 break
             ends |= more
         if "#" not in ends:
-            raise InvalidRequest(f"{self._param}: no answer meets this schema and comes to an end", param=self._param)
+            raise InvalidRequest(self._field + ": no answer meets this schema and comes to an end")
 
     def _can_end(self, place: str, ends: set[str]) -> bool:
         node = self._at[place]
@@ -325,7 +324,7 @@ class _Checker:
         return {**node, "properties": inner}
 
     def _invalid(self, place: str, words: str) -> InvalidRequest:
-        return InvalidRequest(f"{self._param}: {place} {words}", param=self._param)
+        return InvalidRequest(self._field + f": {place} {words}")
 
 
 def _translated(schema: Mapping[str, Any]) -> dict[str, Any]:

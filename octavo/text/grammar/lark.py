@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 
 _PIECE = re.compile(
     r"""
@@ -24,7 +24,7 @@ _KEPT = ("%ignore", "%import")  # directives that the compiler enforces
 _OPTIONS = re.compile(r"\s*\{\s*\}")  # empty options, which the GBNF converter writes
 
 
-def settle(lark: str, param: str, schema_rule: Callable[[object, str], str]) -> str:
+def settle(lark: str, field: Field, schema_rule: Callable[[object, Field], str]) -> str:
     """Return the grammar with each schema replaced by the result of `schema_rule`, which rejects what is not enforced."""
     settled, plain, at = [], [], 0
     while piece := _PIECE.search(lark, at):
@@ -36,29 +36,27 @@ def settle(lark: str, param: str, schema_rule: Callable[[object, str], str]) -> 
             continue
         match piece[0]:
             case "%json":
-                schema, at = _schema(lark, at, param)
-                settled.append(schema_rule(schema, param))
+                schema, at = _schema(lark, at, field)
+                settled.append(schema_rule(schema, field))
             case "%llguidance" if options := _OPTIONS.match(lark, at):
                 at = options.end()
             case "%llguidance":
-                raise Unsupported(f"{param}: options by %llguidance are not offered", param=param)
+                raise Unsupported(field + ": options by %llguidance are not offered")
             case order if order in _KEPT:
                 settled.append(order)
             case order:
-                raise Unsupported(
-                    f"{param}: {order[:60]} is not offered; there are %json, {' and '.join(_KEPT)}", param=param
-                )
+                raise Unsupported(field + f": {order[:60]} is not offered; there are %json, {' and '.join(_KEPT)}")
     plain.append(lark[at:])
     settled.append(plain[-1])
     if option := _RULE_OPTION.search(" ".join(plain)):
-        raise Unsupported(f"{param}: the rule option {option[1]!r} is not enforced here: leave it out", param=param)
+        raise Unsupported(field + f": the rule option {option[1]!r} is not enforced here: leave it out")
     return "".join(settled)
 
 
-def _schema(lark: str, at: int, param: str) -> tuple[object, int]:
+def _schema(lark: str, at: int, field: Field) -> tuple[object, int]:
     """Parse the JSON at position `at`: (value, its end)."""
     start = at + len(lark[at:]) - len(lark[at:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(lark, start)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{param}: %json needs a schema as JSON after it: {error}", param=param) from error
+        raise InvalidRequest(field + f": %json needs a schema as JSON after it: {error}") from error

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 
-SchemaRule = Callable[[object, str], str]
+SchemaRule = Callable[[object, Field], str]
 """(schema, the field it came in) → its expression in a rule."""
 
 _TAG = {"type", "begin", "content", "end"}
@@ -30,89 +30,86 @@ _TEXT = "TAG_TEXT"
 
 def tags_rules(
     value: object,
-    param: str,
+    field: Field,
     schema_rule: SchemaRule,
-    regex: Callable[[object, str], str],
+    regex: Callable[[object, Field], str],
     literal: Callable[[str], str],
 ) -> str:
     """Build the rules. `literal`: writes a text as an expression of a rule, with control tokens by id."""
     maker = _Rules(schema_rule, regex, literal)
     match value:
         case {"structures": structures, "triggers": triggers}:
-            maker.only(value, {"type", "structures", "triggers"}, param)
-            tags = maker.entries(structures, f"{param}.structures")
-            body = maker.triggered(tags, triggers, "schema", f"{param}", {})
+            maker.only(value, {"type", "structures", "triggers"}, field)
+            tags = maker.entries(structures, field / "structures")
+            body = maker.triggered(tags, triggers, "schema", field, {})
         case {"format": form}:
-            maker.only(value, {"type", "format"}, param)
-            body = maker.form(form, f"{param}.format", 0)
+            maker.only(value, {"type", "format"}, field)
+            body = maker.form(form, field / "format", 0)
         case _:
-            raise InvalidRequest(f"{param} must have structures and triggers, or a format", param=param)
+            raise InvalidRequest(field + " must have structures and triggers, or a format")
     return f"start: {body}\n" + "".join(maker.rules)
 
 
 class _Rules:
     def __init__(
-        self, schema_rule: SchemaRule, regex: Callable[[object, str], str], literal: Callable[[str], str]
+        self, schema_rule: SchemaRule, regex: Callable[[object, Field], str], literal: Callable[[str], str]
     ) -> None:
         self._schema_rule, self._regex, self._literal = schema_rule, regex, literal
         self.rules: list[str] = [f"{_TEXT}: /(.|\\n)*/\n", f"tag_end: {_TEXT}\n"]
         self._num_tags = 0
 
-    def form(self, value: object, where: str, depth: int) -> str:
+    def form(self, value: object, where: Field, depth: int) -> str:
         """The expression of a form in a rule."""
         if depth > _MAX_DEPTH:
-            raise self._invalid(f"{where} is nested too deeply")
+            raise InvalidRequest(where + " is nested too deeply")
         if not isinstance(value, Mapping):
-            raise self._invalid(f"{where} must be an object with a type")
+            raise InvalidRequest(where + " must be an object with a type")
         if isinstance(kind := value.get("type"), str) and kind in _WORDS:
             self.only(value, _WORDS[kind], where)
         match value:
             case {"type": "const_string", "value": str(text)} if text:
                 return self._literal(text)
             case {"type": "json_schema", "json_schema": schema}:
-                return self._schema_rule(schema, f"{where}.json_schema")
+                return self._schema_rule(schema, where / "json_schema")
             case {"type": "regex", "pattern": pattern}:
-                return self._regex(pattern, f"{where}.pattern")
+                return self._regex(pattern, where / "pattern")
             case {"type": "any_text"}:
                 return "tag_end"
             case {"type": "sequence", "elements": elements}:
-                every = self.entries(elements, f"{where}.elements")
-                return (
-                    "(" + " ".join(self._inner(e, f"{where}.elements[{i}]", depth) for i, e in enumerate(every)) + ")"
-                )
+                every = self.entries(elements, where / "elements")
+                return "(" + " ".join(self._inner(e, where / "elements" / i, depth) for i, e in enumerate(every)) + ")"
             case {"type": "or", "elements": elements}:
-                every = self.entries(elements, f"{where}.elements")
+                every = self.entries(elements, where / "elements")
                 return (
-                    "(" + " | ".join(self._inner(e, f"{where}.elements[{i}]", depth) for i, e in enumerate(every)) + ")"
+                    "(" + " | ".join(self._inner(e, where / "elements" / i, depth) for i, e in enumerate(every)) + ")"
                 )
             case {"type": "tag"}:
                 return self._tag(value, where, depth)
             case {"type": "triggered_tags", "triggers": triggers, "tags": tags}:
-                return self.triggered(self.entries(tags, f"{where}.tags"), triggers, "content", where, value, depth)
+                return self.triggered(self.entries(tags, where / "tags"), triggers, "content", where, value, depth)
             case {"type": "tags_with_separator", "tags": tags, "separator": str(separator)}:
-                return self._separated(self.entries(tags, f"{where}.tags"), separator, value, where, depth)
+                return self._separated(self.entries(tags, where / "tags"), separator, value, where, depth)
             case {"type": kind}:
-                raise Unsupported(f"{where}: the type {str(kind)[:60]!r} is not offered, or lacks a field", param=where)
-        raise self._invalid(f"{where} must be an object with a type")
+                raise Unsupported(where + f": the type {str(kind)[:60]!r} is not offered, or lacks a field")
+        raise InvalidRequest(where + " must be an object with a type")
 
-    def only(self, value: object, words: set[str], where: str) -> None:
+    def only(self, value: object, words: set[str], where: Field) -> None:
         """Reject an object that has other fields."""
         assert isinstance(value, Mapping)
         for name in value:
             if name not in words and value[name] is not None:
-                place = f"{where}.{name[:60]}"
                 raise Unsupported(
-                    f"{place} is not offered; what can stand there: {', '.join(sorted(words))}", param=place
+                    where / name[:60] + f" is not offered; what can stand there: {', '.join(sorted(words))}"
                 )
 
-    def _inner(self, value: object, where: str, depth: int) -> str:
+    def _inner(self, value: object, where: Field, depth: int) -> str:
         return self.form(value, where, depth + 1)
 
-    def entries(self, value: object, where: str) -> list[Mapping[str, Any]]:
+    def entries(self, value: object, where: Field) -> list[Mapping[str, Any]]:
         if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
-            raise self._invalid(f"{where} must be a list of objects that is not empty")
+            raise InvalidRequest(where + " must be a list of objects that is not empty")
         if len(value) > MAX_TAGS:
-            raise self._invalid(f"{where} has {len(value)} entries, at most {MAX_TAGS} are taken")
+            raise InvalidRequest(where + f" has {len(value)} entries, at most {MAX_TAGS} are taken")
         return value
 
     def triggered(
@@ -120,32 +117,32 @@ class _Rules:
         tags: Sequence[Mapping[str, Any]],
         triggers: object,
         content: str,
-        where: str,
+        where: Field,
         options: Mapping[str, Any],
         depth: int = 0,
     ) -> str:
         """Free text until one of the triggers; then one of the tags that begin with it; then free text again."""
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
-            raise self._invalid(f"{where}.triggers must be a list of strings that is not empty")
+            raise InvalidRequest(where / "triggers" + " must be a list of strings that is not empty")
         names = []
         for number, tag in enumerate(tags):
-            at = f"{where}.{'structures' if content == 'schema' else 'tags'}[{number}]"
+            at = where / ("structures" if content == "schema" else "tags") / number
             self.only(tag, {"begin", "schema", "end"} if content == "schema" else _TAG, at)
             begin = self._text(tag, "begin", at)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
-                raise self._invalid(f"{at}.begin starts with none of the triggers")
+                raise InvalidRequest(at / "begin" + " starts with none of the triggers")
             names.append(self._new_tag(tag, begin, trigger, content, at, depth))
         for trigger in triggers:
             if not any(self._text(tag, "begin", where).startswith(trigger) for tag in tags):
-                raise self._invalid(f"{where}.triggers: no tag begins with {trigger[:60]!r}")
+                raise InvalidRequest(where / "triggers" + f": no tag begins with {trigger[:60]!r}")
         one = "(" + " | ".join(names) + ")"
         first, last = ("+" if options.get("at_least_one") else "*"), " tag_end"
         if options.get("stop_after_first"):
             return one if options.get("at_least_one") else f"({one} | tag_end)"
         return f"({one}{first}{last})"
 
-    def _new_tag(self, tag: Mapping[str, Any], begin: str, trigger: str, content: str, where: str, depth: int) -> str:
+    def _new_tag(self, tag: Mapping[str, Any], begin: str, trigger: str, content: str, where: Field, depth: int) -> str:
         self._num_tags += 1
         name = f"tag_{self._num_tags}"
         head, body = f"{name}_head", self._content(tag, content, where, depth)
@@ -157,40 +154,36 @@ class _Rules:
         self.rules.append(f"{name}: {head} {self._literal(rest) if rest else ''} {body}\n")
         return name
 
-    def _tag(self, tag: Mapping[str, Any], where: str, depth: int) -> str:
+    def _tag(self, tag: Mapping[str, Any], where: Field, depth: int) -> str:
         self.only(tag, _TAG, where)
         return f"({self._literal(self._text(tag, 'begin', where))} {self._content(tag, 'content', where, depth)})"
 
-    def _content(self, tag: Mapping[str, Any], key: str, where: str, depth: int) -> str:
+    def _content(self, tag: Mapping[str, Any], key: str, where: Field, depth: int) -> str:
         """The content of a tag and its end."""
         if key not in tag:
-            raise self._invalid(f"{where}.{key} is missing")
+            raise InvalidRequest(where / key + " is missing")
         end = self._text(tag, "end", where, may_be_empty=True)
         inner, last = tag[key], self._literal(end) if end else ""
         if key == "schema":
-            return f"{self._schema_rule(inner, f'{where}.schema')} {last}"
+            return f"{self._schema_rule(inner, where / 'schema')} {last}"
         if isinstance(inner, Mapping) and inner.get("type") == "any_text" and end:
             self._num_tags += 1
             name = f"tag_text_{self._num_tags}"
             is_control = last.startswith("<")
             self.rules.append(f"{name}: {_TEXT} {last}\n" if is_control else f"{name}[lazy]: {_TEXT} {last}\n")
             return name
-        return f"{self.form(inner, f'{where}.{key}', depth + 1)} {last}"
+        return f"{self.form(inner, where / key, depth + 1)} {last}"
 
     def _separated(
-        self, tags: Sequence[Mapping[str, Any]], separator: str, options: Mapping[str, Any], where: str, depth: int
+        self, tags: Sequence[Mapping[str, Any]], separator: str, options: Mapping[str, Any], where: Field, depth: int
     ) -> str:
-        one = "(" + " | ".join(self._tag(tag, f"{where}.tags[{i}]", depth) for i, tag in enumerate(tags)) + ")"
+        one = "(" + " | ".join(self._tag(tag, where / "tags" / i, depth) for i, tag in enumerate(tags)) + ")"
         between = self._literal(separator) if separator else ""
         many = one if options.get("stop_after_first") else f"{one} ({between} {one})*"
         return f"({many})" if options.get("at_least_one") else f"({many})?"
 
-    def _text(self, tag: Mapping[str, Any], key: str, where: str, may_be_empty: bool = False) -> str:
+    def _text(self, tag: Mapping[str, Any], key: str, where: Field, may_be_empty: bool = False) -> str:
         text = tag.get(key)
         if not isinstance(text, str) or not (text or may_be_empty):
-            raise self._invalid(f"{where}.{key} must be a string{'' if may_be_empty else ' that is not empty'}")
+            raise InvalidRequest(where / key + f" must be a string{'' if may_be_empty else ' that is not empty'}")
         return text
-
-    def _invalid(self, words: str) -> InvalidRequest:
-        """Build an error. `words` begin with the path of the field, which becomes `param`."""
-        return InvalidRequest(words, param=words.partition(" ")[0].removesuffix(":"))

@@ -13,17 +13,17 @@ from types import ModuleType
 from octavo.errors import ConfigError
 from octavo.text.parsers import reasoning as reasoning_folder
 from octavo.text.parsers import tools as tools_folder
-from octavo.text.parsers.answer import Answer, AnswerParser, WholeCall, collect
+from octavo.text.parsers.answer import AnswerParser, CollectedEvents, WholeCall
 from octavo.text.parsers.calls import Schemas, ToolFormat
 from octavo.text.parsers.events import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from octavo.text.parsers.thinking import ThinkFormat
 
 __all__ = [
-    "Answer",
     "AnswerParser",
     "CallArguments",
     "CallBegin",
     "CallEnd",
+    "CollectedEvents",
     "Content",
     "Event",
     "Reasoning",
@@ -31,7 +31,6 @@ __all__ = [
     "ThinkFormat",
     "ToolFormat",
     "WholeCall",
-    "collect",
     "find_reasoning_format",
     "find_tool_format",
     "reasoning_format",

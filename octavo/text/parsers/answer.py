@@ -1,7 +1,8 @@
 """AnswerParser: splits one output into reasoning, then content and tool calls. Either format may be missing; such text is then
-passed through as content. collect() assembles a complete answer from the events."""
+passed through as content. CollectedEvents assembles a complete answer from the events."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -54,30 +55,26 @@ class WholeCall(msgspec.Struct, frozen=True):
     arguments: str  # the text of a JSON object
 
 
-class Answer(msgspec.Struct, frozen=True):
-    content: str
-    reasoning: str
-    calls: list[WholeCall]
+@dataclass(slots=True)
+class CollectedEvents:
+    """The events of one answer put together."""
 
+    content: str = ""
+    reasoning: str = ""
+    calls: list[WholeCall] = field(default_factory=list)
 
-def collect(events: Iterable[Event]) -> Answer:
-    """Assemble a complete answer from its events."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    begun: list[CallBegin] = []
-    arguments: list[list[str]] = []
-    for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case CallBegin():
-                begun.append(event)
-                arguments.append([])
-            case CallArguments(index, text):
-                arguments[index].append(text)
-            case CallEnd():
-                pass
-    calls = [WholeCall(call.id, call.name, "".join(parts)) for call, parts in zip(begun, arguments, strict=True)]
-    return Answer("".join(content), "".join(reasoning), calls)
+    def collect(self, events: Iterable[Event]) -> None:
+        """Add the next events of the answer."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegin(_, call_id, name):
+                    self.calls.append(WholeCall(call_id, name, ""))
+                case CallArguments(index, text):
+                    call = self.calls[index]
+                    self.calls[index] = msgspec.structs.replace(call, arguments=call.arguments + text)
+                case CallEnd():
+                    pass

@@ -9,7 +9,7 @@ from octavo.server.batch import answer_lines as answers
 from octavo.server.batch.answer_lines import answer_lines
 from octavo.server.batch.lines import Line
 from octavo.server.batch.records import Record
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 
 
 async def test_a_batch_that_is_cancelled_while_it_stands_aside_gives_its_slots_back() -> None:
@@ -35,9 +35,9 @@ async def test_a_line_that_says_how_long_it_waits_is_not_asked_again(monkeypatch
     asked: list[bytes] = []
     given: dict[str | None, int] = {}
 
-    async def ask(url: str, body: bytes) -> Answer:
+    async def ask(url: str, body: bytes) -> LoopbackResponse:
         asked.append(body)
-        return Answer(429 if asked.count(body) < 3 else 200, "req-1", 1, b"{}")
+        return LoopbackResponse(429 if asked.count(body) < 3 else 200, "req-1", 1, b"{}")
 
     async def write(record: Record) -> None:
         assert record.response is not None

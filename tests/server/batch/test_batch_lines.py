@@ -22,7 +22,7 @@ from octavo.server.batch.records import (
     read_back,
     unanswered_record,
 )
-from octavo.server.state.loopback import Answer
+from octavo.server.state.loopback import LoopbackResponse
 
 RULES = Rules(("/a", "/b"), max_body_bytes=1000)
 GOOD = {"custom_id": "x", "method": "POST", "url": "/a", "body": {"prompt": "p"}}
@@ -88,12 +88,12 @@ def test_a_seed_is_the_requests_own():
 
 
 def records() -> list[Record]:
-    answer = Answer(
+    answer = LoopbackResponse(
         200, "req-1", None, b'{"usage":{"prompt_tokens":3,"completion_tokens":4,"prompt_tokens_details":null}}\n'
     )
     return [
         answer_record(Line(1, "a\n\u2028b", "/a", b"{}"), answer),
-        answer_record(Line(2, "c", "/a", b"{}", ("note",)), Answer(400, "req-2", None, b'{"error":{}}')),
+        answer_record(Line(2, "c", "/a", b"{}", ("note",)), LoopbackResponse(400, "req-2", None, b'{"error":{}}')),
         bad_line_record(BadLine(3, "invalid_url", "line 3: no", "url")),
         unanswered_record(Line(4, "d", "/a", b"{}"), "batch_expired", "late"),
     ]

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.text.parsers import (
-    Answer,
     AnswerParser,
     CallArguments,
     CallBegin,
     CallEnd,
+    CollectedEvents,
     Content,
     Event,
-    collect,
     find_tool_format,
     tool_format,
     tool_formats,
@@ -44,7 +43,13 @@ def parse(name: str, pieces: Iterable[str]) -> list[Event]:
     return events + parser.finish()
 
 
-def whole(name: str, text: str) -> Answer:
+def collect(events: Iterable[Event]) -> CollectedEvents:
+    answer = CollectedEvents()
+    answer.collect(events)
+    return answer
+
+
+def whole(name: str, text: str) -> CollectedEvents:
     return collect(parse(name, [text]))
 
 
@@ -59,7 +64,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return found
 
 
-def calls_of(answer: Answer) -> list[tuple[str, Any]]:
+def calls_of(answer: CollectedEvents) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in answer.calls]
 
 

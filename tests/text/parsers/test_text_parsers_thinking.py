@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from octavo.errors import ConfigError
 from octavo.text.parsers import (
-    Answer,
     AnswerParser,
-    collect,
+    CollectedEvents,
+    Event,
     find_reasoning_format,
     reasoning_format,
     reasoning_formats,
@@ -22,7 +22,13 @@ from octavo.text.parsers import (
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def parse(name: str, pieces: Iterable[str], prompt: str = "") -> Answer:
+def collect(events: Iterable[Event]) -> CollectedEvents:
+    answer = CollectedEvents()
+    answer.collect(events)
+    return answer
+
+
+def parse(name: str, pieces: Iterable[str], prompt: str = "") -> CollectedEvents:
     parser = AnswerParser(tool_format("hermes"), {"now": {}}, reasoning_format(name), prompt, new_id=lambda: "id")
     return collect([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
 

@@ -1,5 +1,4 @@
-"""Anthropic's conversation (system, messages of content blocks, tools) → the messages and tools of a chat.
-Knows nothing of templates, tokens or answers, nor of fields beside those it reads."""
+"""Anthropic's conversation (system, messages of content blocks, tools) → the messages and tools of a chat request."""
 
 import json
 from typing import Any
@@ -8,13 +7,13 @@ from octavo.errors import InvalidRequest, Unsupported
 
 
 def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As OpenAI's chat API has them: a tool's result is a message of its own, a call is a part of the assistant's."""
+    """Messages as OpenAI's chat API has them: a tool's result is a message of its own, a call is part of the assistant's."""
     told: list[dict[str, Any]] = []
     if system is not None and (words := _system(system, "system")):
         told.append({"role": "system", "content": words})
     if not messages:
         raise InvalidRequest("messages is empty: at least one message is needed", param="messages")
-    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    names: dict[str, str] = {}  # call id → tool
     for at, message in enumerate(messages):
         told += _message(message, f"messages[{at}]", names)
     last = told[-1]
@@ -87,7 +86,7 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[st
     is_error = block.get("is_error")
     if is_error is not None and not isinstance(is_error, bool):
         raise InvalidRequest(f"{where}.is_error must be true or false", param=f"{where}.is_error")
-    # Templates have no place for the flag: in words it reaches the model.
+    # Templates have no place for the flag, so it is put into the text.
     words = f"Error: {content}" if is_error else content
     return {"role": "tool", "tool_call_id": call, "name": names[call], "content": words}
 
@@ -143,7 +142,7 @@ def _string(block: dict[str, Any], key: str, where: str) -> str:
 
 
 def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As OpenAI's chat API has them; their names and schemas are checked where those are."""
+    """Tools as OpenAI's chat API has them. Names and schemas are checked later, with those of the chat API."""
     return [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
 
 

@@ -1,5 +1,6 @@
-"""Anthropic's message, grown from an answer's events; each growth is also an event of its stream, in Anthropic's order.
-Knows nothing of text formats, tokens or HTTP: whole answers are streamed ones whose events nobody reads."""
+"""Anthropic's message, built from an answer's events; each step is also an event of the stream, in Anthropic's order.
+
+A whole message is a streamed one whose events are not sent."""
 
 from typing import Literal
 
@@ -19,13 +20,13 @@ class TextBlock(msgspec.Struct, frozen=True, tag="text"):
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag="thinking"):
     thinking: str
-    signature: str = ""  # Anthropic's proof that the words are the model's own: none is given or checked here
+    signature: str = ""  # Anthropic's proof of origin: neither given nor checked here
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag="tool_use"):
     id: str
     name: str
-    input: msgspec.Raw  # an object, as the model wrote it: no number in it is rounded
+    input: msgspec.Raw  # an object as the model wrote it, so that no number is rounded
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
@@ -36,7 +37,7 @@ class OutputTokensDetails(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    input_tokens: int  # without those that were found in the cache
+    input_tokens: int  # without cached ones
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     cache_read_input_tokens: int = 0
@@ -119,7 +120,7 @@ class Blocks:
     """The content of one message."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []  # those that are done
+        self.blocks: list[Block] = []  # completed
         self._told: list[msgspec.Struct] = []
         self._open: Block | None = None
         self._texts: list[str] = []  # of the open block
@@ -141,11 +142,11 @@ class Blocks:
                 self._close()
 
     def finish(self) -> None:
-        """An answer without a word has no block."""
+        """End the message. An empty answer has no block."""
         self._close()
 
     def take_told(self) -> list[msgspec.Struct]:
-        """The events since it was last asked."""
+        """The stream events since the last call."""
         told, self._told = self._told, []
         return told
 

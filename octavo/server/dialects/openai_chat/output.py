@@ -1,5 +1,4 @@
-"""What /v1/chat/completions answers with: OpenAI's completion and its chunks, and an answer's events as deltas.
-Knows nothing of requests, tokens or HTTP."""
+"""What /v1/chat/completions returns: OpenAI's completion and its chunks, and an answer's events as deltas."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -26,10 +25,10 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 class Message(msgspec.Struct, frozen=True):
     role: Literal["assistant"]
-    content: str | None  # None: it is all tool calls, or all reasoning
+    content: str | None  # None: only tool calls, or only reasoning
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
-    # Two names of one thing: vLLM's and DeepSeek's older one, and vLLM's of today.
+    # Two names for the same text: vLLM's and DeepSeek's older one, and vLLM's current one.
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
 
@@ -90,7 +89,7 @@ class ChatChunk(msgspec.Struct, frozen=True, gc=False):
     model: str
     system_fingerprint: str
     choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last where usage was asked for
+    usage: Usage | UnsetType | None = UNSET  # null in every chunk but the last, where usage was requested
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -109,7 +108,7 @@ def message(answer: WholeAnswer) -> Message:
 
 
 def deltas(events: Sequence[Event]) -> list[Delta]:
-    """A call's first delta has its id and name, those that follow its arguments: put together, as `message` has them."""
+    """Events as deltas. The first delta of a call has its id and name, the following ones its arguments."""
     made: list[Delta] = []
     for event in events:
         match event:

@@ -1,5 +1,4 @@
-"""Input of the Responses API → items, and items → the messages of a chat.
-Knows nothing of templates, tokens or where items are kept, nor of fields beside those it reads."""
+"""Input of the Responses API → items, and items → chat messages."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -24,11 +23,11 @@ ROLES = ("user", "assistant", "system", "developer")
 MAX_CALL_ID_LEN = 256
 
 Find = Callable[[str], Item | None]
-"""The item of an earlier response by its id."""
+"""Finds the item of an earlier response by its id."""
 
 
 def read_input(value: object, find: Find) -> list[Item]:
-    """`input` as it came: a string is a user's message."""
+    """Parse `input`: a string is a user's message."""
     if isinstance(value, str):
         return [MessageItem(item_id("msg"), "user", [InputText(value)])]
     if not isinstance(value, list):
@@ -39,7 +38,7 @@ def read_input(value: object, find: Find) -> list[Item]:
 
 
 def references(value: object) -> set[str]:
-    """Ids of items of earlier responses that an input names in their place."""
+    """Ids of earlier responses' items that an input refers to."""
     entries = value if isinstance(value, list) else []
     return {entry["id"] for entry in entries if _kind(entry) == "item_reference" and isinstance(entry.get("id"), str)}
 
@@ -179,10 +178,10 @@ def _id(entry: dict[str, Any], prefix: str) -> str:
 
 
 def chat_messages(instructions: str | None, items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Messages as OpenAI's chat API has them. What one turn of the assistant consists of (reasoning, words, calls) becomes one
-    message, and so do the instructions and the system messages that open the conversation: templates know no others."""
+    """Messages as OpenAI's chat API has them. One assistant turn (reasoning, text, calls) becomes one message, and so do the
+    instructions and the system messages that open the conversation: templates expect it so."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    names: dict[str, str] = {}  # of tools, by the ids of their calls
+    names: dict[str, str] = {}  # call id → tool
     for item in items:
         last = messages[-1] if messages else {}
         is_open = last.get("role") == "assistant"

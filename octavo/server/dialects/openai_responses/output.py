@@ -1,5 +1,6 @@
-"""One response's output items, grown from an answer's events; each growth is also an event of its stream, in OpenAI's order.
-Knows nothing of text formats, tokens or HTTP: whole answers are streamed ones whose events nobody reads."""
+"""One response's output items, built from an answer's events; each step is also an event of the stream, in OpenAI's order.
+
+A whole response is a streamed one whose events are not sent."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from octavo.text.parsers import CallArguments, CallBegin, CallEnd, Content, Even
 
 class Output:
     def __init__(self, first_sequence_number: int = 0) -> None:
-        self.items: list[types.Item] = []  # those that are done
+        self.items: list[types.Item] = []  # completed
         self._next_number = first_sequence_number
         self._told: list[types.StreamEvent] = []
         self._open: types.Item | None = None
@@ -22,7 +23,7 @@ class Output:
         self._logprobs: list[TokenLogprob] = []
 
     def feed(self, event: Event, logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """`logprobs`: of the tokens that the event's text is made of."""
+        """Add an event. `logprobs`: of the tokens behind the event's text."""
         match event:
             case Content(text):
                 self._say(text, logprobs)
@@ -38,24 +39,24 @@ class Output:
                 self._close()
 
     def finish(self, is_cut: bool) -> None:
-        """`is_cut`: a limit ended the answer, not the model. An answer without a word is an empty message."""
+        """End the answer. `is_cut`: a limit ended it, not the model. An empty answer is an empty message."""
         if self._open is None and not self.items:
             self._say("", ())
         self._close("incomplete" if is_cut else "completed")
 
     def take_told(self) -> list[types.StreamEvent]:
-        """The events since it was last asked."""
+        """The stream events since the last call."""
         told, self._told = self._told, []
         return told
 
     def next_number(self) -> int:
-        """For an event that is told from elsewhere."""
+        """The sequence number for an event that is made elsewhere."""
         number, self._next_number = self._next_number, self._next_number + 1
         return number
 
     @property
     def items_so_far(self) -> list[types.Item]:
-        """With what there is of the open one."""
+        """The completed items and what there is of the open one."""
         return [*self.items, self._whole("incomplete")] if self._open is not None else self.items
 
     @property
@@ -121,5 +122,5 @@ class Output:
 
 
 def item_id(prefix: str) -> str:
-    """As OpenAI writes them: msg_…, fc_…, rs_…"""
+    """A new id as OpenAI writes them: msg_…, fc_…, rs_…"""
     return new_id(prefix).replace("-", "_", 1)

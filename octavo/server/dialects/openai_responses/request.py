@@ -1,22 +1,28 @@
-"""What a request to the Responses API may say, and the same in a chat's fields.
-Knows nothing of items, of stored responses or of answers."""
+"""What a request to the Responses API may say, and the same as a chat request."""
 
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from octavo.config import ServerConfig
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.server.dialects.openai_responses.types import ResponseTool
 from octavo.server.generate.chat_request import ChatRequest
-from octavo.server.schema.fields import RequestFields, SamplingFields, check_metadata, make_fields
-from octavo.server.schema.limits import QueueOptions, StreamFields
+from octavo.server.generate.field_names import FieldNames
+from octavo.server.schema.fields import (
+    QueueOptions,
+    RequestFields,
+    SamplingFields,
+    StreamFields,
+    check_metadata,
+    make_fields,
+)
 from octavo.server.schema.shapes import Input, ResponseToolChoice, ResponseTools, TextFormat
 from octavo.text.chat.tools import parse_tools
 
-# What the schema of a response allows: it tells these fields back.
+# Limits of the response schema, which returns these fields.
 MAX_TEMPERATURE = 2
-MAX_NUMBER = 2**53 - 1  # that every JSON reader keeps exact
+MAX_NUMBER = 2**53 - 1  # the largest that every JSON reader keeps exact
 MAX_SAFETY_IDENTIFIER = 64  # characters
 
 LOGPROBS = "message.output_text.logprobs"
@@ -24,7 +30,7 @@ ENCRYPTED_REASONING = "reasoning.encrypted_content"
 INCLUDABLE = (
     LOGPROBS,
     ENCRYPTED_REASONING,
-    # Of tools and inputs that are not offered: there is never anything of theirs to include.
+    # Of tools and inputs that are not offered, so that there is never anything to include.
     "file_search_call.results",
     "web_search_call.results",
     "web_search_call.action.sources",
@@ -74,7 +80,7 @@ class ReasoningOptions(BaseModel):
 
 
 class ResponseStreamOptions(QueueOptions):
-    resumable: bool | None = None  # ours: the stream can be read on at another connection
+    resumable: bool | None = None  # ours: the stream can be resumed on another connection
 
 
 class InputRequest(SamplingFields):
@@ -84,7 +90,7 @@ class InputRequest(SamplingFields):
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None  # of tools that the server runs: there are none, so every limit is kept
+    max_tool_calls: int | None = None  # of tools that the server runs: there are none
     top_logprobs: int | None = None
     include: list[str] | None = None
     tools: ResponseTools = None
@@ -95,7 +101,7 @@ class InputRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     priority: int | None = None  # vLLM's: lower goes first, where the server schedules by priority
-    # Labels for the caller's own books: taken, and without effect here.
+    # Labels for the caller's own use: accepted, without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -118,24 +124,25 @@ class ResponsesRequest(InputRequest, StreamFields):
         return bool(self.stream_options and self.stream_options.resumable)
 
 
-NAMES = (
-    ("messages", "input"),
-    ("response_format.json_schema", "text.format"),
-    ("response_format", "text.format"),
-    ("max_tokens", "max_output_tokens"),
-    ("reasoning_effort", "reasoning.effort"),
-    (".function", ""),
+NAMES = FieldNames(
+    {
+        "messages": "input",
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "tools[].function": "tools[]",
+    }
 )
-"""A chat's names and these, for what is refused."""
 
 
 def check(fields: InputRequest, server: ServerConfig) -> None:
-    """What the schema does not say."""
+    """Check what the schema cannot express."""
     for name in fields.include or ():
         if name not in INCLUDABLE:
             raise InvalidRequest(f"include: {name[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
     if ENCRYPTED_REASONING in (fields.include or ()):
-        fields.pass_over(f"include.{ENCRYPTED_REASONING}", server)
+        fields.pass_over(Field("include", ENCRYPTED_REASONING), server)
     for name, value, least in (
         ("max_output_tokens", fields.max_output_tokens, 1),
         ("max_tool_calls", fields.max_tool_calls, 1),
@@ -170,13 +177,13 @@ def chat_request(fields: InputRequest, messages: list[dict[str, Any]]) -> ChatRe
         values["response_format"] = format
     if fields.effort is not None:
         values["reasoning_effort"] = fields.effort
-    # These were read by the same validators already.
+    # The same validators have checked these already.
     sampling = {name: getattr(fields, name) for name in SamplingFields.model_fields.keys() - RequestFields.model_fields}
     return make_fields(ChatRequest, values).model_copy(update=sampling)
 
 
 def response_format(fields: InputRequest) -> dict[str, Any] | None:
-    """None: text."""
+    """The chat API's response_format. None: text."""
     format = fields.text.format if fields.text else None
     match (format or {}).get("type", "text"):
         case "text":
@@ -198,7 +205,7 @@ def response_format(fields: InputRequest) -> dict[str, Any] | None:
 def chat_tools(fields: InputRequest) -> tuple[list[dict[str, Any]], object]:
     """(tools, tool_choice) as the chat API has them."""
     tools = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(fields.tools or ())]
-    parse_tools(tools)  # all of them: those that are not allowed now are told back as well
+    parse_tools(tools)  # all of them: the response returns those that are not allowed now, too
     match fields.tool_choice:
         case None | "none" | "auto":
             return tools, fields.tool_choice
@@ -254,7 +261,7 @@ def _allowed_name(entry: object) -> str:
 
 
 def shown_tools(fields: ResponsesRequest) -> list[ResponseTool]:
-    """The tools as a response tells them back."""
+    """The tools as a response returns them."""
     return [
         ResponseTool(tool["name"], tool.get("description"), tool.get("parameters") or {}, bool(tool.get("strict")))
         for tool in fields.tools or ()

@@ -1,5 +1,6 @@
-"""Responses that are kept for a while: bounded in bytes and in number, the one that was used longest ago leaves first.
-Knows nothing of what a response says: it keeps encoded text, whose size is the memory it takes."""
+"""Stored responses, bounded in bytes and in number: the least recently used is dropped first.
+
+Entries are kept encoded, so that their size is the memory they take."""
 
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -7,19 +8,20 @@ from typing import Literal
 
 import msgspec
 
+from octavo.errors import NotFound
 from octavo.server.dialects.openai_responses.types import Item
 from octavo.server.state.peers import Peers
 
-_OVERHEAD = 1024  # bytes that an entry takes beside its text
+_OVERHEAD = 1024  # bytes of an entry beside its text
 MAX_ID_LEN = 100
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
     id: str
-    owner: bytes  # who may see it: whoever comes with the same key
+    owner: bytes  # a digest of the API key that may read it
     body: bytes  # the response, as it was sent
-    items: bytes  # all that the model has seen and said up to its end, as JSON
-    num_output: int  # of those items, the last so many are the response's own output
+    items: bytes  # the whole conversation including this response's output, as JSON
+    num_output: int  # how many of the last items are the response's own output
 
     def read_items(self) -> list[Item]:
         return msgspec.json.decode(self.items, type=list[Item])
@@ -34,7 +36,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._own_items: dict[str, list[str]] = {}  # by response: the ids of items that came with it
+        self._own_items: dict[str, list[str]] = {}  # response id → ids of the items that it added
         self._homes: dict[str, str] = {}  # item id → response id
         self.num_bytes = 0
 
@@ -46,8 +48,8 @@ class ResponseStore:
         return self._max_responses > 0 and self._max_bytes > 0
 
     def put(self, response: StoredResponse, own_items: Sequence[str], *, is_spare: bool = False) -> bool:
-        """False: there is no room. `own_items`: ids of items that no earlier response has. `is_spare`: it takes no other's place,
-        and is the next to leave unless somebody uses it."""
+        """Store a response. False: there is no room. `own_items`: ids of items that no earlier response has. `is_spare`: it
+        displaces no other, and is dropped first unless it is used."""
         size = _size(response)
         if not self.is_on or size > self._max_bytes:
             return False
@@ -98,9 +100,9 @@ class _Wanted(msgspec.Struct, frozen=True):
 
 
 class KeptResponses:
-    """Those of every API process: each keeps its own, and asks the others for what it does not have."""
+    """The stored responses of all API processes: each keeps its own, and asks the others for the rest."""
 
-    KIND = "responses"  # of a question to another API process
+    KIND = "responses"  # of queries to other API processes
 
     def __init__(
         self,
@@ -109,8 +111,8 @@ class KeptResponses:
         cancel: Callable[[str, bytes], bytes | None] = lambda response_id, owner: None,
         end: Callable[[str, bytes], bool] = lambda response_id, owner: False,
     ) -> None:
-        """Of responses that this process still makes, or whose stream it has: `cancel` → what there is of it; `end`: whether
-        there was one."""
+        """Callbacks for responses that this process still generates, or whose stream it keeps: `cancel` returns the response as
+        far as it came, `end` whether there was one."""
         self.own = store
         self._cancel, self._end = cancel, end
         self._peers = peers
@@ -124,7 +126,7 @@ class KeptResponses:
         return await self._find("delete", response_id, owner) is not None
 
     async def cancel(self, response_id: str, owner: bytes) -> bytes | None:
-        """What there is of a response that was being made. None: none was."""
+        """Cancel a response that is being generated, and return it as far as it came. None: there is none."""
         return await self._find("cancel", response_id, owner)
 
     async def item(self, item_id: str, owner: bytes) -> Item | None:
@@ -163,3 +165,9 @@ async def _whole(answer: bytes) -> AsyncGenerator[bytes, None]:
 
 def _size(response: StoredResponse) -> int:
     return len(response.body) + len(response.items) + _OVERHEAD
+
+
+def not_found(response_id: str) -> NotFound:
+    return NotFound(
+        f"no response {response_id[:100]!r} is kept here: it was not stored, was deleted or made room for others"
+    )

@@ -1,8 +1,7 @@
 """The Responses API's objects: items of input and output, the response, the events of its stream. OpenAI's names and shapes.
-Knows nothing of requests, of the engine or of how an object comes about.
 
-Every field that OpenAI's schema or the Open Responses specification requires is here; what either forbids to be null is
-left out where there is nothing to say.
+Every field that OpenAI's schema or the Open Responses specification requires is here; a field that either forbids to be null is
+omitted where it has no value.
 """
 
 from typing import Any, Literal
@@ -90,7 +89,7 @@ class ItemList(msgspec.Struct, frozen=True):
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
-    cache_write_tokens: int = 0  # nothing is charged for what is cached, and nothing counted
+    cache_write_tokens: int = 0  # cache writes are neither charged nor counted
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
@@ -107,7 +106,7 @@ class ResponseUsage(msgspec.Struct, frozen=True):
 
 class IncompleteDetails(msgspec.Struct, frozen=True):
     reason: Literal["max_output_tokens"] | UnsetType = UNSET
-    stop_reason: str | UnsetType = UNSET  # ours: what ended it where OpenAI has no word for it
+    stop_reason: str | UnsetType = UNSET  # ours: the reason, where OpenAI has no name for it
 
 
 class ResponseError(msgspec.Struct, frozen=True):

@@ -1,0 +1,138 @@
+"""What a request to Anthropic's API may say, and the same as a chat request."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from octavo.errors import Field, InvalidRequest
+from octavo.server.dialects.anthropic.blocks import chat_messages, chat_tool_choice, chat_tools
+from octavo.server.generate import chat_request
+from octavo.server.generate.field_names import FieldNames
+from octavo.server.schema.fields import RequestFields, StreamFields, make_fields
+from octavo.server.schema.shapes import (
+    CacheControl,
+    OutputFormat,
+    System,
+    TurnMetadata,
+    Turns,
+    TurnToolChoice,
+    TurnTools,
+)
+from octavo.server.state.service import Service
+
+NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "thinking.budget_tokens": (),
+    "thinking.display": ("summarized",),
+}
+SWITCHES = ("enable_thinking", "thinking")
+"""Template variables that switch thinking on or off."""
+NAMES = FieldNames(
+    {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tools[].function.parameters": "tools[].input_schema",
+        "tools[].function": "tools[]",
+        "reasoning_effort": "output_config.effort",
+        "continue_final_message": "messages",
+        "stop": "stop_sequences",
+    }
+)
+
+_OPTIONS = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class Thinking(BaseModel):
+    model_config = _OPTIONS
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputConfig(BaseModel):
+    model_config = _OPTIONS
+
+    effort: str | None = None
+    format: OutputFormat = None
+
+
+class CountRequest(RequestFields):
+    messages: Turns
+    system: System = None
+    tools: TurnTools = None
+    tool_choice: TurnToolChoice = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl = None  # without effect: equal prefixes are always shared
+
+
+class MessagesRequest(CountRequest, StreamFields):
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: TurnMetadata = None
+
+
+async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.ChatRequest, chat_request.ChatPrompt]:
+    choice, is_parallel = chat_tool_choice(fields.tool_choice)
+    values: dict[str, Any] = {"messages": chat_messages(fields.system, fields.messages)}
+    if fields.tools:
+        values |= {"tools": chat_tools(fields.tools), "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    elif choice not in (None, "auto", "none"):
+        raise InvalidRequest("tool_choice wants a tool, but there are no tools", param="tool_choice")
+    if fields.output_config is not None:
+        values["reasoning_effort"] = fields.output_config.effort
+        if fields.output_config.format is not None:
+            values["response_format"] = _response_format(fields.output_config.format)
+    if fields.thinking is not None:
+        is_wanted = fields.thinking.type != "disabled"
+        if is_wanted and service.text.formats.thinking is None and not any(map(service.text.template_reads, SWITCHES)):
+            fields.pass_over(Field("thinking"), service.config.server)
+        # Where the template has no switch and the model thinks anyway, its reasoning is left out of the answer.
+        values |= {
+            "chat_template_kwargs": dict.fromkeys(SWITCHES, is_wanted),
+            "include_reasoning": is_wanted,
+        }
+    if values["messages"][-1]["role"] == "assistant":
+        _check_prefill(fields, choice)
+        values["continue_final_message"] = True
+    if isinstance(fields, MessagesRequest):
+        if fields.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens must be at least 1, got {fields.max_tokens}", param="max_tokens")
+        same = ("temperature", "top_p", "top_k", "stream")
+        values |= {name: getattr(fields, name) for name in same} | fields.limits
+        values["stop"] = fields.stop_sequences
+    with NAMES.in_errors():
+        asked = make_fields(chat_request.ChatRequest, values)
+        return asked, await chat_request.parse(service, asked)
+
+
+def _check_prefill(fields: CountRequest, choice: object) -> None:
+    """Refuse fields that decide how an answer begins where it continues the assistant's text."""
+    is_thinking = fields.thinking is not None and fields.thinking.type != "disabled"
+    is_formed = fields.output_config is not None and fields.output_config.format is not None
+    is_call = choice not in (None, "auto", "none")
+    for is_so, param in ((is_thinking, "thinking"), (is_formed, "output_config.format"), (is_call, "tool_choice")):
+        if is_so:
+            raise InvalidRequest(
+                f"messages ends with the assistant's own words, to be gone on with: {param} can not be had with that",
+                param=param,
+            )
+
+
+def _response_format(format: dict[str, Any]) -> dict[str, Any]:
+    match format:
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}
+        case _:
+            raise InvalidRequest(
+                'output_config.format must be {"type": "json_schema", "schema": {…}}', param="output_config.format"
+            )

@@ -1,0 +1,60 @@
+"""Writes the answer to a chat task as Anthropic's message: streamed or whole."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from octavo.server.dialects.anthropic import output
+from octavo.server.generate.chat_task import ChatTask
+from octavo.server.http.sse import typed_event
+
+
+class MessageWriter:
+    """One message."""
+
+    def __init__(self, message_id: str, model: str, task: ChatTask) -> None:
+        self._id, self._model, self._task = message_id, model, task
+        self._blocks = output.Blocks()
+
+    async def collect(self) -> output.Message:
+        async with aclosing(self._task.parts()) as steps:
+            async for parts in steps:
+                for part in parts:
+                    self._blocks.feed(part.event)
+        self._blocks.finish()
+        end = self._end()
+        return self._message(self._blocks.blocks, end.stop_reason, end.stop_sequence)
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        before = typed_event(output.MessageStart(self._message([], None, None))) + typed_event(output.Ping())
+        async with aclosing(self._task.parts()) as steps:
+            async for parts in steps:
+                for part in parts:
+                    self._blocks.feed(part.event)
+                yield before + self._told()
+                before = b""
+        self._blocks.finish()
+        last = typed_event(output.MessageDelta(self._end(), self._usage()))
+        yield before + self._told() + last + typed_event(output.MessageStop())
+
+    def _told(self) -> bytes:
+        return b"".join(map(typed_event, self._blocks.take_told()))
+
+    def _message(
+        self, blocks: list[output.Block], stop_reason: output.StopReason | None, stop_sequence: str | None
+    ) -> output.Message:
+        return output.Message(self._id, self._model, blocks, stop_reason, stop_sequence, self._usage())
+
+    def _end(self) -> output.End:
+        task = self._task
+        if task.is_cut and not task.has_looped:
+            return output.End("model_context_window_exceeded" if task.filled_context else "max_tokens", None)
+        if task.finish_reason == "tool_calls":
+            return output.End("tool_use", None)
+        if isinstance(task.stop_reason, str):
+            return output.End("stop_sequence", task.stop_reason)
+        return output.End("end_turn", None)
+
+    def _usage(self) -> output.MessageUsage:
+        used, cached = self._task.usage, self._task.num_cached_tokens
+        thought = output.OutputTokensDetails(self._task.num_reasoning_tokens)
+        return output.MessageUsage(used.prompt_tokens - cached, used.completion_tokens, thought, cached)

@@ -1,0 +1,63 @@
+"""What a request to /v1/completions may say, and its prompts as token ids."""
+
+import asyncio
+
+from octavo.errors import Field, InvalidRequest
+from octavo.server.generate.requests import LONG_TEXT, Prompt, cut_prompt
+from octavo.server.schema.fields import GenerationFields
+from octavo.server.schema.shapes import Prompts
+from octavo.server.schema.unsupported import NOT_OFFERED as NOT_OFFERED_ANYWHERE
+from octavo.server.state.service import Service
+
+MAX_PROMPTS = 1024
+
+NOT_OFFERED: dict[str, tuple[object, ...]] = {
+    **NOT_OFFERED_ANYWHERE,
+    "add_special_tokens": (True,),
+    "suffix": ("",),
+}
+
+
+class CompletionRequest(GenerationFields):
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: int | None = None  # 0 asks for the chosen token's alone
+
+
+async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
+    given = fields.prompt
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(item) is int for item in given)):
+        prompts = {"prompt": given}
+    elif not isinstance(given, list):
+        raise _wrong_prompt("prompt")
+    elif not given:
+        raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
+    elif len(given) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are taken at once", param="prompt"
+        )
+    else:
+        prompts = {f"prompt[{at}]": item for at, item in enumerate(given)}
+    for param, item in prompts.items():
+        if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
+            raise _wrong_prompt(param)
+
+    def encode() -> list[Prompt]:
+        words, report = service.text.encode, service.report
+        limit = report.max_model_len if fields.truncate_prompt_tokens is None else None
+        found = []
+        for param, item in prompts.items():
+            ids = words(item, param=param, max_tokens=limit) if isinstance(item, str) else item
+            kept = cut_prompt(ids, fields, report)
+            found.append(Prompt(kept, Field(param), item if isinstance(item, str) and len(kept) == len(ids) else None))
+        return found
+
+    # Many prompts take as long to encode as one long one: the size of all counts.
+    size = sum(len(item) for item in prompts.values() if isinstance(item, str))
+    return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+
+
+def _wrong_prompt(param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{param}: a prompt is a string or a list of token ids; several prompts are a list of either", param=param
+    )
