@@ -1,5 +1,4 @@
-"""Which attention backend runs here, and why.
-Knows nothing of how any of them works: it asks."""
+"""Choose the attention backend, and give the reason for the log."""
 
 import importlib
 import importlib.util
@@ -13,8 +12,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.spec import ModelSpec, PageLayout
 
-# name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there. One
-# that needs the native kernels is given them.
+# name → class, required package and device ("": any). A module is imported only if package and device are present.
 # In order of preference; the last one runs everywhere.
 _BACKENDS = {
     "triton": ("octavo.attention.triton:TritonAttention", "triton", "cuda"),
@@ -26,7 +24,7 @@ _BACKENDS = {
 
 
 _NATIVE = "native_cpu"
-# With --deterministic on a GPU, in place of triton: the one whose bits depend on a row's own cells alone.
+# Replaces triton with --deterministic on a GPU: its results depend, bit for bit, only on a row's own cells.
 _INVARIANT = ("octavo.attention.triton_invariant:InvariantTritonAttention", "triton", "cuda")
 
 
@@ -40,9 +38,9 @@ def choose(
     layout: PageLayout | None = None,
     is_invariant: bool = False,
 ) -> tuple[AttentionBackend, str]:
-    """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
-    `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group.
-    `is_invariant`: what a row gets must not depend on other rows, nor on how its tokens come in steps."""
+    """Return a new backend and the reason for it: the backend called `name`, or the first that supports model, device and
+    types. `native`: the native CPU kernels, if available. `layout`: the groups of layers that have their own page tables.
+    `is_invariant`: a row's results must not depend on other rows, nor on how its tokens are split into steps."""
     if spec.is_encoder:
         if name != "auto":
             raise ConfigError(

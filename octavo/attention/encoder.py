@@ -1,5 +1,5 @@
-"""Attention of an encoder: every token of a row sees every other, and nothing is kept once the step is done.
-Knows nothing of pages: a page takes no bytes here. Plain torch, one row at a time, so that no row depends on its batch mates."""
+"""Attention of an encoder: all tokens of a row see each other, and nothing is stored (a page takes 0 bytes).
+In torch, one row at a time, so that no row depends on the others in its batch."""
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,8 @@ class EncoderAttention:
 
 
 def _attend(layer: LayerHeads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [N, H, D], k and v [N, Hkv, D] of one row → [N, H * D]."""
-    # Copies: products over memory that begins anywhere may be summed in another order.
+    """Attend within one row: q [N, H, D], k and v [N, Hkv, D] → [N, H * D]."""
+    # Contiguous copies: a product may sum in another order if its inputs are aligned differently.
     q, k, v = (part.transpose(0, 1).contiguous()[None] for part in (q, k, v))
     attended = F.scaled_dot_product_attention(q, k, v, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1])
     return attended[0].transpose(0, 1).flatten(1)

@@ -1,5 +1,4 @@
-"""The reference attention backend: plain torch, one row at a time, in float32. What every other backend is tested against.
-Knows nothing of speed."""
+"""The reference attention backend: plain torch, one row at a time, in float32. Tests compare the other backends with it."""
 
 import torch
 
@@ -46,7 +45,7 @@ class ReferenceAttention:
 
 
 def _attend(layer: LayerHeads, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """q [N, H, D] are the last N of the L positions whose keys and values [L, Hkv, D] are given → [N, H, D]."""
+    """Attend with the queries q [N, H, D] of the last N of L positions; keys and values [L, Hkv, D] → [N, H, D]."""
     num, heads, _ = q.shape
     length = keys.shape[0]
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
