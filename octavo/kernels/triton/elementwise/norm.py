@@ -1,5 +1,4 @@
-"""RMSNorm of rows, alone or after adding a product to the residual stream, in one pass over memory.
-Knows nothing of layers: rows, a weight and an epsilon."""
+"""RMSNorm of rows, alone or after adding a product to the residual stream, in one pass over memory."""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -9,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: 
 from octavo.kernels.triton.runtime.chip import starts_early
 from octavo.kernels.triton.runtime.launch import Launcher
 
-# One program holds whole rows: 65,536 numbers are 64 registers of each of 1,024 threads.
+# A program holds whole rows: 65,536 numbers are 64 registers in each of 1,024 threads.
 MAX_SIZE = 65536
 
 
@@ -38,7 +37,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     place = row[:, None] * D + column[None, :]
     if residual is not None:
         numbers += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-        # Rounded before the norm, so that the result is that of an addition and a norm one after the other.
+        # Rounded before the norm, so that the result equals an addition followed by a norm.
         total = numbers.to(residual.dtype.element_ty)
         tl.store(residual + place, total, mask=mask)
         numbers = total.to(tl.float32)
@@ -59,8 +58,8 @@ def rms_norm(
     is_fixed: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """x / sqrt(mean(x²) + epsilon) * weight over the last of two dimensions, in float32, rounded once. [T, D] → [T, D]
-    is_fixed: squares are summed in one order, however many rows there are."""
+    """RMSNorm: [T, D] → x / sqrt(mean(x²) + epsilon) * weight over the last dimension, in float32, rounded once.
+    is_fixed: sum squares in the same order for any number of rows."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert out.is_contiguous() and out.shape == x.shape
@@ -92,7 +91,7 @@ def _launch(
     if num_rows == 0:
         return
     padded = 1 << (size - 1).bit_length()
-    # Few rows: all the threads there are on one row. Many: whole warps of 16-byte loads, about 4,096 numbers a program.
+    # Few rows: as many threads as possible on one row. Many: whole warps of 16-byte loads, about 4,096 numbers per program.
     has_few = is_fixed or num_rows <= 256
     rows = 1 if has_few else max(1, 4096 // padded)
     num_warps = min(32, max(1, rows * padded // (256 if has_few else 1024)))

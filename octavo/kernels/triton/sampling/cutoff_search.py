@@ -1,8 +1,7 @@
-"""Parts of the drawing kernel: where a row's logits must be cut so that what is above reaches a number or a mass.
-Knows nothing of temperatures, top-k or top-p: a target comes in, a value goes out.
+"""Part of the drawing kernel: find the cutoff in a row's logits above which the tokens reach a given number or mass.
 
-The program that searches holds the largest logit of each chunk of its row, so that it reads only chunks that matter, and
-it halves the interval twice a pass: each pass asks three values how much there is from them upwards."""
+The searching program holds the largest logit of each chunk of its row, so that it reads only chunks that matter. Each pass
+computes the mass above three values and so quarters the interval."""
 
 import torch
 import triton
@@ -14,19 +13,19 @@ UNIT_BITS = tl.constexpr(_UNIT_BITS)
 UNIT = tl.constexpr(2.0**_UNIT_BITS)
 LARGEST_BITS = tl.constexpr(0x7F7FFFFF)  # of float32
 
-# Keys are whole numbers in the order of the logits' values, without the low bits of float32 that their type does not have.
+# Keys are integers in the order of the logits' values, without the low bits of float32 that the logits' type lacks.
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 @triton.jit
 def largest_number(SHIFT: tl.constexpr):
-    """What +inf counts as: the largest float32 that has a key of its own."""
+    """The value that +inf counts as: the largest float32 with a key of its own."""
     return tl.full((), (LARGEST_BITS >> SHIFT) << SHIFT, tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def mended(value, scale, SHIFT: tl.constexpr):
-    """NaN is -inf; +inf is the largest number, but for a greedy row, which can tell the two apart."""
+    """Replace NaN by -inf, and +inf by the largest number except in a greedy row, which distinguishes the two."""
     value = tl.where(value == value, value, float("-inf"))
     return tl.minimum(value, tl.where(scale > 0, largest_number(SHIFT), float("inf")))
 
@@ -44,17 +43,17 @@ def key_of(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """The number of that key. Below zero the bits that are not there count as ones, in the order of keys."""
+    """The value of a key. Below zero the missing low bits count as ones, to keep the order of keys."""
     ordered = ((key << SHIFT) + tl.where(key < 0, (1 << SHIFT) - 1, 0)).to(tl.int32)
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _probes(low, high, start, is_first, step, SHIFT: tl.constexpr):
-    """Three keys in (low, high] in rising order, at the quarters from start to high; is_first: at start instead of one."""
+    """Three ascending keys in (low, high], at the quarters from start to high; is_first: the first one at start instead."""
     width = high - start
     first, second, third = start + ((width + 3) >> 2), start + ((2 * width + 3) >> 2), start + ((3 * width + 3) >> 2)
-    # Keys crowd around zero, logits do not: quartering values soon leaves few keys, unless the cut is close to zero.
+    # Keys are dense around zero, logits are not: quartering values soon leaves few keys, unless the cut is close to zero.
     if (step < 3) & (width > 64):
         bottom, top = value_of(start, SHIFT), value_of(high, SHIFT)
         first = key_of(bottom * 0.75 + top * 0.25, SHIFT)
@@ -68,19 +67,19 @@ def _probes(low, high, start, is_first, step, SHIFT: tl.constexpr):
 
 @triton.jit
 def _reached(default, first, second, third, is_first, is_second, is_third):
-    """What belongs to the highest of the probes that is reached; each is if the next one is."""
+    """The value for the highest probe that is reached. A probe is reached if the next higher one is."""
     return tl.where(is_third, third, tl.where(is_second, second, tl.where(is_first, first, default)))
 
 
 @triton.jit
 def _missed(default, first, second, third, is_first, is_second, is_third):
-    """The highest key below the lowest of the probes that is not reached."""
+    """The highest key below the lowest probe that is not reached."""
     return tl.where(is_third, default, tl.where(is_second, third, tl.where(is_first, second, first)) - 1)
 
 
 @triton.jit
 def nth_largest(maxima, n, low, high, SHIFT: tl.constexpr):
-    """A key in [low, high] that n of maxima [CHUNKS] reach, and few more if it can be; low if few are above it anyway."""
+    """A key in [low, high] that n of maxima [CHUNKS] reach, and few more if possible; low if few are above it anyway."""
     step = 0
     few = n + (n >> 2) + 4
     num_reaching = tl.sum((maxima >= value_of(low + 1, SHIFT)).to(tl.int64), 0)
@@ -101,10 +100,10 @@ def nth_largest(maxima, n, low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def _list(maxima, value, listed, CHUNKS: tl.constexpr):
-    """Write the chunks whose largest reaches the value, in rising order; how many they are."""
+    """List the chunks whose largest logit reaches the value, ascending. Returns their number."""
     is_listed = maxima >= value
     rank = tl.cumsum(is_listed.to(tl.int32), 0)
-    tl.debug_barrier()  # nobody reads the last list any more
+    tl.debug_barrier()  # all threads have read the previous list
     tl.store(listed + rank - 1, tl.arange(0, CHUNKS).to(tl.int64), mask=is_listed)
     tl.debug_barrier()
     return tl.max(rank, 0)
@@ -112,7 +111,7 @@ def _list(maxima, value, listed, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _read_listed(row, listed, position, num_listed, vocab_size, CHUNK: tl.constexpr):
-    """Logits [GROUP, CHUNK] as they are of the chunks at these positions of the list; -inf beyond its end."""
+    """Raw logits [GROUP, CHUNK] of the chunks at these positions of the list; -inf beyond its end."""
     chunk = tl.load(listed + position, mask=position < num_listed, other=0)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     mask = (position < num_listed)[:, None] & (at < vocab_size)
@@ -124,10 +123,10 @@ def search(
     row, listed, maxima, peak, scale, target, low, high, guess, vocab_size,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The highest key in (low, high] from which upwards the tokens weigh `target`; low if there is none.
+    """The highest key in (low, high] such that the tokens from it upwards have the mass `target`; low if there is none.
 
-    With a scale of 0 every token weighs 1, so that a search for a number is one for a mass. A guess above low, which need
-    not be right, is asked first: few chunks are read if they reach it."""
+    With scale 0 every token has mass 1, so that a search for a number is a search for a mass. A guess above low, which may
+    be wrong, is tried first: if it is reached, few chunks are read."""
     best = low
     step = 0
     while low < high:
@@ -135,7 +134,7 @@ def search(
         first, second, third = _probes(low, high, tl.where(is_guess, guess, low), is_guess, step, SHIFT)
         first_value, second_value, third_value = value_of(first, SHIFT), value_of(second, SHIFT), value_of(third, SHIFT)
         if SHIFT < 16:
-            # Types with many numbers have few tokens in between: the bounds follow these, not only the probes.
+            # In types with many values few tokens lie between the bounds: tighten the bounds to them, not only to the probes.
             low_value, high_value = value_of(low + 1, SHIFT), value_of(high, SHIFT)
             num_listed = _list(maxima, tl.where(is_guess, first_value, low_value), listed, CHUNKS)
         else:
@@ -151,7 +150,7 @@ def search(
                 value = tl.where(value > largest_number(SHIFT), largest_number(SHIFT), value)
                 least = tl.minimum(least, tl.min(tl.where(value >= low_value, value, float("inf")), 1))
                 most = tl.maximum(most, tl.max(tl.where(value <= high_value, value, float("-inf")), 1))
-            weight = tl.exp2((tl.minimum(value, peak) - peak) * scale)  # the peak is finite: +inf weighs no more
+            weight = tl.exp2((tl.minimum(value, peak) - peak) * scale)  # the peak is finite: +inf gets its weight
             of_first += mass_of(tl.sum(tl.where(value >= first_value, weight, 0.0), 1))
             of_second += mass_of(tl.sum(tl.where(value >= second_value, weight, 0.0), 1))
             of_third += mass_of(tl.sum(tl.where(value >= third_value, weight, 0.0), 1))
@@ -162,7 +161,7 @@ def search(
         low = tl.maximum(low, best)
         high = _missed(high, first, second, third, is_first, is_second, is_third)
         if (SHIFT < 16) and not is_guess:
-            low = tl.maximum(low, key_of(tl.min(least, 0) + 0.0, SHIFT) - 1)  # adding 0: -0 has a key of its own
+            low = tl.maximum(low, key_of(tl.min(least, 0) + 0.0, SHIFT) - 1)  # + 0.0 because -0 has another key than 0
             high = tl.minimum(high, key_of(tl.max(most, 0) + 0.0, SHIFT))
         step += 1
     return best
@@ -173,8 +172,8 @@ def weigh(
     row, listed, maxima, peak, scale, cut, vocab_size,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """List the chunks that reach the cut, each with the mass above it and the number of tokens equal to it.
-    Returns how many chunks, and of all of them together: that mass, the number of tokens above the cut."""
+    """List the chunks that reach the cut, each with its mass above the cut and its number of tokens equal to it. Returns
+    the number of chunks, the total mass above the cut and the total number of tokens above it."""
     num_listed = _list(maxima, cut, listed, CHUNKS)
     total = tl.zeros((GROUP,), tl.int64)
     count = tl.zeros((GROUP,), tl.int64)

@@ -1,10 +1,10 @@
-"""One token per row by inverse CDF in vocabulary order, over what min-p, top-k and top-p leave, without sorting.
-Knows nothing of seeds, penalties or requests: logits and a record a row (sampling_records) come in, token ids go out.
+"""Draw one token per row by inverse CDF in vocabulary order, from the tokens that min-p, top-k and top-p keep, without
+sorting. Parameters come in one record per row (records.py).
 
-Two launches. The survey reads every logit once and writes, for each chunk of 256, the largest and, where it will be
-needed, the weight. The choice, one program a row, lives on these: it draws a chunk, then a token of the chunk. Filters
-are cuts in value: the program searches the value from which upwards the tokens reach top_k in number, or top_p in mass.
-Of the tokens that equal the cut, the lowest ids are kept."""
+Two launches. _survey reads every logit once and writes, for each chunk of 256, the largest logit and, if needed, the weight.
+_choose, one program per row, works on these: it draws a chunk, then a token of the chunk. Filters are cutoffs in value: the
+program searches the value from which upwards the tokens reach top_k in number, or top_p in mass. Of the tokens equal to the
+cutoff, the lowest ids are kept."""
 
 import torch
 import triton
@@ -24,13 +24,13 @@ from octavo.kernels.triton.sampling.cutoff_search import (
     weigh,
 )
 
-_CHUNK = 256  # a warp's share: one 16-byte load a lane of bfloat16
-_SURVEY_GROUP = 16  # chunks of a program of the survey
+_CHUNK = 256  # logits of one warp: one 16-byte load per lane for bfloat16
+_SURVEY_GROUP = 16  # chunks per program of _survey
 _SURVEY_WARPS = 4
-_GROUP = 32  # chunks that a choosing program looks at together
+_GROUP = 32  # chunks that a program of _choose reads together
 _NUM_WARPS = 16
 _MAX_REGISTERS = None
-MAX_VOCAB_SIZE = 2**20  # what masses leave room for
+MAX_VOCAB_SIZE = 2**20  # so that sums of masses fit into int64
 
 SOURCE = tl.constexpr(columns.SOURCE)
 TARGET = tl.constexpr(columns.TARGET)
@@ -53,7 +53,7 @@ def _read(row, at, vocab_size, scale, SHIFT: tl.constexpr):
 def _survey(
     logits,  # [?, V], rows `stride` apart
     records,  # [R, WIDTH]
-    found,  # [R, 2, CHUNKS] float32: each chunk's largest logit; its weight, the largest weighing 1
+    found,  # [R, 2, CHUNKS] float32: each chunk's largest logit; its weight, relative to its largest token
     vocab_size,
     stride,
     found_stride,
@@ -79,7 +79,7 @@ def _survey(
 
 @triton.jit
 def _part_of(total, share):
-    """The least mass that is `share` of the total or more."""
+    """The smallest mass that is at least `share` of the total."""
     exact = total.to(tl.float64) * share
     whole = exact.to(tl.int64)
     return tl.maximum(whole + (whole.to(tl.float64) < exact).to(tl.int64), 1)
@@ -87,8 +87,8 @@ def _part_of(total, share):
 
 @triton.jit
 def _sure_of(total, top_p, num_tokens, peak, scale, SHIFT: tl.constexpr):
-    """A key from which upwards there is surely top_p of the total. The tokens lighter than w weigh less than w times
-    their number: with the w for which that is half of what top_p leaves over, rounding does not matter."""
+    """A key such that the tokens from it upwards surely have top_p of the total. Tokens lighter than w have together less than
+    w times their number; w is chosen so that this is half of what top_p leaves over, so rounding does not matter."""
     spare = 0.5 * ((1.0 - top_p) * total.to(tl.float64)).to(tl.float32) / UNIT
     return key_of(peak + tl.log2(spare / num_tokens) / scale, SHIFT)
 
@@ -98,15 +98,16 @@ def _filter(
     row, listed, maxima, peak, scale, reach, top_k, top_p, is_filtered, total, vocab_size,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The cut: tokens above it are kept, and so many of those equal to it. The list holds the chunks that reach it."""
+    """Find the cutoff. Returns it, the number of kept tokens that equal it, and the number of listed chunks, which reach
+    it. Tokens above the cutoff are kept."""
     cut = peak - reach
     num_equal = tl.full((), EVERY, tl.int64)
-    # The search is for keys above `low`: where the lowest value has a key of its own, that one is still allowed.
+    # The search covers keys above `low`: if the lowest value is exact as a key, that key is still allowed.
     low = key_of(cut, SHIFT) - (value_of(key_of(cut, SHIFT), SHIFT) >= cut).to(tl.int64)
     high = key_of(peak, SHIFT)
     num_listed, above, count = tl.full((), 0, tl.int32), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     stage = 0
-    while stage < 2:  # first the number, top_k, of what min-p left; then the mass, top_p, of what that left
+    while stage < 2:  # first by number: top_k of what min-p left; then by mass: top_p of what top_k left
         is_mass = stage == 1
         is_asked = tl.where(is_mass, top_p < 1.0, top_k < vocab_size)
         target = tl.where(is_mass, _part_of(total, top_p), top_k << UNIT_BITS)
@@ -114,8 +115,8 @@ def _filter(
         if is_asked:
             if is_mass:
                 low = tl.maximum(low, _sure_of(total, top_p, top_k, peak, scale, SHIFT) - 1)
-            # n chunks reach the n-th largest of the maxima, and so do n tokens or more: a sure bound for a number. For a
-            # mass it is a guess that costs one look at one group; most rows of a language model need no more.
+            # n chunks, and so at least n tokens, reach the n-th largest of the maxima: a sure bound for a number. For a mass
+            # it is a guess that costs reading one group; most rows of a language model need no more.
             guess = nth_largest(maxima, tl.where(is_mass, GROUP, top_k), low, high, SHIFT)
             found = search(
                 row, listed, maxima, peak, tl.where(is_mass, scale, 0.0), target, low, high, guess, vocab_size,
@@ -124,13 +125,13 @@ def _filter(
         is_found = found > low
         cut = tl.where(is_found, value_of(found, SHIFT), cut)
         low = tl.maximum(low, found)
-        if is_asked | (is_filtered & (stage == 0)):  # also where nothing was found: the search left its own list
+        if is_asked | (is_filtered & (stage == 0)):  # also if nothing was found: the search has overwritten the list
             num_listed, above, count = weigh(
                 row, listed, maxima, peak, scale, cut, vocab_size, CHUNKS, CHUNK, GROUP, SHIFT
             )
         unit = tl.maximum(mass_of(tl.exp2((cut - peak) * scale)), 1)
         if is_mass:
-            fitting = tl.maximum((target - above + unit - 1) // unit, 1)  # the one that crosses is kept
+            fitting = tl.maximum((target - above + unit - 1) // unit, 1)  # the token that crosses top_p is kept
             fitting = tl.where(is_found, fitting, tl.minimum(num_equal, fitting))
             num_equal = tl.where(is_asked, fitting, num_equal)
         elif is_filtered:
@@ -146,12 +147,12 @@ def _filter(
 def _token_of_chunk(
     row, chunk, cut, num_equal, threshold, mass, vocab_size, scale, CHUNK: tl.constexpr, SHIFT: tl.constexpr
 ):
-    """The token at which the masses of the chunk's kept tokens exceed the threshold, which counts in parts of `mass`."""
+    """The token at which the cumulative mass of the chunk's kept tokens exceeds the threshold, a part of `mass`."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     value = _read(row, at, vocab_size, scale, SHIFT)
     is_equal = (value == cut).to(tl.int32)
     is_kept = (value > cut) | ((is_equal == 1) & (tl.cumsum(is_equal, 0) <= num_equal))
-    # Against the chunk's own largest, so that they are never all rounded to nothing.
+    # Relative to the chunk's own largest, so that the masses never all round to 0.
     weight = tl.where(is_kept, mass_of(tl.exp2((value - tl.max(value, 0)) * scale)), 0)
     total = tl.sum(weight, 0)
     within = (threshold.to(tl.float64) / mass.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
@@ -168,7 +169,7 @@ def _draw(
     is_filtered = tl.load(record + FILTERED) > 0
     top_p = tl.load(record + TOP_P)
     mass = mass_of(weights * tl.exp2((maxima - peak) * scale))  # [CHUNKS]
-    equal = tl.zeros((CHUNKS,), tl.int64)  # of each chunk's tokens that equal the cut, how many are kept
+    equal = tl.zeros((CHUNKS,), tl.int64)  # per chunk: kept tokens that equal the cut
     cut = float("-inf")
     is_cut = is_filtered | (top_p < 1.0)
     if is_cut:
@@ -200,8 +201,8 @@ def _draw(
 def _choose(
     logits,  # [?, V], rows `stride` apart
     records,  # [R, WIDTH]
-    found,  # [R, 2, CHUNKS] float32: the survey
-    listed,  # [R, 3, CHUNKS] int64: a list of chunks, and for each the mass above the cut and the number equal to it
+    found,  # [R, 2, CHUNKS] float32 from _survey
+    listed,  # [R, 3, CHUNKS] int64: listed chunks; for each the mass above the cut, and the number of tokens equal to it
     out,  # [?] int64
     vocab_size,
     stride,
@@ -218,7 +219,7 @@ def _choose(
     found += program * found_stride
     index = tl.arange(0, CHUNKS)
     maxima = tl.load(found + index, mask=index * CHUNK < vocab_size, other=float("-inf"))
-    peak = tl.max(maxima, 0) + 0.0  # so that it is never -0, whose key is not that of 0
+    peak = tl.max(maxima, 0) + 0.0  # never -0, which has another key than 0
     token = tl.full((), 0, tl.int64)
     if peak > float("-inf"):
         if scale > 0:
@@ -245,9 +246,9 @@ def draw(
     num_warps: int = _NUM_WARPS,
     max_registers: int | None = _MAX_REGISTERS,
 ) -> None:
-    """For each record [R, WIDTH] float64: a token of its row of logits [?, V] into its place of out [?] int64.
+    """For each record [R, WIDTH] float64, draw a token from its row of logits [?, V] into its place of out [?] int64.
 
-    The same logits and record give the same token whatever else is drawn. Can be captured in a CUDA graph."""
+    The same logits and record give the same token in any batch. Can be captured in a CUDA graph."""
     num_rows, vocab_size = len(records), logits.shape[1]
     assert logits.stride(1) == 1 and out.stride(0) == 1 and out.dtype == torch.int64
     assert records.is_contiguous() and records.dtype == torch.float64 and records.shape[1] == columns.WIDTH
@@ -256,7 +257,7 @@ def draw(
         return
     num_chunks = triton.cdiv(vocab_size, _CHUNK)
     chunks = max(group, triton.next_power_of_2(num_chunks))
-    # A row's working space: a survey of two times CHUNKS float32, and a list of three times CHUNKS int64.
+    # Per row: `found`, 2 · CHUNKS float32, and `listed`, 3 · CHUNKS int64.
     space = torch.empty((num_rows, 4 * chunks), dtype=torch.int64, device=logits.device)
     found, listed = space.view(torch.float32), space.view(-1)[chunks:]
     _survey[(triton.cdiv(num_chunks, _SURVEY_GROUP), num_rows)](

@@ -1,12 +1,11 @@
-"""Logits without the tokens that a row's grammar does not leave, by bits that the host has computed.
-Knows nothing of grammars."""
+"""Apply grammar masks that the host has computed to logits."""
 
 import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096  # logits that a program goes over
-_WORD = 32  # tokens that a word has bits for
+_BLOCK = 4096  # logits per program
+_WORD = 32  # tokens per word
 
 
 @triton.jit
@@ -17,17 +16,17 @@ def _keep(logits, bits, at, vocab_size, stride, num_words, unlikeliest, BLOCK: t
     inside = token < vocab_size
     word = tl.load(bits + number * num_words + token // 32, mask=inside, other=0)
     value = tl.load(row + token, mask=inside, other=0.0).to(tl.float32)
-    lifted = tl.where(value > unlikeliest, value, unlikeliest)  # NaN, too
+    lifted = tl.where(value > unlikeliest, value, unlikeliest)  # also for NaN
     kept = tl.where((word >> (token % 32)) & 1 != 0, lifted, float("-inf"))
     tl.store(row + token, kept.to(logits.dtype.element_ty), mask=inside)
 
 
 def keep(logits: torch.Tensor, bits: torch.Tensor, at: torch.Tensor, unlikeliest: float) -> None:
-    """Rows `at` [G] int64 of logits [S, V] are changed: a token without its bit in bits [G, ceil(V / 32)] int32 becomes
-    impossible, any other at least as likely as `unlikeliest`."""
+    """Change the rows `at` [G] int64 of logits [S, V]: a token whose bit is not set in bits [G, ceil(V / 32)] int32 gets
+    -inf, any other at least `unlikeliest`."""
     num_rows, vocab_size = len(at), logits.shape[1]
     assert logits.stride(1) == 1 and bits.shape == (num_rows, -(-vocab_size // _WORD)) and bits.is_contiguous()
-    # In 16 bits -1e30 may not exist; what is there in its place is low enough.
+    # float16 cannot hold -1e30; this is low enough.
     lowest = max(unlikeliest, torch.finfo(logits.dtype).min / 128)
     _keep[(triton.cdiv(vocab_size, _BLOCK), num_rows)](
         logits, bits, at, vocab_size, logits.stride(0), bits.shape[1], lowest, BLOCK=_BLOCK, num_warps=4
