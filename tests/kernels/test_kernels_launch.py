@@ -263,7 +263,6 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
     with pytest.MonkeyPatch.context() as inner:
         check(inner, lambda: norm.rms_norm(x, weight, 1e-6, out, pdl=pdl))
         check(inner, lambda: norm.rms_norm(x[:, 8:504], weight[:496], 1e-6, narrow, pdl=pdl))
-        check(inner, lambda: norm.add_rms_norm(x, out, weight, 1e-6, pdl=pdl))
         check(inner, lambda: activation.gate_mul(gate_up, "silu", pdl=pdl))
         check(
             inner,

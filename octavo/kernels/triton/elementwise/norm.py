@@ -1,4 +1,4 @@
-"""RMSNorm of rows, alone or after adding a product to the residual stream, in one pass over memory."""
+"""RMSNorm of rows in one pass over memory."""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -15,7 +15,6 @@ MAX_SIZE = 65536
 @triton.jit  # type: ignore[untyped-decorator]
 def _rms_norm(  # type: ignore[no-untyped-def]
     x,  # [T, D], rows x_stride apart
-    residual,  # [T, D] contiguous, updated, or None
     weight,  # [D]
     out,  # [T, D] contiguous
     num_rows,
@@ -34,16 +33,9 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = (row < num_rows)[:, None] & (column < D)[None, :]
     numbers = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    place = row[:, None] * D + column[None, :]
-    if residual is not None:
-        numbers += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-        # Rounded before the norm, so that the result equals an addition followed by a norm.
-        total = numbers.to(residual.dtype.element_ty)
-        tl.store(residual + place, total, mask=mask)
-        numbers = total.to(tl.float32)
     mean = tl.sum(numbers * numbers, axis=1) / D
     normed = numbers * tl.rsqrt(mean + epsilon)[:, None] * scale[None, :]
-    tl.store(out + place, normed.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * D + column[None, :], normed.to(out.dtype.element_ty), mask=mask)
 
 
 _launch_rms_norm = Launcher(_rms_norm)
@@ -63,33 +55,10 @@ def rms_norm(
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert out.is_contiguous() and out.shape == x.shape
-    _launch(x, None, weight, epsilon, out, pdl, is_fixed)
-    return out
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, *, pdl: bool = False
-) -> torch.Tensor:
-    """residual += x in place; returns the norm of the sum. For ranks whose products are added up before the residual."""
-    assert residual.is_contiguous() and residual.shape == x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, residual, weight, epsilon, out, pdl)
-    return out
-
-
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    epsilon: float,
-    out: torch.Tensor,
-    pdl: bool,
-    is_fixed: bool = False,
-) -> None:
     num_rows, size = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and weight.shape == (size,) and size <= MAX_SIZE
     if num_rows == 0:
-        return
+        return out
     padded = 1 << (size - 1).bit_length()
     # Few rows: as many threads as possible on one row. Many: whole warps of 16-byte loads, about 4,096 numbers per program.
     has_few = is_fixed or num_rows <= 256
@@ -98,7 +67,8 @@ def _launch(
     pdl = pdl and starts_early(x.device)
     _launch_rms_norm(
         (-(-num_rows // rows), 1, 1),
-        (x, residual, weight, out, num_rows, x.stride(0), epsilon),
+        (x, weight, out, num_rows, x.stride(0), epsilon),
         (size, padded, rows, pdl),
         {"num_warps": num_warps, "launch_pdl": True} if pdl else {"num_warps": num_warps},
     )
+    return out
