@@ -24,8 +24,9 @@ from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_stor
 from octavo.kernels.triton.elementwise.activation import gate_mul
 from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm.skinny import choose, choose_tile, pays
-from octavo.kernels.triton.gemm.skinny_tile import SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.triton.gemm.skinny_tile import TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS
 
 SMALL = Dimensions("Qwen3-0.6B shape", 28, 1024, 16, 8, 128, 3072, 151936, True)
 LARGE = Dimensions("Llama-3.1-8B shape", 32, 4096, 32, 8, 128, 14336, 128256, False)

@@ -14,16 +14,23 @@ import triton
 import triton.language as tl
 
 from octavo.errors import ConfigError
-from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, activate
+from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.norm import rms_norm
+from octavo.kernels.triton.gemm.tall_tile import (
+    MAX_SHARED_TILES,
+    SCRATCH_NUMBERS,
+    add_shares,
+    finish,
+    leave_share,
+    scratch_of,
+    sums_over,
+)
 from octavo.kernels.triton.runtime.chip import shared_bytes
 from octavo.kernels.triton.runtime.launch import Launcher
 
 _PROGRAMS = 132  # multiprocessors of an H200: about as many shares of a weight keep it reading
 _MIN_SHARE, _MAX_SHARES = 256, 8
 _GRAIN = 128  # columns; shares are multiples of it for all tiles
-_SCRATCH_NUMBERS = 1 << 22  # float32: 16 MiB per device
-_MAX_TILES = 8192
 _TOGETHER = 8  # consecutive tiles of x, so that W's tiles stay in the cache
 
 
@@ -60,57 +67,6 @@ def share_size(k: int, shares: int) -> int:
     return -(-k // (shares * _GRAIN)) * _GRAIN
 
 
-@triton.jit
-def _share_sums(  # type: ignore[no-untyped-def]
-    x, place, part_stride, row, x_stride, first,
-    K: tl.constexpr, SHARE: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Sums [BLOCK_N, ROWS] of each part over SHARE columns from `first` on."""
-    column = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
-        at = first + start + column
-        weights = place[:, None] + at[None, :]
-        inputs = x + row[None, :] * x_stride + at[:, None]
-        if not HAS_TAIL:
-            numbers = tl.load(inputs)
-            tile = tl.load(weights)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride)
-        else:
-            numbers = tl.load(inputs, mask=(at < K)[:, None], other=0.0)
-            tile = tl.load(weights, mask=(at < K)[None, :], other=0.0)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride, mask=(at < K)[None, :], other=0.0)
-        sums = tl.dot(tile, numbers, sums, input_precision="ieee")
-        if PARTS == 2:
-            up_sums = tl.dot(up_tile, numbers, up_sums, input_precision="ieee")
-    return sums, up_sums
-
-
-@triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, output, row, GATED: tl.constexpr,
-):  # fmt: skip
-    """Apply scales, bias, gate and residual to the sums, and store them."""
-    mask = (output < n)[:, None] & (row < num_rows)[None, :]
-    if row_scales is not None:
-        sums *= tl.load(row_scales + row, mask=row < num_rows, other=0.0)[None, :]
-        sums *= tl.load(output_scales + output, mask=output < n, other=0.0)[:, None]
-    if bias is not None:
-        sums += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-        if GATED != "":
-            up_sums += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-    if GATED != "":
-        sums = activate(sums, GATED) * up_sums
-    place = row.to(tl.int64)[None, :] * n + output[:, None]
-    if residual is not None:
-        sums += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _product(  # type: ignore[no-untyped-def]
     x,  # [M, K], rows x_stride apart
@@ -136,7 +92,9 @@ def _product(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,  # an activation's name, or ""
 ):
     PARTS: tl.constexpr = 1 if GATED == "" else 2
+    COUNT: tl.constexpr = SHARE // BLOCK_K  # tiles of K in a share
     HAS_TAIL: tl.constexpr = SHARES * SHARE != K
+    tl.static_assert(SHARE % BLOCK_K == 0)
     number = tl.program_id(0)
     tiles_across = tl.cdiv(n, BLOCK_N)
     first_block = number // (GROUP * tiles_across) * GROUP
@@ -148,56 +106,36 @@ def _product(  # type: ignore[no-untyped-def]
     output = tl.arange(0, BLOCK_N)
     place = weight + first.to(tl.int64) * K + tl.minimum(output, n - 1 - first) * K
     row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
+    target_row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
     part_stride = n.to(tl.int64) * K
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     if scratch is None:
+        sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for share in range(SHARES):
-            more, more_up = _share_sums(
-                x, place, part_stride, row, x_stride, share * SHARE,
-                K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS,
-            )  # fmt: skip
+            more, more_up = sums_over(
+                x, place, part_stride, row, x_stride, share * COUNT, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
+            )
             sums += more
             up_sums += more_up
-        _finish(
-            sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
-            first_row + tl.arange(0, ROWS), GATED,
+        finish(
+            sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output, target_row,
+            GATED,
         )  # fmt: skip
     else:
         share = tl.program_id(1)
-        more, more_up = _share_sums(
-            x, place, part_stride, row, x_stride, share * SHARE, K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
+        sums, up_sums = sums_over(
+            x, place, part_stride, row, x_stride, share * COUNT, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
         )
-        cell = output[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tile = scratch + number.to(tl.int64) * (SHARES * PARTS * BLOCK_N * ROWS) + cell
-        mine = tile + share * (PARTS * BLOCK_N * ROWS)
-        tl.store(mine, more)
-        if PARTS == 2:
-            tl.store(mine + BLOCK_N * ROWS, more_up)
-        tl.debug_barrier()  # all threads' stores come before the one thread that counts this program
-        if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
-            tl.store(arrivals + number, 0)  # ready for the next launch
-            for other in range(SHARES):
-                theirs = tile + other * (PARTS * BLOCK_N * ROWS)
-                # .cg: the other programs' stores are in the L2 cache; this one's L1 cache may hold an older launch's.
-                sums += tl.load(theirs, cache_modifier=".cg")
-                if PARTS == 2:
-                    up_sums += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
-            _finish(
-                sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
-                first_row + tl.arange(0, ROWS), GATED,
+        scratch += number.to(tl.int64) * (SHARES * PARTS * BLOCK_N * ROWS)
+        if leave_share(sums, up_sums, scratch, arrivals + number, share, SHARES, PARTS, BLOCK_N, ROWS):
+            sums, up_sums = add_shares(scratch, arrivals + number, SHARES, PARTS, BLOCK_N, ROWS)
+            finish(
+                sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output, target_row,
+                GATED,
             )  # fmt: skip
 
 
 _launch_product = Launcher(_product)
-
-
-@cache
-def _scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and arrivals, shared by all launches on a device: they must run one after another, on one stream."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run a product once before a capture"
-    numbers = torch.empty(_SCRATCH_NUMBERS, dtype=torch.float32, device=device)
-    return numbers, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def invariant_linear(
@@ -263,11 +201,13 @@ def _launch(
     num_blocks = triton.cdiv(num_rows, tile.rows)
     num_tiles = triton.cdiv(n, tile.block_n) * num_blocks
     parts = 2 if gated else 1
-    has_room = num_tiles <= _MAX_TILES and num_tiles * shares * parts * tile.block_n * tile.rows <= _SCRATCH_NUMBERS
+    has_room = (
+        num_tiles <= MAX_SHARED_TILES and num_tiles * shares * parts * tile.block_n * tile.rows <= SCRATCH_NUMBERS
+    )
     if is_apart is None:
         is_apart = num_tiles < 2 * _PROGRAMS
     is_apart = is_apart and shares > 1 and has_room
-    scratch, arrivals = _scratch_of(x.device) if is_apart else (None, None)
+    scratch, arrivals = scratch_of(x.device) if is_apart else (None, None)
     step_bytes = (parts * tile.block_n + tile.rows) * tile.block_k * x.element_size()
     stages = max(2, min(tile.num_stages, shared_bytes(x.device) // step_bytes))
     _launch_product(

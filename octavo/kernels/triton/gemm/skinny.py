@@ -8,8 +8,9 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.norm import rms_norm
-from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS, SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS, TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS
 from octavo.kernels.triton.runtime.batch_sizes import captured_size
 from octavo.kernels.triton.runtime.chip import starts_early
 

@@ -4,7 +4,6 @@ chooses when to use it.
 If N has too few tiles to fill the GPU, several programs share a tile's K. Each stores its partial sums in scratch memory and
 increments a counter; the last to arrive adds all of them in a fixed order, so that results do not depend on which is last."""
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,18 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait  # type: ignore[import-untyped]
 
-from octavo.kernels.triton.elementwise.activation import activate
+from octavo.kernels.triton.gemm.tall_tile import (
+    MAX_SHARED_TILES,
+    SCRATCH_NUMBERS,
+    add_shares,
+    finish,
+    leave_share,
+    scratch_of,
+    sums_over,
+)
 from octavo.kernels.triton.runtime.chip import shared_bytes
 
 MAX_ROWS = 128
-SCRATCH_NUMBERS = 1 << 22  # float32: 16 MiB per device
-MAX_SHARED_TILES = 4096
 
 
 class TileChoice(NamedTuple):
@@ -35,58 +40,6 @@ def _prefetch(place, column, K: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    x, place, part_stride, num_rows, x_stride, first_tile,
-    K: tl.constexpr, COUNT: tl.constexpr, HAS_TAIL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Sums [BLOCK_N, ROWS] of each part over COUNT tiles of K from first_tile on."""
-    column = tl.arange(0, BLOCK_K)
-    # Rows beyond the last repeat the last one: their columns of the result are not stored.
-    row = tl.minimum(tl.arange(0, ROWS), num_rows - 1)
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for t in range(COUNT):
-        at = (first_tile + t) * BLOCK_K + column
-        weights = place[:, None] + at[None, :]
-        inputs = x + row[None, :] * x_stride + at[:, None]
-        if not HAS_TAIL:
-            numbers = tl.load(inputs)
-            tile = tl.load(weights)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride)
-        else:
-            numbers = tl.load(inputs, mask=(at < K)[:, None], other=0.0)
-            tile = tl.load(weights, mask=(at < K)[None, :], other=0.0)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride, mask=(at < K)[None, :], other=0.0)
-        sums = tl.dot(tile, numbers, sums, input_precision="ieee")
-        if PARTS == 2:
-            up_sums = tl.dot(up_tile, numbers, up_sums, input_precision="ieee")
-    return sums, up_sums
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
-    sums, up_sums, out, residual, bias, num_rows, n, first,
-    BLOCK_N: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    output = first + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, ROWS)
-    if bias is not None:
-        sums += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-        if GATED != "":
-            up_sums += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-    if GATED != "":
-        sums = activate(sums, GATED) * up_sums
-    place = row[None, :] * n + output[:, None]
-    mask = (output < n)[:, None] & (row < num_rows)[None, :]
-    if residual is not None:
-        sums += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -125,38 +78,19 @@ def _tile_product(  # type: ignore[no-untyped-def]
         for part in tl.static_range(PARTS):
             _prefetch(place + part * part_stride, first_tile * BLOCK_K + tl.arange(0, PREFETCHED) * 64, K)
         gdc_wait()
-    sums, up_sums = _product(
-        x, place, part_stride, num_rows, x_stride, first_tile, K, COUNT, HAS_TAIL, BLOCK_N, BLOCK_K, ROWS, PARTS
+    # Rows of x beyond the last repeat the last one too.
+    row = tl.minimum(tl.arange(0, ROWS), num_rows - 1)
+    sums, up_sums = sums_over(
+        x, place, part_stride, row, x_stride, first_tile, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
     )
+    output = first + tl.arange(0, BLOCK_N)
     if SPLIT == 1:
-        _store(sums, up_sums, out, residual, bias, num_rows, n, first, BLOCK_N, ROWS, GATED)
+        finish(sums, up_sums, out, residual, bias, None, None, num_rows, n, output, tl.arange(0, ROWS), GATED)
     else:
-        cell = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        mine = scratch + (tile * SPLIT + share) * (PARTS * BLOCK_N * ROWS) + cell
-        tl.store(mine, sums)
-        if PARTS == 2:
-            tl.store(mine + BLOCK_N * ROWS, up_sums)
-        tl.debug_barrier()  # all threads' stores come before the one thread that counts this program
-        arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
-            tl.store(arrivals + tile, 0)  # ready for the next launch
-            sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-            up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-            for other in range(SPLIT):
-                theirs = scratch + (tile * SPLIT + other) * (PARTS * BLOCK_N * ROWS) + cell
-                # .cg: the other programs' stores are in the L2 cache; this one's L1 cache may hold an older launch's.
-                sums += tl.load(theirs, cache_modifier=".cg")
-                if PARTS == 2:
-                    up_sums += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
-            _store(sums, up_sums, out, residual, bias, num_rows, n, first, BLOCK_N, ROWS, GATED)
-
-
-@cache
-def scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and arrivals, shared by all launches on a device: they must run one after another, on one stream."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run a product once before a capture"
-    numbers = torch.empty(SCRATCH_NUMBERS, dtype=torch.float32, device=device)
-    return numbers, torch.zeros(MAX_SHARED_TILES, dtype=torch.int32, device=device)
+        scratch += tile * (SPLIT * PARTS * BLOCK_N * ROWS)
+        if leave_share(sums, up_sums, scratch, arrivals + tile, share, SPLIT, PARTS, BLOCK_N, ROWS):
+            sums, up_sums = add_shares(scratch, arrivals + tile, SPLIT, PARTS, BLOCK_N, ROWS)
+            finish(sums, up_sums, out, residual, bias, None, None, num_rows, n, output, tl.arange(0, ROWS), GATED)
 
 
 def stages_that_fit(choice: TileChoice, rows: int, item_bytes: int, shared: int) -> int:
