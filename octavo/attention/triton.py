@@ -32,7 +32,7 @@ class TritonAttention:
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._is_whole = False
-        self._chosen: dict[bool, Tile] = {}  # by whether a layer has a window, a soft cap or sinks
+        self._chosen: dict[bool, Tile] = {}  # by whether a layer needs the general kernel
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
@@ -88,18 +88,19 @@ class TritonAttention:
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
         """The tile for a layer. Cached, because run() asks once per layer."""
-        is_plain = bool(layer.window or layer.softcap) or layer.sinks is not None
-        tile = self._chosen.get(is_plain)
+        # The specialised kernel has no window, soft cap or sinks.
+        needs_general = bool(layer.window or layer.softcap) or layer.sinks is not None
+        tile = self._chosen.get(needs_general)
         if tile is None:
             on_gpu = kv.device.type == "cuda"
-            tile = self._chosen[is_plain] = choose_tile(
+            tile = self._chosen[needs_general] = choose_tile(
                 layer.head_size,
                 layer.num_heads // layer.num_kv_heads,
                 kv.shape[3],
                 dtype,
                 kv.dtype,
                 capability=torch.cuda.get_device_capability(kv.device) if on_gpu else (0, 0),
-                is_plain=is_plain,
+                needs_general=needs_general,
             )
         return tile
 

@@ -49,13 +49,13 @@ def choose_tile(
     kv_dtype: torch.dtype,
     *,
     capability: tuple[int, int] = (0, 0),
-    is_plain: bool = False,
+    needs_general: bool = False,
 ) -> Tile:
     """Choose a tile by shape: the fastest that benchmarks/kernels/paged_prefill.py measured on an H200.
 
-    `is_plain`: some layer has a window, a soft cap or sinks, which the specialised kernel does not know."""
+    `needs_general`: the layer has a window, a soft cap or sinks, which the specialised kernel does not support."""
     padded = triton.next_power_of_2(head_size)
-    if capability == (9, 0) and not is_plain:
+    if capability == (9, 0) and not needs_general:
         from octavo.kernels.triton.attention import paged_prefill_hopper  # needs Gluon, which other GPUs do not
 
         if paged_prefill_hopper.fits(head_size, group, page_size, dtype, kv_dtype):
