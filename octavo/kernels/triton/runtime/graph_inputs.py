@@ -53,23 +53,23 @@ class InputSlot:
 
 @triton.jit
 def _receive(
-    letters, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
+    input_slots, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy an input slot. One program: a slot has a few kilobytes, and reading it takes one round trip to host memory."""
     which = tl.load(slot)
-    letter = letters + which * size
+    inputs = input_slots + which * size
     for first in range(0, num_rows, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        tl.store(rows + at, tl.load(letter + at, mask=at < num_rows, other=0), mask=at < num_rows)
-        tl.store(lens + at, tl.load(letter + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
-    tl.store(prefix_len, tl.load(letter + 2 * max_rows))
-    num_changes = tl.load(letter + 2 * max_rows + 1)
+        tl.store(rows + at, tl.load(inputs + at, mask=at < num_rows, other=0), mask=at < num_rows)
+        tl.store(lens + at, tl.load(inputs + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
+    tl.store(prefix_len, tl.load(inputs + 2 * max_rows))
+    num_changes = tl.load(inputs + 2 * max_rows + 1)
     for first in range(0, num_changes, BLOCK):
         at = first + tl.arange(0, BLOCK)
         is_change = at < num_changes
-        cell = tl.load(letter + 2 * max_rows + 4 + at, mask=is_change, other=0)
-        page = tl.load(letter + 2 * max_rows + 4 + max_changes + at, mask=is_change, other=0)
+        cell = tl.load(inputs + 2 * max_rows + 4 + at, mask=is_change, other=0)
+        page = tl.load(inputs + 2 * max_rows + 4 + max_changes + at, mask=is_change, other=0)
         tl.store(page_table + cell, page, mask=is_change)
     tl.store(slot, (which + 1) % SLOTS)
 
@@ -110,7 +110,7 @@ def _scatter(rows, lens, sampled, tokens, answers, slot, tokens_width, max_rows,
 
 
 def receive(
-    letters: torch.Tensor,  # [NUM_SLOTS, InputSlot.size] int32, pinned
+    input_slots: torch.Tensor,  # [NUM_SLOTS, InputSlot.size] int32, pinned
     slot: torch.Tensor,  # [1] int32: index of the slot to read; incremented
     rows: torch.Tensor,  # [B] int32; this and the following are filled
     lens: torch.Tensor,  # [B] int32
@@ -119,7 +119,7 @@ def receive(
     layout: InputSlot,
 ) -> None:
     _receive[(1,)](
-        letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], layout.max_rows, layout.max_changes,
+        input_slots, slot, rows, lens, prefix_len, pages, rows.shape[0], input_slots.shape[1], layout.max_rows, layout.max_changes,
         SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
