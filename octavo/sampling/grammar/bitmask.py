@@ -29,7 +29,7 @@ def is_set(bits: Words, token: int) -> bool:
     return bool(bits.view(np.uint32)[token // WORD] >> np.uint32(token % WORD) & 1)
 
 
-def leave(bits: Words, tokens: Sequence[int]) -> None:
+def keep_only(bits: Words, tokens: Sequence[int]) -> None:
     """Set the bits of these tokens and clear all others."""
     bits[:] = 0
     for token in tokens:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, leave, tokens_of
+from octavo.sampling.grammar.bitmask import WORD, Ints, Words, is_set, keep_only, tokens_of
 from octavo.sampling.grammar.closing_rank import SIGNS, opens, rank_of, text_rank
 from octavo.sampling.grammar.shortest_completion import CONTEXT, LONGEST, ShortestCompletion
 
@@ -163,23 +163,23 @@ class Ends:
         shortest = ShortestCompletion(found) if found else None
         return shortest if shortest is not None and shortest.looks_from > _LOOKS_FROM else None
 
-    def restrict(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def restrict(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """Keep in `bits`, the mask of `matcher`, only tokens that lead to an end in time. `num_left`: tokens left, this one
         included. True: this token is the last, because of the limit."""
-        if closing.end:
-            return self._say(closing, bits)
-        if num_left > closing.looks_at:
+        if ending.end:
+            return self._next_of_end(ending, bits)
+        if num_left > ending.looks_at:
             return False
         before = self._num_masks + self._num_spelled
-        end = None if closing.is_far else self._end_of(closing, matcher, num_left)
+        end = None if ending.is_far else self._end_of(ending, matcher, num_left)
         room = num_left - len(end or ())
-        closing.looks_at = max(num_left - _pause(end, room, num_left), min(_NEAR, num_left - 1))
+        ending.looks_at = max(num_left - _pause(end, room, num_left), min(_NEAR, num_left - 1))
         if end is None:
             if num_left <= _NEAR:
-                self._make_do(closing, matcher, bits, num_left)
-            closing.num_masks += self._num_masks + self._num_spelled - before
-            if closing.num_masks > max(_MAX_MASKS, len(closing.shortest.tokens) if closing.shortest else 0):
-                closing.looks_at = 0
+                self._make_do(ending, matcher, bits, num_left)
+            ending.num_masks += self._num_masks + self._num_spelled - before
+            if ending.num_masks > max(_MAX_MASKS, len(ending.shortest.tokens) if ending.shortest else 0):
+                ending.looks_at = 0
             return False
         if room > (_OPENS_NOTHING if end else _ENDS):
             return False
@@ -188,68 +188,68 @@ class Ends:
             if (harmless & ~self._blank).any():  # else only space could follow, where a comma or a bracket is due
                 bits[:] = harmless
             else:
-                leave(bits, end[:1])
+                keep_only(bits, end[:1])
             return False
         if not end:
-            return self._may_end(closing, matcher, bits, num_left)
+            return self._may_end(ending, matcher, bits, num_left)
         if len(end) > 1 and len(tokens_of(bits, self._vocab_size)) > _FEW:
-            closing.end, closing.is_cut = list(end), True
-            return self._say(closing, bits)
-        self._narrow(closing, bits, self._fitting(closing, matcher, bits, end, num_left))
+            ending.end, ending.is_cut = list(end), True
+            return self._next_of_end(ending, bits)
+        self._narrow(ending, bits, self._fitting(ending, matcher, bits, end, num_left))
         return False
 
-    def recall(self, closing: BudgetedEnd, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
+    def recall(self, ending: BudgetedEnd, matcher: "LLMatcher", tokens: Sequence[int], num_left: int) -> bool:
         """Repeat the restrict() calls before each of `tokens`, which were generated earlier; `num_left`: tokens left before the
         first. The matcher consumes the tokens. False: it rejects one."""
-        quiet = max(0, num_left - closing.looks_at)  # tokens before the first search
+        quiet = max(0, num_left - ending.looks_at)  # tokens before the first search
         if quiet and not matcher.consume_tokens(list(tokens[:quiet])):
             return False
         bits = np.empty_like(self._opens)
         for number, token in enumerate(tokens[quiet:], quiet):
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-            self.restrict(closing, matcher, bits, num_left - number)
+            self.restrict(ending, matcher, bits, num_left - number)
             if not matcher.consume_token(token):
                 return False
         return True
 
-    def _make_do(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> None:
+    def _make_do(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> None:
         """Handle a failed search near the limit: if there is a choice, another path may lead to an end."""
-        if not closing.is_far:  # it is if there is a clear path to an end that is longer than that
-            way = self._try(closing, matcher.deep_copy(), 2, _GROWTH * num_left, _LONGEST_TEXT)
-            closing.is_far = way is _Miss.FAR
+        if not ending.is_far:  # it is if there is a clear path to an end that is longer than that
+            way = self._try(ending, matcher.deep_copy(), 2, _GROWTH * num_left, _LONGEST_TEXT)
+            ending.is_far = way is _Miss.FAR
         plain = bits & ~self._blank  # space brings no end nearer
         is_text = np.count_nonzero(plain) > _FEW
-        if closing.is_far and (is_text or self._forced(tokens_of(plain, self._vocab_size)) >= 0):
+        if ending.is_far and (is_text or self._forced(tokens_of(plain, self._vocab_size)) >= 0):
             return
-        if fitting := self._fitting(closing, matcher, plain if plain.any() else bits, [], num_left):
-            closing.is_far = False
-            self._narrow(closing, bits, fitting)
+        if fitting := self._fitting(ending, matcher, plain if plain.any() else bits, [], num_left):
+            ending.is_far = False
+            self._narrow(ending, bits, fitting)
         elif is_text:  # the string must be longer than the tokens left
-            closing.looks_at = 0
+            ending.looks_at = 0
 
-    def _say(self, closing: BudgetedEnd, bits: Words) -> bool:
-        leave(bits, [closing.end.pop(0)])
-        return not closing.end
+    def _next_of_end(self, ending: BudgetedEnd, bits: Words) -> bool:
+        keep_only(bits, [ending.end.pop(0)])
+        return not ending.end
 
-    def _may_end(self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
+    def _may_end(self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, num_left: int) -> bool:
         """Handle an answer that may end here and soon must: it may continue with tokens that leave an end in reach."""
         others = tokens_of(bits, self._vocab_size, self._eos_ids)
         if not len(others):  # the grammar ends here; it counts as cut if the limit has steered the answer here
-            return closing.is_cut
-        fitting = self._fitting(closing, matcher, bits, [], num_left)
+            return ending.is_cut
+        fitting = self._fitting(ending, matcher, bits, [], num_left)
         if not fitting:
-            leave(bits, self._eos_ids)
+            keep_only(bits, self._eos_ids)
             return True
         ends = [token for token in self._eos_ids if is_set(bits, token)]
-        self._narrow(closing, bits, [*fitting, *ends])
+        self._narrow(ending, bits, [*fitting, *ends])
         return False
 
-    def _narrow(self, closing: BudgetedEnd, bits: Words, tokens: list[int]) -> None:
-        closing.is_cut |= len(tokens_of(bits, self._vocab_size)) > len(tokens)
-        leave(bits, tokens)
+    def _narrow(self, ending: BudgetedEnd, bits: Words, tokens: list[int]) -> None:
+        ending.is_cut |= len(tokens_of(bits, self._vocab_size)) > len(tokens)
+        keep_only(bits, tokens)
 
     def _fitting(
-        self, closing: BudgetedEnd, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int
+        self, ending: BudgetedEnd, matcher: "LLMatcher", bits: Words, end: list[int], num_left: int
     ) -> list[int]:
         """Tokens after which an end is still in reach, among the first _FEW that `bits` allows: common tokens have low ids.
         `end`: a known end, whose first token is one of them."""
@@ -263,35 +263,35 @@ class Ends:
                 num_looked_for += 1
                 if num_left == 1 or num_looked_for > _LOOKED_FOR or self._num_masks > most:
                     continue
-                if self._find(closing, after, num_left - 1) is None:
+                if self._find(ending, after, num_left - 1) is None:
                     continue
             fitting.append(token)
         return fitting
 
-    def _end_of(self, closing: BudgetedEnd, matcher: "LLMatcher", num_left: int) -> list[int] | None:
+    def _end_of(self, ending: BudgetedEnd, matcher: "LLMatcher", num_left: int) -> list[int] | None:
         """The end found last, if it still is one: while a string goes on, the tokens that close it stay the same. For a grammar
         with a long shortest answer, its first token may just have been generated. Else search."""
         if matcher.is_accepting():
             return []
-        for known in (closing.known, closing.known[1:] if closing.shortest else []):
+        for known in (ending.known, ending.known[1:] if ending.shortest else []):
             if 0 < len(known) <= num_left and matcher.validate_tokens(known) == len(known):
                 after = matcher.deep_copy()
                 if after.consume_tokens(known) and after.is_accepting():
-                    closing.known = known
+                    ending.known = known
                     return known
-        found = self._find(closing, matcher, num_left)
+        found = self._find(ending, matcher, num_left)
         if found is None and num_left <= _NEAR:  # every token counts: leave a repetition after one token
-            thrifty = self._try(closing, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
+            thrifty = self._try(ending, matcher.deep_copy(), 2, num_left, num_left, repeats=1)
             found = None if isinstance(thrifty, _Miss) else thrifty
-        closing.known = found or []
+        ending.known = found or []
         return found
 
-    def _find(self, closing: BudgetedEnd, matcher: "LLMatcher", longest: int) -> list[int] | None:
+    def _find(self, ending: BudgetedEnd, matcher: "LLMatcher", longest: int) -> list[int] | None:
         """Search for at most `longest` tokens after which the answer may end. None: not found."""
         # The shortest answer may be a detour from here: with few tokens left, search without it too.
-        for shortest in [closing.shortest] + [None] * (closing.shortest is not None and longest <= _LOOKS_FROM):
+        for shortest in [ending.shortest] + [None] * (ending.shortest is not None and longest <= _LOOKS_FROM):
             for text_order, longest_text in ((2, _LONGEST_TEXT), (1, _LONGEST_TEXT), (2, longest)):
-                found = self._try(closing, matcher.deep_copy(), text_order, longest, longest_text, shortest)
+                found = self._try(ending, matcher.deep_copy(), text_order, longest, longest_text, shortest)
                 if not isinstance(found, _Miss):
                     return found
                 if found is not _Miss.TEXT:
@@ -300,7 +300,7 @@ class Ends:
 
     def _try(
         self,
-        closing: BudgetedEnd,
+        ending: BudgetedEnd,
         matcher: "LLMatcher",
         text_order: int,
         longest: int,
@@ -316,7 +316,7 @@ class Ends:
                 return _Miss.TEXT if num_in_text else _Miss.FAR
             before, spelled, is_text = self._num_masks, self._num_spelled, False
             after = tuple(found[-CONTEXT:])
-            token = closing.spelled.get(after, -1)
+            token = ending.spelled.get(after, -1)
             if token < 0 or not matcher.validate_tokens([token]):
                 is_text = all(matcher.validate_tokens([sign]) for sign in self._text_signs)
                 order = text_order if is_text else 0
@@ -332,7 +332,7 @@ class Ends:
                 if may_repeat and longest <= _ONWARD_FROM and num_onward < _MAX_ONWARD:
                     num_onward += 1
                     token = self._onward(matcher, seen, is_text)
-                token = self._nearest(closing, matcher, order, after) if token < 0 else token
+                token = self._nearest(ending, matcher, order, after) if token < 0 else token
                 num_plain -= self._num_spelled > spelled
             num_in_text = num_in_text + 1 if is_text else 0
             num_circles = num_circles + 1 if self._num_masks > before else 0
@@ -372,7 +372,7 @@ class Ends:
                     return sign[0]
         return -1
 
-    def _nearest(self, closing: BudgetedEnd, matcher: "LLMatcher", order: int, after: tuple[int, ...]) -> int:
+    def _nearest(self, ending: BudgetedEnd, matcher: "LLMatcher", order: int, after: tuple[int, ...]) -> int:
         """Of the tokens that may follow and do not close, the one nearest to an end by this order of ranks. −1: there is none.
         A forced token is noted, because lists repeat it. (The library could return all forced bytes at once, but its lexer is
         shared by the whole grammar and may run into its limits on long ones.)"""
@@ -385,7 +385,7 @@ class Ends:
         if (token := self._forced(allowed)) >= 0:
             self._num_spelled += 1
             if len(after) == CONTEXT:
-                closing.spelled[after] = token
+                ending.spelled[after] = token
             return token
         self._num_masks += 1
         if not (bits & self._plain).any():  # between two items, for example: a comma, a bracket or space

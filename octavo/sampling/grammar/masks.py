@@ -77,7 +77,7 @@ class _Row:
     ignores_eos: bool  # it ends only if its grammar allows nothing else
     ends_by_eos: bool  # the request names no stop tokens of its own
     num_past: int  # of the tokens: those sampled before this row or its matcher existed
-    closing: BudgetedEnd = field(default_factory=BudgetedEnd)
+    ending: BudgetedEnd = field(default_factory=BudgetedEnd)
     may_be_used: bool = True  # its matcher may have served other rows before
     ready: "LLMatcher | None" = None  # once it is compiled
     is_over: bool = False  # a token that ends it was sampled: later tokens do not count
@@ -211,7 +211,7 @@ class Grammars:
             is_whole = self._recalls(row, matcher)
             new = row.tokens[row.num_taken :]
             if not is_whole or (new and not matcher.consume_tokens(new)):
-                row.failure = _said(matcher)
+                row.failure = _error_of(matcher)
                 continue
             row.num_taken = len(row.tokens)
             ready.append((matcher, number))
@@ -223,7 +223,7 @@ class Grammars:
         if not past:
             return True
         row.num_taken = len(past)
-        return self._ends.recall(row.closing, matcher, past, row.max_len - row.prompt_len)
+        return self._ends.recall(row.ending, matcher, past, row.max_len - row.prompt_len)
 
     def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
         """Retry a failed row with a new matcher: a used one may have reached its lexer limits. Returns the result of
@@ -238,7 +238,7 @@ class Grammars:
     def _compiled_for(self, row: _Row) -> "LLMatcher | None":
         try:
             row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
-            row.closing = BudgetedEnd.of(shortest)
+            row.ending = BudgetedEnd.of(shortest)
         except Exception as error:
             row.failure = f"the grammar could not be compiled: {error}"
         return row.ready
@@ -253,12 +253,12 @@ class Grammars:
     def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> bool:
         """Apply the row's own limits to its mask. True: the token sampled now is the row's last, because of max_tokens."""
         self._settle_ends(row, matcher, bits, row_len)
-        return not row.failure and self._ends.restrict(row.closing, matcher, bits, row.max_len - row_len)
+        return not row.failure and self._ends.restrict(row.ending, matcher, bits, row.max_len - row_len)
 
     def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
         """Apply min_tokens, ignore_eos and stop tokens to the mask."""
         if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
-            row.failure = _said(matcher)
+            row.failure = _error_of(matcher)
             bits[:] = -1
             return
         banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
@@ -361,7 +361,7 @@ class Grammars:
         ends = self._ends  # constructed here on first use, not in the middle of a step
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if compiled.is_error():
-            raise ValueError(_said(compiled))
+            raise ValueError(_error_of(compiled))
         return _Compiled(compiled, ends.shortest(compiled))
 
 
@@ -371,7 +371,7 @@ def _warm(grammars: "weakref.ref[Grammars]") -> None:
         found.warm()
 
 
-def _said(matcher: "LLMatcher") -> str:
+def _error_of(matcher: "LLMatcher") -> str:
     words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
     return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
 
