@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import LayerHeads
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class EncoderAttention:
         assert batch.query_lens_host == batch.seq_lens_host, "an encoder's rows are computed whole"
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         first = 0
         for count in batch.query_lens_host:

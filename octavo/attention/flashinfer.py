@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.device import Event
 from octavo.spec import ModelSpec
@@ -222,7 +222,7 @@ view of heads."""
 def _plain_write(
     layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, kv: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+    q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
     page_size = kv.shape[3]
     # Every slot lies in a page: only captured steps have padding rows, whose slots do not.
     kv[slots // page_size, :, :, slots % page_size] = storable(torch.stack((k, v), dim=1), kv.dtype)

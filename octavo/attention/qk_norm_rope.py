@@ -16,7 +16,7 @@ class HeadNorms:
     epsilon: float
 
 
-def turn(
+def qk_norm_rope(
     heads: torch.Tensor, num_heads: int, num_kv_heads: int, rotation: torch.Tensor | None, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Normalise and rotate q and k in place: heads [T, H + 2 Hkv, D] → its views q [T, H, D], k and v [T, Hkv, D]."""

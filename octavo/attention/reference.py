@@ -3,7 +3,7 @@
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -30,7 +30,7 @@ class ReferenceAttention:
         pass
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         kv = self._kv[layer.index]
         page_size = kv.shape[1]
         kv[batch.slots // page_size, batch.slots % page_size] = storable(torch.stack((k, v), dim=1), kv.dtype)

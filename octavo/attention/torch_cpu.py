@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -133,7 +133,7 @@ class TorchCpuAttention:
     # ── once per layer ──────────────────────────────────────────────────────────────────────────────
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         kv = storable(_joined(k, v), self._dtype)
         self._cells[layer.index].index_put_(self._written, kv)
         if not self._long_rows and len(self._decodes) == 1:

@@ -29,7 +29,7 @@ from octavo.kernels.triton.runtime.warmup import warmup
 IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
 of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its_own runs it")
 LAUNCHERS = [
-    norm._launch_rms_norm, activation._launch_gate_mul, qk_norm_rope_store._launch_turn, rotation._launch_rotation,
+    norm._launch_rms_norm, activation._launch_gate_mul, qk_norm_rope_store._launch_qk_norm_rope_store, rotation._launch_rotation,
     paged_prefill._launch_prefill, paged_prefill_hopper._launch_prefill,
     gated_hopper._launch_product,
 ]  # fmt: skip

@@ -13,7 +13,7 @@ MAX_HEAD_SIZE = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
+def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     heads,  # [T, H + 2 Hkv, D], tokens token_stride apart; q is written back, with KEEP_KEYS k and v as stored too
     rotation,  # [T, D/2, 2] float32 (cos, sin), or None
     q_norm,  # [D] or None
@@ -64,10 +64,10 @@ def _turn(  # type: ignore[no-untyped-def]
         factors = tl.load(rotation + token * D + column, mask=column < D, other=0.0)
         cosine, sine = tl.split(tl.reshape(factors, (D_PADDED // 2, 2)))
         real, imaginary = tl.split(tl.reshape(numbers, (HEADS, D_PADDED // 2, 2)))
-        turned = tl.join(
+        rotated = tl.join(
             real * cosine[None, :] - imaginary * sine[None, :], real * sine[None, :] + imaginary * cosine[None, :]
         )
-        numbers = tl.where(is_value, numbers, tl.reshape(turned, (HEADS, D_PADDED)))
+        numbers = tl.where(is_value, numbers, tl.reshape(rotated, (HEADS, D_PADDED)))
 
     rounded = numbers.to(heads.dtype.element_ty)
     numbers = rounded.to(tl.float32)
@@ -87,7 +87,7 @@ def _turn(  # type: ignore[no-untyped-def]
     tl.store(cell, finite.to(kv.dtype.element_ty), mask=mask & (head >= H)[:, None] & (slot >= 0))
 
 
-_launch_turn = Launcher(_turn)
+_launch_qk_norm_rope_store = Launcher(_qk_norm_rope_store)
 
 
 def qk_norm_rope_store(
@@ -124,7 +124,7 @@ def qk_norm_rope_store(
     # One 16-byte load per thread if the step has few programs, else two.
     heads_each = max(1, (1024 if is_fixed or num_tokens <= 64 else 2048) // padded)
     pdl = pdl and starts_early(heads.device)
-    _launch_turn(
+    _launch_qk_norm_rope_store(
         (num_tokens, -(-all_heads // heads_each), 1),
         (heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon),
         (num_heads, num_kv_heads, size, padded, page_size, heads_each, keep_keys, pdl),
