@@ -37,12 +37,12 @@ def choose(
             raise ConfigError(
                 f"--attention-backend {name} is for models that generate, and this one is an encoder: leave it out"
             )
-        return EncoderAttention(), "attention by whole (an encoder's tokens see each other)"
+        return EncoderAttention(), "attention by encoder (all tokens of a row see each other)"
     if name not in ("auto", *ATTENTION_BACKENDS):
         raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(ATTENTION_BACKENDS)}")
     if is_invariant and name not in ("auto", "triton"):
         raise ConfigError(
-            f"--deterministic on a GPU has attention by triton alone: leave --attention-backend {name} out"
+            f"--deterministic on a GPU supports only triton attention: leave --attention-backend {name} out"
         )
     refusals: list[str] = []
     candidates = ("triton",) if is_invariant else tuple(ATTENTION_BACKENDS) if name == "auto" else (name,)

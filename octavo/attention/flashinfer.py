@@ -157,7 +157,7 @@ class FlashInferAttention:
         if spec.head_size not in _HEAD_SIZES:
             return f"its heads are of {', '.join(map(str, _HEAD_SIZES))} numbers, not of {spec.head_size}"
         if spec.has_sinks:
-            return "it has no attention sinks"
+            return "it does not support attention sinks"
         if dtype not in _DTYPES:
             return f"it computes in bfloat16 or float16, not in {dtype}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
@@ -166,7 +166,9 @@ class FlashInferAttention:
         if is_8_bit and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             return "8-bit pages need a GPU of NVIDIA's Ada or Hopper generation, or later"
         if not _can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
-            return "it compiles its kernels with nvcc, which is not here; install CUDA's, or flashinfer-jit-cache"
+            return (
+                "it compiles its kernels with nvcc, which is not here; install the CUDA toolkit or flashinfer-jit-cache"
+            )
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ class NativeCpuAttention:
         if kv_dtype not in (torch.float32, torch.float16, torch.int8):
             return f"its pages hold float32, float16 or int8, not {kv_dtype}"
         if spec.head_size > MAX_HEAD_SIZE or spec.head_size % 2:
-            return f"its heads have an even size of at most {MAX_HEAD_SIZE}, not {spec.head_size}"
+            return f"it supports even head sizes of at most {MAX_HEAD_SIZE}, not {spec.head_size}"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class TorchCpuAttention:
         if kv_dtype != dtype:
             return f"its pages hold {dtype}, not {kv_dtype}"
         if spec.has_window or spec.has_softcap:
-            return "it has no sliding window and no soft cap"
+            return "it does not support sliding windows or soft caps"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class TritonAttention:
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
-            return f"it has heads of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not of {spec.head_size}"
+            return f"it supports head sizes of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not {spec.head_size}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             return f"its pages hold {dtype} or 8-bit numbers, not {kv_dtype}"
         is_8_bit = kv_dtype == torch.float8_e4m3fn

@@ -79,7 +79,7 @@ def provide_library(folder: Path) -> Path | None:
         library = find_library(folder) or make_library(folder, _show_progress)
     except (NoCompiler, OSError) as error:
         _say(
-            f"warning: no native CPU kernels ({error}): torch serves in their place, several times slower, "
+            f"warning: no native CPU kernels ({error}): torch is used instead, several times slower, "
             "until a start finds a C++ compiler"
         )
     for stale in set(folder.glob(f"native-*{ENDING}")) - {library}:
@@ -108,7 +108,7 @@ def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
             part.unlink(missing_ok=True)
     if fault := _fault(target):
         target.unlink()
-        raise NoCompiler(f"the CPU kernels compiled in {folder} are of no use: {fault}")
+        raise NoCompiler(f"the CPU kernels compiled in {folder} cannot be used: {fault}")
     return target
 
 

@@ -93,7 +93,7 @@ class _Latest:
 
 
 def no_vocabulary() -> "Vocabulary":
-    raise ConfigError("there is no vocabulary here: no grammar can be kept to")
+    raise ConfigError("this engine has no vocabulary: grammars are not supported")
 
 
 class Grammars:
@@ -292,7 +292,7 @@ class Grammars:
         except ImportError:
             log.info("llguidance is not installed: requests with a grammar are refused")
         except OctavoError as error:
-            log.info("no grammars: %s", error)
+            log.info("grammars are not available: %s", error)
 
     @functools.cached_property
     def _beside(self) -> ThreadPoolExecutor:
@@ -373,7 +373,7 @@ def _warm(grammars: "weakref.ref[Grammars]") -> None:
 
 def _error_of(matcher: "LLMatcher") -> str:
     words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
-    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
+    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'for an unknown reason'}"
 
 
 def apply(logits: torch.Tensor, masks: Masks) -> None:

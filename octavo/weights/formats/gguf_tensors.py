@@ -29,8 +29,8 @@ class GGUFTensors:
         for name in file.tensors:
             if _LAYER.match(name) and family.gguf_name(name) is None:
                 raise ConfigError(
-                    f"{file.path}: {name[:80]!r} is no tensor of this architecture's layers as they are known here: without it "
-                    "answers would be wrong"
+                    f"{file.path}: {name[:80]!r} is no tensor of this architecture's layers that Octavo supports: "
+                    "without it answers would be wrong"
                 )
         self._plan = [
             (translated, entry)

@@ -90,7 +90,9 @@ class SafetensorsFiles:
         """The bytes of a small tensor that is needed before weights are read."""
         entry = self.entries[name]
         if entry.num_bytes > _SMALL:
-            raise ConfigError(f"{entry.path}: tensor {name} has {entry.num_bytes} bytes where few are expected")
+            raise ConfigError(
+                f"{entry.path}: tensor {name} has {entry.num_bytes} bytes, more than the {_SMALL} expected"
+            )
         with open(entry.path, "rb") as file:
             file.seek(entry.offset)
             return file.read(entry.num_bytes)

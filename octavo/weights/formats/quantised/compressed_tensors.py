@@ -59,7 +59,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
 def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ConfigError("quantization_config's config_groups is no table of groups: fetch config.json again")
+        raise ConfigError("quantization_config's config_groups is not a table of groups: fetch config.json again")
     yield from groups.values()
 
 
