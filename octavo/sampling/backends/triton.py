@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from octavo.kernels.triton.sampling import logit_edits
 from octavo.kernels.triton.sampling import records as columns
 from octavo.kernels.triton.sampling.draw import draw
-from octavo.kernels.triton.sampling.grammar_mask import keep
 from octavo.kernels.triton.sampling.greedy import argmax
 from octavo.sampling import min_tokens
 from octavo.sampling.grammar.masks import UNLIKELIEST, Masks
@@ -28,7 +27,7 @@ def sample(
     masks: Masks | None = None,
 ) -> None:
     if masks is not None:
-        keep(logits, _there(masks.bits, logits.device), _there(masks.at, logits.device), UNLIKELIEST)
+        logit_edits.mask(logits, _there(masks.bits, logits.device), _there(masks.at, logits.device), UNLIKELIEST)
     penalised = state.penalised[rows]
     early = lens < state.min_len[rows]
     is_penalised, is_early = bool(penalised.any()), bool(early.any())

@@ -1,4 +1,4 @@
-"""Changes to logits before a token is chosen: penalties for tokens that a row contains, and bans of stop ids."""
+"""Changes to logits before a token is chosen: grammar masks, penalties for tokens that a row contains, and bans of stop ids."""
 
 import torch
 import triton
@@ -6,6 +6,8 @@ import triton.language as tl
 
 from octavo.kernels.triton.sampling import records as columns
 
+_MASK_BLOCK = 4096  # logits that a program masks
+_WORD = 32  # tokens per word of a mask
 _WIDE_BLOCK = 4096  # logits that a program converts to float32
 _BLOCK = 1024  # tokens that a program penalises
 
@@ -20,6 +22,19 @@ WIDTH = tl.constexpr(columns.WIDTH)
 PROMPT = tl.constexpr(0)
 OUTPUT = tl.constexpr(1)
 EVERY_OUTPUT = tl.constexpr(2)
+
+
+@triton.jit
+def _mask(logits, bits, at, vocab_size, stride, num_words, unlikeliest, BLOCK: tl.constexpr):
+    number = tl.program_id(1).to(tl.int64)
+    row = logits + tl.load(at + number) * stride
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    word = tl.load(bits + number * num_words + token // 32, mask=inside, other=0)
+    value = tl.load(row + token, mask=inside, other=0.0).to(tl.float32)
+    lifted = tl.where(value > unlikeliest, value, unlikeliest)  # also for NaN
+    kept = tl.where((word >> (token % 32)) & 1 != 0, lifted, float("-inf"))
+    tl.store(row + token, kept.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -73,6 +88,18 @@ def _ban(logits, places, count, BLOCK: tl.constexpr):
     place = tl.load(places + index, mask=index < count, other=0).to(tl.int64)
     impossible = tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty)
     tl.store(logits + place, impossible, mask=index < count)
+
+
+def mask(logits: torch.Tensor, bits: torch.Tensor, at: torch.Tensor, unlikeliest: float) -> None:
+    """Change the rows `at` [G] int64 of logits [S, V]: a token whose bit is not set in bits [G, ceil(V / 32)] int32 gets
+    -inf, any other at least `unlikeliest`."""
+    num_rows, vocab_size = len(at), logits.shape[1]
+    assert logits.stride(1) == 1 and bits.shape == (num_rows, -(-vocab_size // _WORD)) and bits.is_contiguous()
+    # float16 cannot hold -1e30; this is low enough.
+    lowest = max(unlikeliest, torch.finfo(logits.dtype).min / 128)
+    _mask[(triton.cdiv(vocab_size, _MASK_BLOCK), num_rows)](
+        logits, bits, at, vocab_size, logits.stride(0), bits.shape[1], lowest, BLOCK=_MASK_BLOCK, num_warps=4
+    )
 
 
 def penalise(
