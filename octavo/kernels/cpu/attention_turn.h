@@ -1,5 +1,5 @@
-// What comes before attention, for one instruction set: norm and turn q and k, and write k and v to their cells.
-// Knows nothing of threads. Included by attention_body.h.
+// The work before attention for one instruction set: RMSNorm and RoPE of q and k, and storing k and v in their cells. Included
+// by attention_body.h.
 #pragma once
 #include "attention.h"
 #include "attention_half.h"
@@ -34,7 +34,7 @@ static void turned(const float* x, const float* rotation, int size, float* out) 
   }
 }
 
-// A token's place: in its page, and what lies where.
+// A token's cell: its page and its offset in it.
 struct Cell {
   char* page;
   int offset;
@@ -50,7 +50,7 @@ OCTAVO_INLINE void scatter(const T* from, int count, T* to, int step) {
   else for (int d = 0; d < count; ++d) to[(int64_t)d * step] = from[d];
 }
 
-// k or v of one token and head, finite and followed by zeros, to run `run` of its page; elements lie `step` apart.
+// Stores k or v of one token and head, finite and followed by zeros, in run `run` of its page; elements are `step` apart.
 static void write_cell(const OctavoTurn& t, const float* x, Cell to, int run, int start, int step) {
   const int64_t first = (int64_t)run * t.page_size * t.head_size + start;
   if (t.is_float16) {

@@ -1,5 +1,4 @@
-// The pool: a turn counter everybody watches, spinning briefly and then asleep.
-// Knows nothing of kernels.
+// The thread pool: workers watch a job counter, spinning briefly and then sleeping.
 #include "threads.h"
 
 #if defined(__linux__)
@@ -10,10 +9,10 @@
 namespace octavo {
 namespace {
 
-// A worker watches this many pauses (some 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
-// an idle server's rest.
+// A worker spins for this many pauses (about 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
+// the idle time of a server.
 constexpr int kPausesBeforeSleep = 4000;
-// Who waits for a thread that has lost its CPU gives its own away rather than burn it.
+// A caller that waits for a preempted thread yields its CPU after this many pauses.
 constexpr int kPausesBeforeYield = 20000;
 
 inline void pause_briefly() {
@@ -53,7 +52,7 @@ void bind_to(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  // Refused where a container forbids it: the work is then merely slower.
+  // Fails if a container forbids it: the work is then only slower.
   (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 #else
   (void)cpu;
@@ -64,7 +63,7 @@ void bind_to(int cpu) {
 
 Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 ? 1 : num_threads) {
   const std::vector<int> cpus = first_cpu >= 0 ? allowed_cpus() : std::vector<int>();
-  // More threads than CPUs: the scheduler shares them out better than we could.
+  // No pinning with more threads than CPUs: the scheduler distributes them better.
   const bool binds = first_cpu >= 0 && static_cast<int>(cpus.size()) >= first_cpu + num_threads_;
   for (int thread = 1; thread < num_threads_; ++thread) {
     const int cpu = binds ? cpus[first_cpu + thread] : -1;
@@ -77,7 +76,7 @@ Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 
 
 Threads::~Threads() {
   closing_ = true;
-  turn_.fetch_add(1);  // a job that was never opened
+  turn_.fetch_add(1);  // a job that is never opened
   {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -104,7 +103,7 @@ void Threads::run(Work work, void* context, int num_shares) {
   }
   work_off();
   open_.store(0);
-  // Sequentially consistent with those who enter: either we see them inside or they see that it is closed.
+  // Sequentially consistent with workers that enter: either we see them inside, or they see that the job is closed.
   wait_until([this] { return num_inside_.load() == 0; });
 }
 
