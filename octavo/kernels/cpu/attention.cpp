@@ -319,11 +319,12 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   return 0;
 }
 
-int octavo_turn(Threads* threads, const OctavoTurn* call) {
+int octavo_qk_norm_rope_store(Threads* threads, const OctavoQkNormRope* call) {
   if (!can_do(call->head_size, call->page_size)) return -1;
   const AttentionVariant& variant = attention_variant();
   constexpr int64_t kWorthSharing = 4;  // tokens: with fewer, waking the other threads takes longer
-  if (call->num_tokens < kWorthSharing) variant.turn(*call, 0, call->num_tokens);
-  else parallel_for(threads, call->num_tokens, [&](int64_t begin, int64_t end) { variant.turn(*call, begin, end); });
+  const auto store = [&](int64_t begin, int64_t end) { variant.qk_norm_rope_store(*call, begin, end); };
+  if (call->num_tokens < kWorthSharing) store(0, call->num_tokens);
+  else parallel_for(threads, call->num_tokens, store);
   return 0;
 }

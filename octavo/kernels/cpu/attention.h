@@ -46,10 +46,10 @@ typedef struct {
   void* pages;
   int64_t page_stride;
   int32_t num_tokens, num_heads, num_kv_heads, head_size, page_size, is_int8, is_float16;
-} OctavoTurn;
+} OctavoQkNormRope;
 
 // RMSNorm and RoPE of q and k, then store k and v in the pages, made finite and clamped to the range of their type.
-int octavo_turn(octavo::Threads* threads, const OctavoTurn* call);
+int octavo_qk_norm_rope_store(octavo::Threads* threads, const OctavoQkNormRope* call);
 }
 
 namespace octavo {
@@ -88,7 +88,7 @@ struct AttentionVariant {
   // Adds the chunks of `from` to `into`. Chunks are always added in order.
   void (*merge)(int num_queries, int head_size, Partials into, Partials from);
   void (*finish)(const OctavoAttention&, const AttentionTask&, Partials);
-  void (*turn)(const OctavoTurn&, int64_t begin, int64_t end);
+  void (*qk_norm_rope_store)(const OctavoQkNormRope&, int64_t begin, int64_t end);
 };
 
 extern const AttentionVariant attention_portable, attention_avx2, attention_avx512;

@@ -31,7 +31,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class QkNormRopeCall(ctypes.Structure):
-    """OctavoTurn of attention.h, field by field."""
+    """OctavoQkNormRope of attention.h, field by field."""
 
     _fields_ = (
         ("heads", c_void_p), ("token_stride", c_int64), ("rotation", c_void_p), ("q_norm", c_void_p),
@@ -44,7 +44,7 @@ class QkNormRopeCall(ctypes.Structure):
 @functools.cache
 def functions() -> ctypes.CDLL:
     library().octavo_attention.argtypes = (c_void_p, POINTER(AttentionCall))
-    library().octavo_turn.argtypes = (c_void_p, POINTER(QkNormRopeCall))
+    library().octavo_qk_norm_rope_store.argtypes = (c_void_p, POINTER(QkNormRopeCall))
     return library()
 
 
@@ -113,7 +113,7 @@ def qk_norm_rope_store(
         pointer(pages.store), pages.stride, heads.shape[0], num_heads, pages.num_kv_heads, pages.head_size,
         pages.page_size, pages.is_int8, pages.is_float16,
     )  # fmt: skip
-    status = functions().octavo_turn(threads.pointer, byref(call))
+    status = functions().octavo_qk_norm_rope_store(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"
 
 

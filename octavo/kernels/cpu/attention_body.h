@@ -1,7 +1,7 @@
 // Attention of one task for one instruction set: finds the cells of its chunks and joins their results. Included by
 // attention_<variant>.cpp.
 #include "attention_kernel.h"
-#include "attention_turn.h"
+#include "attention_qk_norm_rope.h"
 
 namespace octavo {
 namespace OCTAVO_VARIANT {
@@ -206,7 +206,7 @@ static void finish(const OctavoAttention& a, const AttentionTask& task, Partials
   }
 }
 
-static constexpr AttentionVariant variant = {attend, merge, finish, turn};
+static constexpr AttentionVariant variant = {attend, merge, finish, qk_norm_rope_store};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

@@ -57,9 +57,9 @@ OCTAVO_INLINE vec scale_by_power(vec a, vec power) { return _mm512_scalef_ps(a, 
 OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec turns) { // lanes (2i, 2i + 1) are (real, imaginary)
-  const vec crossed = _mm512_mul_ps(_mm512_permute_ps(a, 0xB1), _mm512_movehdup_ps(turns));
-  return _mm512_fmaddsub_ps(a, _mm512_moveldup_ps(turns), crossed);
+OCTAVO_INLINE vec rotate_pairs(vec a, vec factors) { // lanes (2i, 2i + 1) are (real, imaginary)
+  const vec crossed = _mm512_mul_ps(_mm512_permute_ps(a, 0xB1), _mm512_movehdup_ps(factors));
+  return _mm512_fmaddsub_ps(a, _mm512_moveldup_ps(factors), crossed);
 }
 
 #elif defined(OCTAVO_AVX2)
@@ -120,9 +120,9 @@ OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec turns) {
-  const vec crossed = _mm256_mul_ps(_mm256_permute_ps(a, 0xB1), _mm256_movehdup_ps(turns));
-  return _mm256_fmaddsub_ps(a, _mm256_moveldup_ps(turns), crossed);
+OCTAVO_INLINE vec rotate_pairs(vec a, vec factors) {
+  const vec crossed = _mm256_mul_ps(_mm256_permute_ps(a, 0xB1), _mm256_movehdup_ps(factors));
+  return _mm256_fmaddsub_ps(a, _mm256_moveldup_ps(factors), crossed);
 }
 
 #else // portable: SSE2 or NEON through the compiler's vector extension
@@ -179,7 +179,7 @@ OCTAVO_INLINE vec scale_by_power(vec a, vec power) {
 OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   for (int i = 0; i < W; ++i) p[i] = (int8_t)(whole[i] == whole[i] ? whole[i] : 0.0f);
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec t) {
+OCTAVO_INLINE vec rotate_pairs(vec a, vec t) {
   return vec{a[0] * t[0] - a[1] * t[1], a[1] * t[0] + a[0] * t[1], a[2] * t[2] - a[3] * t[3], a[3] * t[2] + a[2] * t[3]};
 }
 

@@ -18,7 +18,7 @@ class Code(IntEnum):
     ROTATE = 1
     LINEAR = 2
     GATE = 3
-    TURN = 4
+    QK_NORM_ROPE_STORE = 4
     ATTEND = 5
     GATHER = 6
     NORM = 7
@@ -98,7 +98,7 @@ class Cap(ctypes.Structure):
 
 class _Body(ctypes.Union):
     _fields_ = (
-        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", QkNormRopeCall),
+        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("qk_norm_rope", QkNormRopeCall),
         ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall), ("cap", Cap),
     )  # fmt: skip
 

@@ -112,10 +112,10 @@ int attend(Threads* threads, OctavoAttention call, int32_t group, const OctavoSt
   return octavo_attention(threads, &call);
 }
 
-int turn(Threads* threads, OctavoTurn call, int32_t group, const OctavoStep& step) {
+int qk_norm_rope_store(Threads* threads, OctavoQkNormRope call, int32_t group, const OctavoStep& step) {
   call.slots = step.slots + group * step.num_tokens;
   call.num_tokens = static_cast<int32_t>(step.num_tokens);
-  return octavo_turn(threads, &call);
+  return octavo_qk_norm_rope_store(threads, &call);
 }
 
 // The product whose weights are read next after this operation: they are prefetched while it ends.
@@ -150,7 +150,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_GATE:
       octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
       return 0;
-    case OCTAVO_TURN: return turn(threads, op->turn, op->group, step);
+    case OCTAVO_QK_NORM_ROPE_STORE: return qk_norm_rope_store(threads, op->qk_norm_rope, op->group, step);
     case OCTAVO_ATTEND: return attend(threads, op->attention, op->group, step);
     case OCTAVO_GATHER: gather(threads, move, step); return 0;
     case OCTAVO_NORM:

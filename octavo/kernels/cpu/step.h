@@ -27,7 +27,7 @@ enum OctavoOpCode {
   OCTAVO_ROTATE = 1,
   OCTAVO_LINEAR = 2,
   OCTAVO_GATE = 3,
-  OCTAVO_TURN = 4,
+  OCTAVO_QK_NORM_ROPE_STORE = 4,
   OCTAVO_ATTEND = 5,
   OCTAVO_GATHER = 6,
   OCTAVO_NORM = 7,
@@ -107,7 +107,7 @@ typedef struct {
     OctavoRotate rotate;
     OctavoLinear linear;
     OctavoGate gate;
-    OctavoTurn turn;            // octavo_run fills in slots and num_tokens
+    OctavoQkNormRope qk_norm_rope;  // octavo_run fills in slots and num_tokens
     OctavoAttention attention;  // octavo_run fills in what describes the rows
     OctavoMove move;
     OctavoExperts experts;

@@ -76,7 +76,7 @@ Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 
 
 Threads::~Threads() {
   closing_ = true;
-  turn_.fetch_add(1);  // a job that is never opened
+  job_.fetch_add(1);  // a job that is never opened
   {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -93,10 +93,10 @@ void Threads::run(Work work, void* context, int num_shares) {
   context_ = context;
   num_shares_ = num_shares;
   next_.store(0, std::memory_order_relaxed);
-  uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
-  if (turn == 0) turn = 1;  // 0 means closed
-  open_.store(turn);
-  turn_.store(turn);  // sequentially consistent with num_asleep_: either we see the sleeper or it sees the turn
+  uint32_t job = job_.load(std::memory_order_relaxed) + 1;
+  if (job == 0) job = 1;  // 0 means closed
+  open_.store(job);
+  job_.store(job);  // sequentially consistent with num_asleep_: either we see the sleeper, or it sees the job
   if (num_asleep_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -116,17 +116,17 @@ void Threads::work_off() {
 void Threads::serve() {
   uint32_t seen = 0;
   for (;;) {
-    for (int pauses = 0; turn_.load(std::memory_order_acquire) == seen; ++pauses) {
+    for (int pauses = 0; job_.load(std::memory_order_acquire) == seen; ++pauses) {
       if (pauses < kPausesBeforeSleep) {
         pause_briefly();
         continue;
       }
       std::unique_lock<std::mutex> lock(mutex_);
       num_asleep_.fetch_add(1);
-      wake_.wait(lock, [this, seen] { return turn_.load() != seen; });
+      wake_.wait(lock, [this, seen] { return job_.load() != seen; });
       num_asleep_.fetch_sub(1);
     }
-    seen = turn_.load();
+    seen = job_.load();
     num_inside_.fetch_add(1);
     const bool is_open = open_.load() == seen;
     if (is_open) work_off();

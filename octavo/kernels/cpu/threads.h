@@ -49,7 +49,7 @@ class Threads {
   int num_shares_ = 0;
   bool closing_ = false;
   // On separate cache lines, so that threads that wait on one do not slow down those that change another.
-  alignas(64) std::atomic<uint32_t> turn_{0};  // number of the newest job
+  alignas(64) std::atomic<uint32_t> job_{0};   // number of the newest job
   alignas(64) std::atomic<uint32_t> open_{0};  // number of the job that may be entered; 0: none
   alignas(64) std::atomic<int> next_{0};       // next share
   alignas(64) std::atomic<int> num_inside_{0};
