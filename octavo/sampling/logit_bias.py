@@ -55,7 +55,7 @@ def apply(
         if own is None:
             continue
         if own.allowed is not None:
-            kept = _there(own.allowed, device)
+            kept = _to_device(own.allowed, device)
             values = logits[at].index_select(0, kept)
             logits[at].fill_(-torch.inf).index_copy_(0, kept, values)
         bias_at.append(np.full(len(own.bias_ids), at))
@@ -65,7 +65,7 @@ def apply(
         words += [_Word(at, row, int(lens[at]), word) for word in own.bad_words if len(word) - 1 <= room]
     if any(map(len, biases)):
         # A row has each id once, so no place is written twice.
-        there, ids, added = (_there(np.concatenate(column), device) for column in (bias_at, bias_ids, biases))
+        there, ids, added = (_to_device(np.concatenate(column), device) for column in (bias_at, bias_ids, biases))
         logits.index_put_((there, ids), (logits[there, ids].float() + added).to(logits.dtype))
     if words:
         _ban(logits, tokens, words)
@@ -94,15 +94,15 @@ def _ban(logits: torch.Tensor, tokens: torch.Tensor, words: Sequence[_Word]) -> 
     places, place_of = np.unique(
         [(word.at, word.ids[-1]) for word in words], axis=0, return_inverse=True
     )  # [U, 2], [P]
-    wanted = _there(prefixes, device)
-    held = tokens.view(-1)[_there(cells, tokens.device)].to(device)
+    wanted = _to_device(prefixes, device)
+    held = tokens.view(-1)[_to_device(cells, tokens.device)].to(device)
     matches = ((held == wanted) | (wanted < 0)).all(-1).float()
-    num_matches = matches.new_zeros(len(places)).index_add_(0, _there(place_of.reshape(-1), device), matches)
-    at, ids = _there(np.ascontiguousarray(places.T), device)
+    num_matches = matches.new_zeros(len(places)).index_add_(0, _to_device(place_of.reshape(-1), device), matches)
+    at, ids = _to_device(np.ascontiguousarray(places.T), device)
     logits.index_put_((at, ids), logits[at, ids].masked_fill(num_matches > 0, -torch.inf))
 
 
-def _there(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def _to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     here = torch.from_numpy(values)
     # torch reuses pinned memory only after the copy out of it is done.
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here

@@ -27,7 +27,9 @@ def sample(
     masks: Masks | None = None,
 ) -> None:
     if masks is not None:
-        logit_edits.mask(logits, _there(masks.bits, logits.device), _there(masks.at, logits.device), UNLIKELIEST)
+        logit_edits.mask(
+            logits, _to_device(masks.bits, logits.device), _to_device(masks.at, logits.device), UNLIKELIEST
+        )
     penalised = state.penalised[rows]
     early = lens < state.min_len[rows]
     is_penalised, is_early = bool(penalised.any()), bool(early.any())
@@ -87,7 +89,7 @@ def _penalties(state: SamplingState, rows: Ints, lens: Ints, at: Ints) -> Floats
     return records
 
 
-def _there(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def _to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     here = torch.from_numpy(values)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
