@@ -99,9 +99,9 @@ class Native:
         self.output = torch.empty(batch.num_tokens, num_heads * size)
         self.batch = batch  # keeps alive the tensors that the calls point to
         self.layers = [self._filled(new_pages(num_pages, num_kv_heads, size, PAGE, dtype)) for _ in range(LAYERS)]
-        self.turns = [QkNormRopeCall() for _ in self.layers]
+        self.stores = [QkNormRopeCall() for _ in self.layers]
         self.attentions = [AttentionCall() for _ in self.layers]
-        for pages, turn, attention in zip(self.layers, self.turns, self.attentions, strict=True):
+        for pages, turn, attention in zip(self.layers, self.stores, self.attentions, strict=True):
             for call in (turn, attention):
                 call.pages, call.page_stride = pages.store.data_ptr(), pages.stride
                 call.num_heads, call.num_kv_heads, call.head_size, call.page_size = num_heads, num_kv_heads, size, PAGE
@@ -126,9 +126,9 @@ class Native:
         return self.heads.shape[1] - 2 * pages.num_kv_heads
 
     def run(self) -> None:
-        turn, attend = functions().octavo_turn, functions().octavo_attention
-        for one, other in zip(self.turns, self.attentions, strict=True):
-            turn(self.pool.pointer, byref(one))
+        store, attend = functions().octavo_qk_norm_rope_store, functions().octavo_attention
+        for one, other in zip(self.stores, self.attentions, strict=True):
+            store(self.pool.pointer, byref(one))
             attend(self.pool.pointer, byref(other))
 
 

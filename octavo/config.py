@@ -13,6 +13,15 @@ MAX_GIB = 2**30
 MAX_SECONDS = 10**9
 MAX_AUTO_API_PROCESSES = 8
 MAX_LOGPROBS = 20  # upper bound on the top logprobs per position that a request may ask for
+# The attention backends, in order of preference; the last one runs everywhere. octavo/attention/<name>.py has the class; it is
+# imported only if its package is installed and the device matches. name → (package, device; "": any)
+ATTENTION_BACKENDS = {
+    "triton": ("triton", "cuda"),
+    "flashinfer": ("flashinfer", "cuda"),
+    "native_cpu": ("torch", "cpu"),
+    "torch_cpu": ("torch", "cpu"),
+    "reference": ("torch", ""),
+}
 
 
 def knob(
@@ -75,7 +84,7 @@ class ModelConfig:
     attention_backend: str = knob(
         AUTO,
         "implementation of attention; auto: the best one for the device",
-        choices=(AUTO, "triton", "flashinfer", "native_cpu", "torch_cpu", "reference"),
+        choices=(AUTO, *ATTENTION_BACKENDS),
     )
     deterministic: bool = knob(
         False,

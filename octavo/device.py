@@ -90,12 +90,6 @@ class Device:
             return free + torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return min(_host_available(), _group_available())
 
-    def memory_total(self) -> int:
-        """Bytes of memory that the device has."""
-        if self.is_cuda:
-            return torch.cuda.mem_get_info(self.torch_device)[1]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
     def memory_use(self) -> MemoryUse:
         """Measure the GPU's memory after all queued work is done and the allocator has freed its unused blocks."""
         assert self.is_cuda, "only a GPU's memory is measured"

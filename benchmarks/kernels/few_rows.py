@@ -22,10 +22,11 @@ from benchmarks.kernels.few_rows_chain import EPSILON, Dimensions
 from benchmarks.kernels.timing import at_least, cold, compile_all, distance, elapsed, microseconds, share
 from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store
 from octavo.kernels.triton.elementwise.activation import gate_mul
-from octavo.kernels.triton.elementwise.norm import add_rms_norm, rms_norm
+from octavo.kernels.triton.elementwise.norm import rms_norm
 from octavo.kernels.triton.gemm.skinny import choose, choose_tile, pays
-from octavo.kernels.triton.gemm.skinny_tile import SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.triton.gemm.skinny_tile import TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS
 
 SMALL = Dimensions("Qwen3-0.6B shape", 28, 1024, 16, 8, 128, 3072, 151936, True)
 LARGE = Dimensions("Llama-3.1-8B shape", 32, 4096, 32, 8, 128, 14336, 128256, False)
@@ -213,7 +214,7 @@ def elementwise(
             lambda _: torch.randn(num_tokens, width, device=device).to(dtype), 2 * num_tokens * width, is_rehearsal
         )
 
-    def turn(heads: torch.Tensor) -> None:
+    def store_heads(heads: torch.Tensor) -> None:
         split = heads.view(num_tokens, all_heads, size.head_size)
         qk_norm_rope_store(split, size.num_heads, size.num_kv_heads, rotation, head_norm, head_norm, EPSILON, kv, slots)
 
@@ -221,25 +222,22 @@ def elementwise(
     heads = 2 * num_tokens * all_heads * size.head_size
     return {
         "norm": ([partial(rms_norm, x, norm, EPSILON) for x in rows(size.hidden)], 2 * hidden),
-        "add norm": ([partial(add_rms_norm, x, x, norm, EPSILON) for x in rows(size.hidden)], 3 * hidden),
-        "turn": ([partial(turn, x) for x in rows(all_heads * size.head_size)], 2 * heads + 4 * rotation.numel()),
+        "qk norm rope": (
+            [partial(store_heads, x) for x in rows(all_heads * size.head_size)],
+            2 * heads + 4 * rotation.numel(),
+        ),
         "silu·mul": ([partial(gate_mul, x, "silu") for x in rows(2 * size.inner)], 3 * inner),
     }
 
 
 def check_elementwise(size: Dimensions, device: torch.device, is_rehearsal: bool) -> None:
     dtype = torch.float16 if is_rehearsal else torch.bfloat16
-    x, residual = (torch.randn(37, size.hidden, device=device).to(dtype) for _ in range(2))
+    x = torch.randn(37, size.hidden, device=device).to(dtype)
     norm = torch.randn(size.hidden, device=device).to(dtype)
     gate_up = torch.randn(37, 2 * size.inner, device=device).to(dtype)
     gate, up = gate_up.float().chunk(2, dim=1)
-    total = x + residual
     errors = {
         "norm": distance(rms_norm(x, norm, EPSILON), F.rms_norm(x.float(), norm.shape, norm.float(), EPSILON)),
-        "add norm": distance(
-            add_rms_norm(x, residual, norm, EPSILON), F.rms_norm(total.float(), norm.shape, norm.float(), EPSILON)
-        ),
-        "residual": distance(residual, total),
         "silu·mul": distance(gate_mul(gate_up, "silu"), F.silu(gate) * up),
     }
     wrong = [name for name, error in errors.items() if not error < 3e-3]
@@ -250,7 +248,7 @@ def check_elementwise(size: Dimensions, device: torch.device, is_rehearsal: bool
 
 
 def time_elementwise(sizes: list[Dimensions], device: torch.device, is_rehearsal: bool) -> None:
-    names = "".join(f"{name:>20}" for name in ("norm", "add norm", "turn", "silu·mul"))
+    names = "".join(f"{name:>20}" for name in ("norm", "qk norm rope", "silu·mul"))
     print(f"\n     T{names}   µs, share of 4.26 TB/s")
     for size in sizes:
         for num_tokens in (1, 5) if is_rehearsal else (1, 256, 8192):

@@ -1,2 +1,1 @@
-"""⑤⑥ The backend seam: how keys and values are written to pages and read back.
-Knows nothing of models."""
+"""⑤⑥ Attention backends: write keys and values to pages, and attend over them."""

@@ -1,33 +1,22 @@
-"""Which attention backend runs here, and why.
-Knows nothing of how any of them works: it asks."""
+"""Choose the attention backend, and give the reason for the log."""
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
 from octavo.attention.base import AttentionBackend
 from octavo.attention.encoder import EncoderAttention
 from octavo.attention.groups import GroupedAttention
+from octavo.config import ATTENTION_BACKENDS
 from octavo.errors import ConfigError
 from octavo.kernels.cpu.native import Native
 from octavo.spec import ModelSpec, PageLayout
 
-# name → its class, the package it needs and the device it runs on ("": any). Imported only when all of that is there. One
-# that needs the native kernels is given them.
-# In order of preference; the last one runs everywhere.
-_BACKENDS = {
-    "triton": ("octavo.attention.triton:TritonAttention", "triton", "cuda"),
-    "flashinfer": ("octavo.attention.flashinfer:FlashInferAttention", "flashinfer", "cuda"),
-    "native_cpu": ("octavo.attention.native_cpu:NativeCpuAttention", "torch", "cpu"),
-    "torch_cpu": ("octavo.attention.torch_cpu:TorchCpuAttention", "torch", "cpu"),
-    "reference": ("octavo.attention.reference:ReferenceAttention", "torch", ""),
-}
-
-
 _NATIVE = "native_cpu"
-# With --deterministic on a GPU, in place of triton: the one whose bits depend on a row's own cells alone.
-_INVARIANT = ("octavo.attention.triton_invariant:InvariantTritonAttention", "triton", "cuda")
+# Replaces triton with --deterministic on a GPU: its results depend, bit for bit, only on a row's own cells.
+_INVARIANT = "triton_invariant"
 
 
 def choose(
@@ -40,23 +29,23 @@ def choose(
     layout: PageLayout | None = None,
     is_invariant: bool = False,
 ) -> tuple[AttentionBackend, str]:
-    """A fresh backend, and why it: the one called `name`, or the first that supports model, device and types.
-    `native`: the CPU's own kernels, where they are to be had. `layout`: whether layers have page tables by group.
-    `is_invariant`: what a row gets must not depend on other rows, nor on how its tokens come in steps."""
+    """Return a new backend and the reason for it: the backend called `name`, or the first that supports model, device and
+    types. `native`: the native CPU kernels, if available. `layout`: the groups of layers that have their own page tables.
+    `is_invariant`: a row's results must not depend on other rows, nor on how its tokens are split into steps."""
     if spec.is_encoder:
         if name != "auto":
             raise ConfigError(
                 f"--attention-backend {name} is for models that generate, and this one is an encoder: leave it out"
             )
-        return EncoderAttention(), "attention by whole (an encoder's tokens see each other)"
-    if name not in ("auto", *_BACKENDS):
-        raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(_BACKENDS)}")
+        return EncoderAttention(), "attention by encoder (all tokens of a row see each other)"
+    if name not in ("auto", *ATTENTION_BACKENDS):
+        raise ConfigError(f"there is no attention backend {name!r}; use auto or one of {', '.join(ATTENTION_BACKENDS)}")
     if is_invariant and name not in ("auto", "triton"):
         raise ConfigError(
-            f"--deterministic on a GPU has attention by triton alone: leave --attention-backend {name} out"
+            f"--deterministic on a GPU supports only triton attention: leave --attention-backend {name} out"
         )
     refusals: list[str] = []
-    candidates: tuple[str, ...] = ("triton",) if is_invariant else tuple(_BACKENDS) if name == "auto" else (name,)
+    candidates = ("triton",) if is_invariant else tuple(ATTENTION_BACKENDS) if name == "auto" else (name,)
     for candidate in candidates:
         backend, reason = _try(candidate, spec, device, dtype, kv_dtype, native, is_invariant)
         if backend is not None:
@@ -84,15 +73,25 @@ def _try(
     native: Native | None,
     is_invariant: bool,
 ) -> tuple[AttentionBackend | None, str]:
-    place, package, kind = _INVARIANT if is_invariant else _BACKENDS[name]
-    if kind not in ("", device.type):
-        return None, f"it runs on {kind}, not on {device.type}"
+    package, needed = ATTENTION_BACKENDS[name]
+    if needed not in ("", device.type):
+        return None, f"it runs on {needed}, not on {device.type}"
     if importlib.util.find_spec(package) is None:
         return None, f"the package {package} is not installed"
     if name == _NATIVE and native is None:
         return None, "the native kernels are not in use"
-    module, _, attribute = place.partition(":")
-    kind_of = getattr(importlib.import_module(module), attribute)
-    backend: AttentionBackend = kind_of(native, kv_dtype) if name == _NATIVE else kind_of()
+    kind = backend_class(_INVARIANT if is_invariant else name)
+    backend = kind(native, kv_dtype) if name == _NATIVE else kind()
     reason = backend.supports(spec, device, dtype, kv_dtype)
     return (backend, "") if reason is None else (None, reason)
+
+
+def backend_class(name: str) -> Callable[..., AttentionBackend]:
+    """The backend class in octavo/attention/<name>.py: the one class defined there that has a kv_shape()."""
+    module = importlib.import_module(f"octavo.attention.{name}")
+    (found,) = (
+        kind
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__ and hasattr(kind, "kv_shape")
+    )
+    return found

@@ -1,11 +1,11 @@
-"""Attention of an encoder: every token of a row sees every other, and nothing is kept once the step is done.
-Knows nothing of pages: a page takes no bytes here. Plain torch, one row at a time, so that no row depends on its batch mates."""
+"""Attention of an encoder: all tokens of a row see each other, and nothing is stored (a page takes 0 bytes).
+In torch, one row at a time, so that no row depends on the others in its batch."""
 
 import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import LayerHeads
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class EncoderAttention:
         assert batch.query_lens_host == batch.seq_lens_host, "an encoder's rows are computed whole"
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         output = torch.empty((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype, device=q.device)
         first = 0
         for count in batch.query_lens_host:
@@ -40,8 +40,8 @@ class EncoderAttention:
 
 
 def _attend(layer: LayerHeads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [N, H, D], k and v [N, Hkv, D] of one row → [N, H * D]."""
-    # Copies: products over memory that begins anywhere may be summed in another order.
+    """Attend within one row: q [N, H, D], k and v [N, Hkv, D] → [N, H * D]."""
+    # Contiguous copies: a product may sum in another order if its inputs are aligned differently.
     q, k, v = (part.transpose(0, 1).contiguous()[None] for part in (q, k, v))
     attended = F.scaled_dot_product_attention(q, k, v, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1])
     return attended[0].transpose(0, 1).flatten(1)

@@ -1,9 +1,7 @@
-"""Attention by the package flashinfer, for GPUs: its paged decode and prefill kernels, planned on the host once a step.
-Knows nothing of models or scheduling, nor of how the package's kernels work.
+"""Attention on GPUs by the package flashinfer: its paged decode and prefill kernels, planned on the host once a step.
 
-A store is [pages, 2, Hkv, page_size, D], which the package calls HND. It compiles kernels when it first needs them, 100
-to 600 seconds of CPU time for a kind of layers, and keeps them in ~/.cache/flashinfer. The calls are those of its
-versions 0.6.6 to 0.7.2."""
+A store is [pages, 2, Hkv, page_size, D], which the package calls HND. The package compiles kernels on first use, 100 to 600
+seconds of CPU time per kind of layer, and caches them in ~/.cache/flashinfer. The calls match its versions 0.6.6 to 0.7.2."""
 
 import functools
 import importlib
@@ -18,27 +16,27 @@ import numpy as np
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.device import Event
 from octavo.spec import ModelSpec
 
 _HEAD_SIZES = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
-# Partial results of rows whose pages are shared out among several blocks. The most a plan asks for is 2 blocks an SM ·
-# 128 query rows · D · 4 bytes, in older versions times H / Hkv: 138 MB for 132 SMs, heads of 128 and 8 of them for one.
+# For partial results of rows whose pages are split among several blocks. A plan needs at most 2 blocks per SM · 128 query
+# rows · D · 4 bytes, in older versions times H / Hkv: 138 MB for 132 SMs, D = 128 and H / Hkv = 8.
 _WORKSPACE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Which pages each row of a step reads, row after row, as the package wants them."""
+    """The pages that each row of a step reads, row after row, in the package's format."""
 
     num_decodes: int
     query_start: torch.Tensor  # [B + 1] int32, on the host
-    page_start: torch.Tensor  # [B + 1] int32, on the host: row b's are pages[page_start[b] : page_start[b + 1]]
-    pages: torch.Tensor  # [page_start[B]] int32, where the page table is
-    last_page_len: torch.Tensor  # [B] int32, on the host: tokens in a row's last page; 0: it has no page
+    page_start: torch.Tensor  # [B + 1] int32, on the host: row b has pages[page_start[b] : page_start[b + 1]]
+    pages: torch.Tensor  # [page_start[B]] int32, on the page table's device
+    last_page_len: torch.Tensor  # [B] int32, on the host: tokens in a row's last page; 0: the row has no page
 
     @classmethod
     def of(cls, batch: Batch, page_size: int) -> "PageLists":
@@ -53,28 +51,28 @@ class PageLists:
         )
 
     def decodes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Starts, pages and last lengths of the rows of one token."""
+        """page_start, pages and last_page_len of the decode rows."""
         num, end = self.num_decodes, int(self.page_start[self.num_decodes])
         return self.page_start[: num + 1], self.pages[:end], self.last_page_len[:num]
 
     def chunks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same of the longer rows, counted from the first of them; before it, where their tokens start."""
+        """query_start, page_start, pages and last_page_len of the longer rows, counted from the first of them."""
         num, first = self.num_decodes, int(self.page_start[self.num_decodes])
         start = self.page_start[num:] - first
         return self.query_start[num:] - num, start, self.pages[first:], self.last_page_len[num:]
 
 
 def _starts(counts: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> torch.Tensor:
-    """[B] → [B + 1]: where each begins when they stand one after the other, and where the last ends."""
+    """Exclusive prefix sums with the total: [B] → [B + 1]."""
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     return torch.from_numpy(starts)
 
 
 def _listed(batch: Batch, page_size: int, num_pages: int) -> torch.Tensor:
-    """The used entries of the page table [B, M], row after row. Where the table is: nobody waits for a copy of it."""
+    """The used entries of the page table [B, M], row after row, computed on its device so that no copy is awaited."""
     counts = (batch.seq_lens + (page_size - 1)) // page_size
-    rows = torch.repeat_interleave(counts, output_size=num_pages)  # [N] given the size, the host need not ask for it
+    rows = torch.repeat_interleave(counts, output_size=num_pages)  # [N]; output_size avoids a synchronisation
     starts = counts.cumsum(0) - counts
     columns = torch.arange(num_pages, device=rows.device) - starts[rows]
     return batch.page_table[rows, columns]
@@ -82,7 +80,7 @@ def _listed(batch: Batch, page_size: int, num_pages: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a plan is made for: layers that agree in it share one."""
+    """The parameters of a plan. Layers with equal ones share a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -101,8 +99,8 @@ class _Wrappers:
     def __init__(self, kind: _Kind, workspace: torch.Tensor) -> None:
         flashinfer = importlib.import_module("flashinfer")
         self._kind = kind
-        # By tensor cores: any number of query heads for a KV head, and one compiled module for decodes and chunks alike
-        # where those are not for the kernels of newer GPUs, which want keys of the queries' type.
+        # With tensor cores, decoding supports any number of query heads per KV head, and shares its compiled module with
+        # the prefill wrapper if that is "fa2" too. The prefill kernels for newer GPUs need keys in the queries' type.
         self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "HND", use_tensor_cores=True, backend="fa2"
         )
@@ -113,8 +111,8 @@ class _Wrappers:
 
     def plan(self, lists: PageLists) -> None:
         kind = self._kind
-        # A plan fills pinned memory that is copied to the GPU when the steps before it are done, and the host is ahead of
-        # those: the last copy must have been made before the memory is filled again.
+        # A plan fills pinned memory, which is copied to the GPU in stream order while the host runs ahead. The last copy must
+        # be done before the memory is filled again.
         self._copied.wait()
         shape = (kind.num_heads, kind.num_kv_heads, kind.head_size, kind.page_size)
         settings = {
@@ -132,7 +130,7 @@ class _Wrappers:
         self._copied.record()
 
     def run(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q [T, H, D], which may be a part of a wider tensor → [T, H, D]."""
+        """q [T, H, D] → [T, H, D]. q may be a slice of a wider tensor."""
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         num = self._num_decodes
         if num:
@@ -151,7 +149,7 @@ class FlashInferAttention:
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
         self._workspace = torch.empty(0)
-        self._wrappers: dict[_Kind, _Wrappers] = {}  # filled by the first step, which meets every layer
+        self._wrappers: dict[_Kind, _Wrappers] = {}  # filled by the first step, which runs every layer
         self._lists: PageLists | None = None
         self._write: Write = _plain_write
 
@@ -159,7 +157,7 @@ class FlashInferAttention:
         if spec.head_size not in _HEAD_SIZES:
             return f"its heads are of {', '.join(map(str, _HEAD_SIZES))} numbers, not of {spec.head_size}"
         if spec.has_sinks:
-            return "it has no attention sinks"
+            return "it does not support attention sinks"
         if dtype not in _DTYPES:
             return f"it computes in bfloat16 or float16, not in {dtype}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
@@ -168,7 +166,9 @@ class FlashInferAttention:
         if is_8_bit and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             return "8-bit pages need a GPU of NVIDIA's Ada or Hopper generation, or later"
         if not _can_compile() and importlib.util.find_spec("flashinfer_jit_cache") is None:
-            return "it compiles its kernels with nvcc, which is not here; install CUDA's, or flashinfer-jit-cache"
+            return (
+                "it compiles its kernels with nvcc, which is not here; install the CUDA toolkit or flashinfer-jit-cache"
+            )
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ class FlashInferAttention:
 
     def plan(self, batch: Batch) -> None:
         self._lists = PageLists.of(batch, self._kv[0].shape[3])
-        # All kinds at once, before the first layer: what a plan waits for is then a step old, not half a step.
+        # All kinds before the first layer: the copy that a plan waits for is then a whole step old.
         for wrappers in self._wrappers.values():
             wrappers.plan(self._lists)
 
@@ -212,26 +212,27 @@ class FlashInferAttention:
 
 @functools.cache
 def _workspace_on(device: torch.device) -> torch.Tensor:
-    """One for all layers and groups of them: they run one after the other. Zeros, as the package asks for."""
+    """One workspace for all layers and groups, which run one after the other. The package requires zeros."""
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 Write = Callable[[LayerHeads, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(layer, heads [T, H + 2 Hkv, D], rotation, kv, slots [T]): turn q and k, store k and v → q [T, H, D], a view of heads."""
+"""(layer, heads [T, H + 2 Hkv, D], rotation, kv, slots [T]): normalise and rotate q and k, store k and v → q [T, H, D], a
+view of heads."""
 
 
 def _plain_write(
     layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, kv: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+    q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
     page_size = kv.shape[3]
-    # Every slot is a page's: rows of padding, which have none, come with captured steps only.
+    # Every slot lies in a page: only captured steps have padding rows, whose slots do not.
     kv[slots // page_size, :, :, slots % page_size] = storable(torch.stack((k, v), dim=1), kv.dtype)
     return q
 
 
 def _fused_write() -> Write:
-    """The same in one launch."""
+    """_plain_write in one kernel launch."""
     from octavo.kernels.triton.attention.qk_norm_rope_store import qk_norm_rope_store  # needs Triton
 
     def write(
@@ -248,7 +249,7 @@ def _fused_write() -> Write:
 
 
 def _can_compile() -> bool:
-    """Whether the package will find nvcc: it looks in these places."""
+    """Whether the package will find nvcc, by the places where it looks."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None and shutil.which("nvcc") is not None:
         return True

@@ -1,5 +1,4 @@
-"""Attention in groups of layers, each with page tables of its own: one backend for each group, all of one kind.
-Knows nothing of what a backend does, or of why layers are grouped as they are."""
+"""Attention for groups of layers with separate page tables: one backend instance per group, all of one class."""
 
 from collections.abc import Sequence
 
@@ -11,11 +10,11 @@ from octavo.spec import ModelSpec
 
 
 class GroupedAttention:
-    """To models one backend like any other. Backends of their own for the groups, because what a backend plans for a step
-    may follow from the pages."""
+    """A backend that forwards to the backend of the layer's group. Each group has its own instance because a backend's plan
+    may depend on the pages."""
 
     def __init__(self, backends: Sequence[AttentionBackend], group_of: Sequence[int]) -> None:
-        """`group_of`: each layer's group, by its index."""
+        """`group_of`: layer index → group."""
         self._backends, self._group_of = backends, group_of
         first = backends[0]
         self.name, self.page_dim, self.can_capture = first.name, first.page_dim, first.can_capture
@@ -30,7 +29,7 @@ class GroupedAttention:
         return shape
 
     def bind(self, kv: list[torch.Tensor], max_rows: int) -> None:
-        """Layers of different groups may have the same store: their pages in it are different ones."""
+        """Layers of different groups may share a store: they use different pages of it."""
         for backend in self._backends:
             backend.bind(kv, max_rows)
 

@@ -1,5 +1,5 @@
-"""Attention by the native CPU kernels: turned, written and attended in two operations of a step.
-Knows nothing of models or scheduling, nor of how a page lies in memory: the kernels do."""
+"""Attention by the native CPU kernels, in two operations: normalise, rotate and store; then attend. The kernels define the
+layout of a page."""
 
 import torch
 
@@ -30,11 +30,11 @@ class NativeCpuAttention:
         if kv_dtype not in (torch.float32, torch.float16, torch.int8):
             return f"its pages hold float32, float16 or int8, not {kv_dtype}"
         if spec.head_size > MAX_HEAD_SIZE or spec.head_size % 2:
-            return f"its heads have an even size of at most {MAX_HEAD_SIZE}, not {spec.head_size}"
+            return f"it supports even head sizes of at most {MAX_HEAD_SIZE}, not {spec.head_size}"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
-        """In numbers of the store's type: int8 pages are bytes."""
+        """Shape of a store in elements of its type; an int8 page is a sequence of bytes."""
         if page_size > MAX_PAGE_SIZE:
             raise ConfigError(f"--block-size must be at most {MAX_PAGE_SIZE} with native CPU kernels, got {page_size}")
         num_kv_heads = spec.rank_kv_heads(tensor_parallel)
@@ -73,10 +73,10 @@ class NativeCpuAttention:
 
 
 def step_of(batch: Batch) -> Step:
-    """The batch as the native kernels read it. Holds addresses only: the batch must outlive it."""
+    """The batch in the form the native kernels read. It holds only addresses: the batch must outlive it."""
     table = batch.page_table
     assert table.stride(1) == 1
-    for number, group in enumerate(batch.groups):  # whose place the kernels find by counting
+    for number, group in enumerate(batch.groups):  # the kernels compute a group's addresses from its number
         assert group.slots.data_ptr() == batch.slots.data_ptr() + number * batch.slots.nbytes
         assert group.page_table.data_ptr() == table.data_ptr() + number * table.nbytes
     return Step(

@@ -1,5 +1,5 @@
-"""What q and k go through between the product and the store: a norm of each head, then the rotation by position.
-Knows nothing of pages, or of where the rotation comes from. Plain torch; backends that fuse it read the same inputs."""
+"""The steps between the QKV product and the KV store: RMSNorm of each q and k head, then RoPE. In plain torch; backends
+with a fused kernel take the same inputs."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMSNorm over each head, as some families have it. Weights are in the order of the interleaved pairs."""
+    """RMSNorm of each q and k head (Qwen3, Gemma 3, …). Weights are in interleaved pair order."""
 
-    q: torch.Tensor  # [D] in the type of the heads, or float32
+    q: torch.Tensor  # [D] in the heads' type or float32
     k: torch.Tensor  # [D]
     epsilon: float
 
 
-def turn(
+def qk_norm_rope(
     heads: torch.Tensor, num_heads: int, num_kv_heads: int, rotation: torch.Tensor | None, norms: HeadNorms | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """heads [T, H + 2 Hkv, D], changed in place → q [T, H, D], k and v [T, Hkv, D], views of it."""
+    """Normalise and rotate q and k in place: heads [T, H + 2 Hkv, D] → its views q [T, H, D], k and v [T, Hkv, D]."""
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if norms is not None:
         for part, weight in ((q, norms.q), (k, norms.k)):
@@ -30,7 +30,7 @@ def turn(
 
 
 def rotate(heads: torch.Tensor, rotation: torch.Tensor) -> None:
-    """Turn interleaved heads [T, n, D] in place; rotation [T, 1, D/2] complex."""
+    """Apply RoPE in place to heads [T, n, D] with interleaved pairs; rotation [T, 1, D/2] complex."""
     pairs = heads.view(*heads.shape[:-1], -1, 2)
     if heads.dtype == torch.float32:
         torch.view_as_complex(pairs).mul_(rotation)

@@ -1,10 +1,9 @@
-"""The reference attention backend: plain torch, one row at a time, in float32. What every other backend is tested against.
-Knows nothing of speed."""
+"""The reference attention backend: plain torch, one row at a time, in float32. Tests compare the other backends with it."""
 
 import torch
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
@@ -31,7 +30,7 @@ class ReferenceAttention:
         pass
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         kv = self._kv[layer.index]
         page_size = kv.shape[1]
         kv[batch.slots // page_size, batch.slots % page_size] = storable(torch.stack((k, v), dim=1), kv.dtype)
@@ -46,7 +45,7 @@ class ReferenceAttention:
 
 
 def _attend(layer: LayerHeads, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """q [N, H, D] are the last N of the L positions whose keys and values [L, Hkv, D] are given → [N, H, D]."""
+    """Attend with the queries q [N, H, D] of the last N of L positions; keys and values [L, Hkv, D] → [N, H, D]."""
     num, heads, _ = q.shape
     length = keys.shape[0]
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)

@@ -1,8 +1,7 @@
-"""Attention for CPUs in few torch operations: decode rows together, longer rows one by one.
-Knows nothing of models or scheduling.
+"""Attention on CPUs in few torch operations: decode rows together, longer rows one by one.
 
-A store is [pages, 2, Hkv, page_size, D]: keys (0) and values (1) of one head in one page are contiguous, so one gather
-of such runs gives all rows' keys and values in the layout that a batched product wants."""
+A store is [pages, 2, Hkv, page_size, D]: keys (0) and values (1) of one head in one page are contiguous. One gather of such
+runs gives the keys and values of all rows in the layout of a batched product."""
 
 from dataclasses import dataclass
 
@@ -10,23 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from octavo.attention.base import LayerHeads, storable
-from octavo.attention.qk_norm_rope import turn
+from octavo.attention.qk_norm_rope import qk_norm_rope
 from octavo.batch import Batch
 from octavo.spec import ModelSpec
 
 # Decode rows are padded to the longest of their group. A group is closed when more than this share would be padding …
 _MAX_PADDING = 0.25
-# … unless it is small: below this many pages the cost of another round of calls exceeds that of the padding.
+# … unless it has fewer pages than this: then another round of calls costs more than the padding.
 _SMALL_GROUP_PAGES = 64
 
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """Rows of one token each, with similar lengths."""
+    """Decode rows of similar lengths."""
 
     tokens: torch.Tensor | None  # [B] indices into T; None: all decode rows in their order
-    runs: torch.Tensor  # [2 * B * Hkv * M] which runs of the store hold the rows' keys, then their values
-    empty: tuple[torch.Tensor | slice, ...]  # rows, heads, positions whose cells hold no token of the row
+    runs: torch.Tensor  # [2 * B * Hkv * M] runs of the store with the rows' keys, then their values
+    empty: tuple[torch.Tensor | slice, ...]  # index (rows, heads, positions) of cells that hold no token of the row
     num_rows: int
 
 
@@ -37,8 +36,8 @@ class _LongRow:
     first: int
     last: int
     length: int
-    runs: torch.Tensor | None  # [2 * Hkv * M]; None: all of its keys and values come with this step
-    bias: torch.Tensor | None  # [N, L] 0 or -inf; None with runs None
+    runs: torch.Tensor | None  # [2 * Hkv * M]; None: this step computes all of its keys and values
+    bias: torch.Tensor | None  # [N, L] 0 or -inf; None if runs is None
 
 
 class TorchCpuAttention:
@@ -52,7 +51,7 @@ class TorchCpuAttention:
         self._cells: list[torch.Tensor] = []  # … and as [pages, 2 * Hkv, page_size, D]
         self._page_size = 0
         self._num_kv_heads = 0
-        self._written: tuple[torch.Tensor, ...] = ()  # which cells this step's tokens go to
+        self._written: tuple[torch.Tensor, ...] = ()  # index of the cells that this step writes
         self._decodes: list[_DecodeGroup] = []
         self._long_rows: list[_LongRow] = []
 
@@ -60,7 +59,7 @@ class TorchCpuAttention:
         if kv_dtype != dtype:
             return f"its pages hold {dtype}, not {kv_dtype}"
         if spec.has_window or spec.has_softcap:
-            return "it has no sliding window and no soft cap"
+            return "it does not support sliding windows or soft caps"
         return None
 
     def kv_shape(self, spec: ModelSpec, num_pages: int, page_size: int, tensor_parallel: int) -> tuple[int, ...]:
@@ -73,7 +72,7 @@ class TorchCpuAttention:
         self._heads = torch.arange(2 * self._num_kv_heads)
         self._dtype = kv[0].dtype
 
-    # ── once a step ─────────────────────────────────────────────────────────────────────────────────
+    # ── once per step ───────────────────────────────────────────────────────────────────────────────
 
     def plan(self, batch: Batch) -> None:
         slots = batch.slots[:, None]
@@ -86,7 +85,7 @@ class TorchCpuAttention:
         ]
 
     def _group_rows(self, batch: Batch) -> list[list[int]]:
-        """Decode rows, longest first, cut where padding would waste too much. One group keeps the batch's order."""
+        """Group decode rows, longest first, so that padding stays small. A single group keeps the batch's order."""
         num_pages = [-(-length // self._page_size) for length in batch.seq_lens_host[: batch.num_decodes]]
         if not num_pages:
             return []
@@ -127,14 +126,14 @@ class TorchCpuAttention:
         return _LongRow(first, last, length, runs, bias)
 
     def _runs_of(self, pages: torch.Tensor) -> torch.Tensor:
-        """[B, M] pages → [2 * B * Hkv * M] runs: keys of row 0 head 0, of row 0 head 1, …, then values."""
+        """[B, M] pages → [2 * B * Hkv * M] runs: keys of row 0 head 0, row 0 head 1, …, then values."""
         heads = self._heads.view(2, 1, self._num_kv_heads, 1)
         return (pages.long()[None, :, None, :] * (2 * self._num_kv_heads) + heads).view(-1)
 
-    # ── once a layer ────────────────────────────────────────────────────────────────────────────────
+    # ── once per layer ──────────────────────────────────────────────────────────────────────────────
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        q, k, v = turn(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
+        q, k, v = qk_norm_rope(heads, layer.num_heads, layer.num_kv_heads, rotation, layer.norms)
         kv = storable(_joined(k, v), self._dtype)
         self._cells[layer.index].index_put_(self._written, kv)
         if not self._long_rows and len(self._decodes) == 1:
@@ -151,15 +150,15 @@ class TorchCpuAttention:
         return output
 
     def _decode(self, layer: LayerHeads, group: _DecodeGroup, q: torch.Tensor) -> torch.Tensor:
-        """q [B, H, D] → [B, H * D]. Query heads that share a KV head are the rows of one small product."""
+        """q [B, H, D] → [B, H * D]. The query heads of one KV head are the rows of one small product."""
         num_rows, num_heads, head_size = q.shape
         num_groups = num_rows * self._num_kv_heads
         gathered = self._runs[layer.index].index_select(0, group.runs)
         keys, values = gathered.view(2, num_groups, -1, head_size)
         queries = q.reshape(num_groups, -1, head_size)
         scores = torch.bmm(queries * layer.scale, keys.transpose(1, 2))
-        # Set, not added to: these cells hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
-        # By index: they are few, and masked_fill_, which goes through all, takes two to twenty times as long.
+        # Assigned, not added: these cells may hold other requests' numbers, whose scores may overflow, and inf - inf is NaN.
+        # By index because they are few: masked_fill_ touches every cell and takes two to twenty times as long.
         scores.view(num_rows, num_heads, -1)[group.empty] = float("-inf")
         if layer.sinks is not None:
             sinks = (
@@ -170,7 +169,7 @@ class TorchCpuAttention:
         return torch.bmm(weights, values).view(num_rows, num_heads * head_size)
 
     def _attend_long(self, layer: LayerHeads, row: _LongRow, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """q [N, H, D], kv [N, 2 Hkv, D] of this step → [N, H * D]."""
+        """q [N, H, D] and kv [N, 2 Hkv, D] of this step → [N, H * D]."""
         if row.runs is None:
             keys, values = kv.transpose(0, 1).chunk(2)  # [Hkv, N, D]
         else:
@@ -195,7 +194,7 @@ class TorchCpuAttention:
 def _with_sinks(
     sinks: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """keys and values [Hkv, L, D] with a token of zeros behind them, whose score is the bias alone: [H, N, L + 1]."""
+    """Append a zero token to keys and values [Hkv, L, D]; its score is the sink, by the bias [H, N, L + 1]."""
     length = keys.shape[1]
     if bias is None:
         bias = torch.full((num_tokens, length), float("-inf"), dtype=keys.dtype).triu_(1)
@@ -206,7 +205,7 @@ def _with_sinks(
 
 
 def _joined(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """k and v [T, Hkv, D] as [T, 2 Hkv, D]: a view where they are neighbours in one tensor, as a fused product makes them."""
+    """k and v [T, Hkv, D] as [T, 2 Hkv, D]: a view if they are adjacent in one tensor, as after a fused QKV product."""
     num_tokens, num_heads, head_size = k.shape
     stride = k.stride()
     if (

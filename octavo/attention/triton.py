@@ -1,5 +1,5 @@
-"""Attention on GPUs by our own Triton kernels: decode rows and longer rows of one step, each in one launch a layer.
-Knows nothing of models or scheduling; the kernels are in kernels/.
+"""Attention on GPUs by the Triton kernels in kernels/triton/attention: one launch per layer for a step's decode rows, one
+for its longer rows.
 
 A store is [pages, 2, Hkv, page_size, D]: keys (0) and values (1) of one head in one page are contiguous."""
 
@@ -22,21 +22,21 @@ class TritonAttention:
     page_dim = 0
     pages_may_lie_apart = False
     can_capture = True
-    is_fixed = False  # whether norms are summed in one order, however many tokens there are
+    is_fixed = False  # whether norms sum in the same order for any number of tokens
 
     def __init__(self) -> None:
         self._kv: list[torch.Tensor] = []
         self._max_rows = 0
         self._decode: DecodeAttention | None = None
-        # Of the step that is planned: the decode rows' work by window, the longer rows' tiles by their shape.
+        # Of the planned step: the work of the decode rows by window, the tiles of the longer rows by tile shape.
         self._works: dict[int, DecodeWork] = {}
         self._tiles: dict[Tile, torch.Tensor] = {}
         self._is_whole = False
-        self._chosen: dict[bool, Tile] = {}  # by whether a layer has a window, a soft cap or sinks
+        self._chosen: dict[bool, Tile] = {}  # by whether a layer needs the general kernel
 
     def supports(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         if not _MIN_HEAD_SIZE <= spec.head_size <= _MAX_HEAD_SIZE:
-            return f"it has heads of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not of {spec.head_size}"
+            return f"it supports head sizes of {_MIN_HEAD_SIZE} to {_MAX_HEAD_SIZE}, not {spec.head_size}"
         if kv_dtype not in (dtype, torch.float8_e4m3fn):
             return f"its pages hold {dtype} or 8-bit numbers, not {kv_dtype}"
         is_8_bit = kv_dtype == torch.float8_e4m3fn
@@ -56,8 +56,8 @@ class TritonAttention:
         self._works = {}
         self._tiles = {}
         rows = slice(batch.num_decodes, None)
-        # Prompts that are whole in this step are read from the product itself, in larger pieces than pages. An 8-bit store
-        # is always read back: a prompt must give the same answer in one piece as in several.
+        # If every prompt is computed whole in this step, keys and values are read from the QKV product, in larger blocks
+        # than pages. An 8-bit store is always read back: a prompt must give the same answer whole and in chunks.
         self._is_whole = batch.query_lens_host[rows] == batch.seq_lens_host[rows]
 
     def run(self, layer: LayerHeads, heads: torch.Tensor, rotation: torch.Tensor | None, batch: Batch) -> torch.Tensor:
@@ -87,19 +87,20 @@ class TritonAttention:
         return out
 
     def _tile_of(self, layer: LayerHeads, dtype: torch.dtype, kv: torch.Tensor) -> Tile:
-        """Remembered: a step of many layers asks for the same one."""
-        is_plain = bool(layer.window or layer.softcap) or layer.sinks is not None
-        tile = self._chosen.get(is_plain)
+        """The tile for a layer. Cached, because run() asks once per layer."""
+        # The specialised kernel has no window, soft cap or sinks.
+        needs_general = bool(layer.window or layer.softcap) or layer.sinks is not None
+        tile = self._chosen.get(needs_general)
         if tile is None:
             on_gpu = kv.device.type == "cuda"
-            tile = self._chosen[is_plain] = choose_tile(
+            tile = self._chosen[needs_general] = choose_tile(
                 layer.head_size,
                 layer.num_heads // layer.num_kv_heads,
                 kv.shape[3],
                 dtype,
                 kv.dtype,
                 capability=torch.cuda.get_device_capability(kv.device) if on_gpu else (0, 0),
-                is_plain=is_plain,
+                needs_general=needs_general,
             )
         return tile
 
@@ -113,7 +114,7 @@ class TritonAttention:
             )
         work = self._works.get(layer.window)
         if work is None:
-            # Under a window the shared pages are soon behind it.
+            # A window soon moves past the shared prefix, so windowed layers do not share it.
             prefix_len = None if layer.window else batch.prefix_len
             work = self._decode.plan(batch.seq_lens[:num_rows], window=layer.window, prefix_len=prefix_len)
             self._works[layer.window] = work
@@ -156,6 +157,6 @@ class TritonAttention:
 
 
 def on_device(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int32]]", device: torch.device) -> torch.Tensor:
-    """Without waiting for the device: from pinned memory, which torch keeps until the copy is done."""
+    """Copy to the device without waiting: from pinned memory, which torch keeps until the copy is done."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

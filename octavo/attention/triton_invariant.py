@@ -1,5 +1,5 @@
-"""Attention on GPUs with --deterministic: one kernel for decoding and prefill, whose bits depend on a row's own cells alone.
-Knows nothing of models or scheduling; the kernel is in kernels/triton/attention/invariant.py, stores are TritonAttention's."""
+"""Attention on GPUs with --deterministic: one kernel for decode and prefill, whose results depend, bit for bit, only on a
+row's own cells. The kernel is in kernels/triton/attention/invariant.py."""
 
 import torch
 
@@ -11,15 +11,15 @@ from octavo.kernels.triton.attention.paged_prefill import plan_tiles
 
 
 class InvariantTritonAttention(TritonAttention):
-    """Prompts are always read back from their pages, and shared prefixes by every row for itself: another way would be
-    another order of sums."""
+    """TritonAttention with one order of sums. Prompts are always read back from their pages, and each row reads a shared
+    prefix itself: another way would sum in another order."""
 
     is_fixed = True
 
     def __init__(self) -> None:
         super().__init__()
         self._kernel: InvariantAttention | None = None
-        # Of the step that is planned.
+        # Of the planned step.
         self._decode_tiles: torch.Tensor | None = None
         self._long_tiles: torch.Tensor | None = None
 

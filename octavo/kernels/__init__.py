@@ -1,2 +1,1 @@
-"""Hand-written kernels: what torch has no single call for, or a slow one.
-Knows nothing of requests, models or layers: tensors in, tensors out."""
+"""Hand-written kernels for operations that torch has no single call for, or only a slow one."""

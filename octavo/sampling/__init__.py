@@ -1,2 +1,1 @@
-"""Choosing tokens: from logits to ids, by each row's own parameters.
-Knows nothing of requests, pages or models."""
+"""Sampling: from logits to token ids, by each row's parameters."""

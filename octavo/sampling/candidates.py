@@ -1,5 +1,4 @@
-"""The likeliest continuations of beams, with the model's own logprobs.
-Knows nothing of the search that chooses among them."""
+"""Find the likeliest continuations of beams, with the model's own logprobs."""
 
 from dataclasses import dataclass
 
@@ -10,19 +9,19 @@ from octavo.sampling import ranking
 from octavo.sampling.logprobs import IMPOSSIBLE
 from octavo.sampling.state import Ints, SamplingState
 
-_CHUNK = 32  # beams that are held in float64 at once
+_CHUNK = 32  # beams held in float64 at a time
 
 
 @dataclass(slots=True)
 class Found:
-    """Of P beams, by how many of each are looked at; on the device or on their way home."""
+    """The candidates of P beams, grouped by number of candidates K; on the device, or being copied to the host."""
 
-    places: list[list[int]]  # for each number of them: which of the P
-    token_ids: list[torch.Tensor]  # [p, K] int64, in falling order
+    places: list[list[int]]  # for each K: the beams' places among the step's samples
+    token_ids: list[torch.Tensor]  # [p, K] int64, likeliest first
     logprobs: list[torch.Tensor]  # [p, K] float32
 
     def sent_home(self) -> "Found":
-        """Copies to the host that nobody waits for; on a CPU they are there."""
+        """Start asynchronous copies to the host; on a CPU the tensors are returned as they are."""
         ids, logprobs = (
             [part.to("cpu", non_blocking=True) for part in parts] for parts in (self.token_ids, self.logprobs)
         )
@@ -36,12 +35,12 @@ class Found:
 
 
 def find(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Found | None:
-    """Of logits [S, V] of the rows [S], before anything changes them. None: none of the rows is a beam."""
+    """Find candidates in the unchanged logits [S, V] of the rows [S]. None: none of the rows is a beam."""
     beams = [(at, state.num_candidates[row]) for at, row in enumerate(rows.tolist()) if row in state.num_candidates]
     if not beams:
         return None
     found = Found([], [], [])
-    # Each number by itself: which of two equals comes first must not depend on how many others look at.
+    # One K at a time: the order of equal logits must not depend on the K of other beams.
     for count in sorted({count for _, count in beams}):
         chosen = [at for at, its_count in beams if its_count == count]
         there = torch.tensor(chosen)

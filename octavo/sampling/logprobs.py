@@ -1,5 +1,4 @@
-"""Log-probabilities of tokens, and of the likeliest beside them, as the model gave them.
-Knows nothing of how tokens were chosen, nor of prompts and answers."""
+"""Log-probabilities of given tokens and of the likeliest tokens, from the model's unchanged logits."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,20 +9,20 @@ from octavo.messages import MAX_LOGPROBS, Logprobs
 from octavo.sampling import ranking
 from octavo.sampling.state import Ints, SamplingState
 
-_CHUNK = 32  # positions that are held in float64 at once
-IMPOSSIBLE = -9999.0  # in place of minus infinity, which JSON does not have
+_CHUNK = 32  # positions held in float64 at a time
+IMPOSSIBLE = -9999.0  # instead of minus infinity, which JSON cannot express
 
 
 class Raw(NamedTuple):
-    """Logits of the rows that want logprobs, kept before anything changes them."""
+    """The logits of rows that want logprobs, copied before sampling changes them."""
 
-    at: torch.Tensor  # [P] int64: which of the step's samples
+    at: torch.Tensor  # [P] int64: indices of the step's samples
     logits: torch.Tensor  # [P, V]
-    wanted: list[int]  # [P] how many of the likeliest
+    wanted: list[int]  # [P] number of top logprobs
 
 
 def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | None:
-    """None: nobody wants any."""
+    """Copy the logits of rows that want logprobs; None: there are no such rows."""
     if not state.num_logprobs:
         return None
     found = [(at, state.num_logprobs[row]) for at, row in enumerate(rows.tolist()) if row in state.num_logprobs]
@@ -36,15 +35,15 @@ def keep_raw(logits: torch.Tensor, state: SamplingState, rows: Ints) -> Raw | No
 
 @dataclass(slots=True)
 class Scores:
-    """Logprobs of P positions, on the device or on their way home."""
+    """Logprobs of P positions, on the device or being copied to the host."""
 
-    token_ids: torch.Tensor  # [P, 1 + K] int64: the token that is there, then the likeliest in falling order
+    token_ids: torch.Tensor  # [P, 1 + K] int64: the token at the position, then the likeliest, descending
     logprobs: torch.Tensor  # [P, 1 + K] float32
     ranks: torch.Tensor  # [P] int64
-    wanted: list[int]  # [P] how many of the likeliest
+    wanted: list[int]  # [P] number of top logprobs
 
     def sent_home(self) -> "Scores":
-        """Copies to the host that nobody waits for; on a CPU they are there."""
+        """Start asynchronous copies to the host; on a CPU the tensors are returned as they are."""
         ids, logprobs, ranks = (
             values.to("cpu", non_blocking=True) for values in (self.token_ids, self.logprobs, self.ranks)
         )
@@ -60,7 +59,7 @@ def score(
     chosen: torch.Tensor,  # [P] int64: the token at each position
     wanted: list[int],  # [P]
 ) -> Scores:
-    """In chunks, so that many rows of a large vocabulary take little memory beside their logits."""
+    """Score the positions in chunks, so that many rows of a large vocabulary need little memory beside their logits."""
     num_best = min(MAX_LOGPROBS, logits.shape[1]) if any(wanted) else 0
     ends = range(_CHUNK, len(chosen) + _CHUNK, _CHUNK)
     parts = [_score(logits[end - _CHUNK : end], chosen[end - _CHUNK : end], num_best) for end in ends]
@@ -71,15 +70,15 @@ def score(
 def _score(
     logits: torch.Tensor, chosen: torch.Tensor, num_best: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token ids, logprobs, ranks), as Scores has them."""
+    """(token ids, logprobs, ranks) as in Scores."""
     logits = logits.float()
-    chosen = chosen.clamp(0, logits.shape[1] - 1)  # a rehearsal samples nothing, and what is there is no token
+    chosen = chosen.clamp(0, logits.shape[1] - 1)  # a warm-up step samples nothing, and its ids are undefined
     total = ranking.log_sum(logits)  # [P, 1]
     own = logits.gather(1, chosen[:, None])  # [P, 1]
     ranks = (logits > own).sum(-1) + 1
     ids, values = chosen[:, None], own
     if num_best:
-        # Always as many as there may be: which of two equals comes first must not depend on what others ask for.
+        # Always the maximum number: the order of equal logits must not depend on how many other rows want.
         best_values, best_ids = ranking.best(logits, num_best)
         ids, values = torch.cat((ids, best_ids), 1), torch.cat((values, best_values), 1)
     logprobs = (values.double() - total).float().nan_to_num_(nan=IMPOSSIBLE, neginf=IMPOSSIBLE)

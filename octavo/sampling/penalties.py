@@ -1,5 +1,4 @@
-"""Penalties: make tokens that a row already holds more or less likely, from the token table alone.
-Knows nothing of how the token is then chosen."""
+"""Repetition, frequency and presence penalties in torch, from the token table."""
 
 import numpy as np
 import torch
@@ -11,11 +10,11 @@ def apply(
     logits: torch.Tensor,  # [S, V] float32, changed in place
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
-    at: Ints,  # [P] the rows of `logits` to penalise
+    at: Ints,  # [P] indices of the logits to penalise
     rows: Ints,  # [P] their rows in the token table
-    lens: Ints,  # [P] tokens each holds
+    lens: Ints,  # [P] tokens in each row
 ) -> None:
-    """Repetition counts prompt and output; presence and frequency count output only."""
+    """Penalise in place. Repetition counts prompt and output; presence and frequency count output only."""
     vocab_size = logits.shape[1]
     flat = logits.view(-1)
     start = state.prompt_len[rows]
@@ -27,7 +26,7 @@ def apply(
             tokens, vocab_size, at[held], rows[held], np.zeros_like(lens[held]), lens[held], repetition[held]
         )
         value = flat[where]
-        # Duplicates in `where` write the same value, so each token is penalised once however often it occurs.
+        # Duplicates in `where` write the same value, so each token is penalised once, however often it occurs.
         flat[where] = torch.where(value > 0, value / factor, value * factor)
     held = frequency != 0.0
     if held.any():
@@ -42,7 +41,7 @@ def apply(
 def _held(
     tokens: torch.Tensor, vocab_size: int, at: Ints, rows: Ints, start: Ints, end: Ints, amount: Floats
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For every token held in [start, end): its index in the flattened logits, and its row's penalty."""
+    """For every token at positions [start, end): its index in the flattened logits, and its row's penalty."""
     counts = end - start
     offsets = np.cumsum(counts) - counts
     positions = np.arange(counts.sum()) - np.repeat(offsets - start, counts)

@@ -1,8 +1,7 @@
-"""Sampler: logits of the sampled positions → one token each.
-Knows nothing of requests or pages; reads rows' parameters from SamplingState and their tokens from the token table.
+"""Sample one token per row from its logits, by the parameters in SamplingState and the tokens in the token table.
 
-Logits that are not numbers still give an id of the vocabulary, by the same rule for every row: NaN counts as -inf, and
-+inf as the largest number there is. A row in which nothing is above -inf gets token 0."""
+Non-finite logits still give an id of the vocabulary, by the same rule for every row: NaN counts as -inf, and +inf as the
+largest finite number. A row with no logit above -inf gets token 0."""
 
 import importlib.util
 
@@ -25,14 +24,14 @@ def sample(
     logits: torch.Tensor,  # [S, V]; may be changed
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
-    rows: Ints,  # [S] the row of each
-    lens: Ints,  # [S] tokens each row holds = position of the token to sample
+    rows: Ints,  # [S] the row of each logit vector
+    lens: Ints,  # [S] tokens in each row = position of the token to sample
     out: torch.Tensor | None = None,  # [S] int64, filled and returned
-    by_kernels: bool | None = None,  # None: where the logits are on a GPU and Triton is installed
-    native: Native | None = None,  # a CPU's kernels, where it has them
-    masks: Masks | None = None,  # what grammars leave
+    by_kernels: bool | None = None,  # whether to use Triton; None: if the logits are on a GPU and it is installed
+    native: Native | None = None,  # the native CPU kernels, if available
+    masks: Masks | None = None,  # grammar masks
 ) -> torch.Tensor:
-    """Token ids [S] int64. Greedy rows pay for an argmax and nothing else. On a GPU nothing waits for it."""
+    """Return token ids [S] int64. Greedy rows cost only an argmax. With Triton the host does not wait for the GPU."""
     if state.edits and not state.edits.keys().isdisjoint(rows.tolist()):
         logit_bias.apply(logits, tokens, state.edits, state.prompt_len, rows, lens)
     if (logits.is_cuda and _HAS_TRITON) if by_kernels is None else by_kernels:
@@ -47,7 +46,7 @@ def sample(
             out = torch.empty(len(rows), dtype=torch.int64)
         cpu.sample(native, logits.float().contiguous(), tokens, state, rows, lens, out, masks)
         return out
-    # A GPU without Triton waits here: what follows is NumPy's and torch's on the host.
+    # Without Triton the host waits for the GPU here: the rest runs in NumPy and torch on the host.
     here = logits.float().cpu()
     if masks is not None:
         grammar.apply(here, masks)
@@ -73,7 +72,7 @@ def _sample(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, ro
 
 
 def _edited(logits: torch.Tensor, tokens: torch.Tensor, state: SamplingState, rows: Ints, lens: Ints) -> torch.Tensor:
-    """The logits with every row's penalties and bans applied."""
+    """Apply every row's penalties and bans on stop ids, in place."""
     penalised = state.penalised[rows]
     if penalised.any():
         at = penalised.nonzero()[0]
@@ -97,8 +96,8 @@ def _draws(state: SamplingState, rows: Ints, lens: Ints) -> Draws:
 
 
 def _mended(logits: torch.Tensor) -> torch.Tensor:
-    """The logits [G, V], which may be changed, with a finite maximum in every row and no NaN."""
-    top = logits.amax(-1)  # NaN where any of the row is
+    """Make the maximum of every row of logits [G, V] finite and remove NaN, in place."""
+    top = logits.amax(-1)  # NaN if the row holds one
     if bool(top.isfinite().all()):
         return logits
     logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
@@ -108,9 +107,9 @@ def _mended(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """[S]: the likeliest id of each row; of equals the lowest."""
-    values = logits.numpy()  # whose argmax is vectorised; torch's CPU one takes about ten times as long
-    ids = np.argmax(values, axis=-1)  # of the first NaN, where there is one
+    """[S] the likeliest id of each row; of equal logits the lowest id."""
+    values = logits.numpy()  # NumPy's argmax is vectorised; torch takes about ten times as long on a CPU
+    ids = np.argmax(values, axis=-1)  # the index of the first NaN, if there is one
     broken = np.isnan(values[np.arange(len(ids)), ids])
     if broken.any():
         ids[broken] = np.argmax(np.nan_to_num(values[broken], nan=-np.inf, posinf=np.inf, neginf=-np.inf), axis=-1)

@@ -1,5 +1,4 @@
-"""SamplingState: every row's sampling parameters as columns, so that a step reads them with one gather each.
-Knows nothing of logits or of how the parameters are applied."""
+"""SamplingState: the sampling parameters of all rows as columns, so that a step reads each with one gather."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +14,12 @@ from octavo.sampling.logit_bias import Edits
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-# Below this a temperature is 0: a division of float32 logits by it overflows, and by less it is one by zero.
+# A lower temperature counts as 0: dividing float32 logits by it would overflow, or divide by zero.
 _LEAST_TEMPERATURE = 1e-5
 
 
 class SamplingState:
-    """Columns are indexed by row; a row's values are those of its latest occupant."""
+    """Columns indexed by row. A row holds the values of its latest occupant."""
 
     def __init__(self, max_rows: int, vocab_size: int, grammars: Grammars | None = None) -> None:
         self.vocab_size = vocab_size
@@ -38,12 +37,12 @@ class SamplingState:
         self.prompt_len = np.zeros(max_rows, dtype=np.int64)
         self.min_len = np.zeros(max_rows, dtype=np.int64)  # prompt + min_tokens: shorter rows may not stop
         self.stop_ids: list[Ints] = [np.zeros(0, dtype=np.int64)] * max_rows
-        # Only rows whose occupant asks for it are in these: where they are empty, a step pays for nothing.
+        # These hold only rows that use the feature: if they are empty, a step pays nothing for it.
         self.edits: dict[int, Edits] = {}
         self.num_logprobs: dict[int, int] = {}
         self.num_prompt_logprobs: dict[int, int] = {}
         self.num_candidates: dict[int, int] = {}  # rows that are beams
-        # The same parameters as the kernels read them; a step adds where the row's logits are, and its uniform.
+        # The same parameters in the format of the Triton kernels; a step adds the place of the row's logits and its uniform.
         self.records = np.zeros((max_rows, columns.WIDTH), dtype=np.float64)
 
     def enter(
@@ -55,9 +54,9 @@ class SamplingState:
         stop_ids: list[int],
         output_ids: Sequence[int] = (),
     ) -> None:
-        """Give `row` its new occupant's parameters. `output_ids`: what it has sampled already."""
+        """Set the parameters of the row's new occupant. `output_ids`: the tokens it has already generated."""
         limited = 0 < params.top_k < self.vocab_size
-        # The most likely token alone is left by a top_k of 1: the same choice as greedy, for the price of one argmax.
+        # top_k = 1 leaves only the likeliest token: greedy gives the same token for one argmax.
         self.greedy[row] = params.temperature < _LEAST_TEMPERATURE or params.top_k == 1
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k if limited else self.vocab_size
@@ -73,16 +72,16 @@ class SamplingState:
             1,
         )
         self.prompt_len[row] = prompt_len
-        # With a grammar it is the grammar that says when the row may end, min_tokens included.
+        # With a grammar, its mask decides when the row may end, min_tokens included.
         self.min_len[row] = 0 if params.grammar else prompt_len + params.min_tokens
-        # A stop id that the model cannot produce needs no mask.
+        # Stop ids outside the vocabulary cannot be sampled.
         self.stop_ids[row] = np.array([t for t in stop_ids if 0 <= t < self.vocab_size], dtype=np.int64)
         self.records[row] = self._record(row)
         self.leave(row)
         edits = Edits.of(params, self.vocab_size)
         if edits is not None:
             self.edits[row] = edits
-        if params.use_beam_search:  # its logprobs are those of the candidates
+        if params.use_beam_search:  # logprobs come with the candidates
             self.num_candidates[row] = params.num_candidates(len(stop_ids))
         elif params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
@@ -92,7 +91,7 @@ class SamplingState:
             self.grammars.enter(row, params, prompt_len, output_ids, stop_ids)
 
     def leave(self, row: int) -> None:
-        """All else of who left is not read again."""
+        """Drop the row's entries that a step would still read."""
         self.edits.pop(row, None)
         self.num_logprobs.pop(row, None)
         self.num_candidates.pop(row, None)
@@ -100,7 +99,7 @@ class SamplingState:
         self.grammars.leave(row)
 
     def needs_logits(self, rows: Ints) -> bool:
-        """Whether a row's logits are read or changed beyond what a parameter column says."""
+        """Whether a row's logits are read or changed by more than the parameter columns."""
         for some in (self.edits, self.num_logprobs, self.num_candidates, self.grammars.rows):
             if some and not some.keys().isdisjoint(rows.tolist()):
                 return True

@@ -1,2 +1,1 @@
-"""Where a model name comes from, and how its files become tensors.
-Knows nothing of layers, ranks or requests."""
+"""Finding a model's files (sources/) and reading them as tensors (formats/)."""

@@ -1,5 +1,4 @@
-"""A stream of weights in which every number is one: a tensor with a NaN or an infinity in it is refused by name.
-Knows nothing of files."""
+"""Check a stream of weights for NaN and infinity. A tensor that holds one is refused by name."""
 
 from __future__ import annotations
 
@@ -12,14 +11,15 @@ from octavo.quants import Weight
 
 
 def finite(tensors: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-    """The same tensors. On a GPU, where a question would make the host wait, the answer comes behind the last of them."""
+    """Yield the same tensors, checked. On a GPU a check per tensor would make the host wait each time, so the results are
+    read once, after the last tensor."""
     asked: list[tuple[str, torch.Tensor]] = []
     for name, weight in tensors:
         if not isinstance(weight, torch.Tensor):
             if not weight.is_finite():
                 raise _refusal(name, "its scales")
         elif weight.is_floating_point() and not weight.is_meta:
-            # One pass, nothing in between: whatever is no number shows in the sum.
+            # One pass and no temporary: a NaN or an infinity anywhere shows in the sum.
             total = weight.sum(dtype=torch.float32)
             if weight.is_cuda:
                 asked.append((name, total))

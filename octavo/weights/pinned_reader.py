@@ -1,8 +1,7 @@
-"""Tensors that lie in files → the device: threads read ahead into a ring of pinned buffers, and those are copied across.
-Knows nothing of file formats: it is told where each tensor's bytes lie.
+"""Copy tensors from files to a device: threads read ahead into a ring of pinned buffers, which are copied across.
 
-Reading a mapped file into a GPU goes through one thread's page faults and a bounce buffer of the driver's. Here several
-threads read, nothing is faulted in, and a copy runs beside the next reads. The host holds the ring and no more."""
+Copying a mapped file to a GPU goes through the page faults of one thread and a bounce buffer of the driver. Here several
+threads read, there are no page faults, and a copy overlaps the next reads. The host holds the ring and nothing else."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,14 @@ import torch
 from octavo.device import Device, Event
 from octavo.errors import ConfigError
 
-CHUNK_BYTES = 32 * 2**20  # long enough for a disk's and a bus's full speed
+CHUNK_BYTES = 32 * 2**20  # long enough to reach the full speed of disk and bus
 NUM_READERS = 4
-_PER_READER = 2  # buffers: one is read into, one is copied from
+_PER_READER = 2  # buffers: one being read into, one being copied from
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where one tensor lies."""
+    """The place of one tensor in its file."""
 
     name: str
     path: Path
@@ -39,8 +38,9 @@ class Region:
 def read_ahead(
     regions: Sequence[Region], device: Device, chunk_bytes: int = CHUNK_BYTES, num_readers: int = NUM_READERS
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the order given, each a new one on the device. Copies are queued on the current stream, as is what the
-    caller does with the tensors, so that nobody waits for anybody; only a reader waits, until its buffer is copied from."""
+    """Yield the tensors in the given order, each newly allocated on the device. Copies are queued on the current stream, as
+    is the caller's work on the tensors, so the host does not wait for either. Only a reader waits: for the copy out of its
+    buffer."""
     try:
         yield from _tensors(list(_chunks(regions, chunk_bytes)), device, chunk_bytes, num_readers)
     finally:
@@ -70,23 +70,23 @@ def _tensors(
             reading.extend(readers.submit(_read, following, buffer) for following in islice(ahead, 1))
     finally:
         readers.shutdown(cancel_futures=True)
-        device.synchronize()  # the last copies still read from the ring
+        device.synchronize()  # the last copies may still read from the ring
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a chunk holds of one tensor."""
+    """The part of one tensor that lies in a chunk."""
 
     region: Region
-    at: int  # where in the chunk
-    start: int  # where in the tensor
+    at: int  # offset in the chunk
+    start: int  # offset in the tensor
     num_bytes: int
     is_last: bool
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Neighbouring bytes of one file, read at once."""
+    """Neighbouring bytes of one file, read in one go."""
 
     path: Path
     offset: int
@@ -98,7 +98,7 @@ class _Chunk:
 class _Buffer:
     memory: torch.Tensor  # [chunk bytes] uint8, pinned
     room: memoryview  # the same memory
-    is_copied: Event  # what was read into it is on the device
+    is_copied: Event  # recorded behind the copy to the device: the buffer may be reused after it
 
     @classmethod
     def of(cls, device: Device, num_bytes: int) -> "_Buffer":
@@ -107,7 +107,7 @@ class _Buffer:
 
 
 def _chunks(regions: Sequence[Region], chunk_bytes: int) -> Iterator[_Chunk]:
-    """Small tensors that lie side by side share a chunk, a large one takes several."""
+    """Cut the regions into chunks: adjacent small tensors share a chunk, a large tensor takes several."""
     chunk: _Chunk | None = None
     for region in regions:
         start, is_last = 0, False

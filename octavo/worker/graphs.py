@@ -41,12 +41,12 @@ class Graphs:
             return torch.zeros(shape, dtype=dtype, device=device.torch_device)
 
         # In a step each row may get a page in each group, and one more where it copies the page it shares.
-        self._letter = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
-        self._letters = device.pinned((graph_inputs.NUM_SLOTS, self._letter.size), torch.int32)
-        self._letters_here = self._letters.numpy()
+        self._slot_layout = graph_inputs.InputSlot(max_rows, 2 * max_rows * rows.num_groups)
+        self._input_slots = device.pinned((graph_inputs.NUM_SLOTS, self._slot_layout.size), torch.int32)
+        self._input_slots_host = self._input_slots.numpy()
         self._answers = device.pinned((graph_inputs.NUM_SLOTS, max_rows), torch.int32)
         self._num_sent = 0
-        self._slot = room(1, dtype=torch.int32)  # of the letter that the next step reads
+        self._slot = room(1, dtype=torch.int32)  # index of the input slot that the next replay reads
         self._batch_rows, self._lens = room(max_rows, dtype=torch.int32), room(max_rows, dtype=torch.int32)
         self._prefix_len = room(1, dtype=torch.int32)
         self._input_ids, self._positions = room(max_rows), room(max_rows)
@@ -59,7 +59,7 @@ class Graphs:
         self._tokens = room(max_rows)
 
     def can_run(self, num_rows: int, changes: PageChanges) -> bool:
-        return num_rows <= self._letter.max_rows and len(changes.cells) <= self._letter.max_changes
+        return num_rows <= self._slot_layout.max_rows and len(changes.cells) <= self._slot_layout.max_changes
 
     def run(
         self, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int, is_greedy: bool
@@ -93,29 +93,29 @@ class Graphs:
         self._step(key, self._batch(key))
 
     def _send(self, size: int, rows: Ints, lens: Ints, changes: PageChanges, shared_len: int) -> None:
-        # A slot is free: a step is collected before the next but one is started, and there are four slots.
-        layout, letter = self._letter, self._letters_here[self._num_sent % len(self._letters)]
+        # The slot is free: a step is collected before the next but one is launched, and there are four slots.
+        layout, inputs = self._slot_layout, self._input_slots_host[self._num_sent % len(self._input_slots)]
         self._num_sent += 1
         num_rows, num_changes = len(rows), len(changes.cells)
-        letter[:num_rows] = rows
-        letter[layout.lens : layout.lens + num_rows] = lens
-        letter[layout.lens + num_rows : layout.lens + size] = 0
-        letter[layout.prefix_len] = shared_len
-        letter[layout.num_changes] = num_changes
+        inputs[:num_rows] = rows
+        inputs[layout.lens : layout.lens + num_rows] = lens
+        inputs[layout.lens + num_rows : layout.lens + size] = 0
+        inputs[layout.prefix_len] = shared_len
+        inputs[layout.num_changes] = num_changes
         if num_changes:
-            letter[layout.cells : layout.cells + num_changes] = changes.cells
-            letter[layout.pages : layout.pages + num_changes] = changes.pages
+            inputs[layout.cells : layout.cells + num_changes] = changes.cells
+            inputs[layout.pages : layout.pages + num_changes] = changes.pages
 
     def _capture(self, key: _Key) -> torch.cuda.CUDAGraph:
         started = time.perf_counter()
         batch = self._batch(key)
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
-        # Once outside the graph: kernels are compiled and libraries initialised, which a capture does not allow. What it
-        # writes, the replay writes again, from the same letter.
+        # Run once outside the graph: kernels are compiled and libraries initialised, which a capture does not allow. The
+        # replay repeats its writes, from the same input slot.
         with torch.cuda.stream(self._stream):
             self._step(key, batch)
-            self._slot.fill_((self._num_sent - 1) % len(self._letters))
+            self._slot.fill_((self._num_sent - 1) % len(self._input_slots))
             graph = torch.cuda.CUDAGraph()
             # Not by torch's context manager: that empties the allocator's cache each time, which takes longer than the rest.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -152,7 +152,7 @@ class Graphs:
         size, tables = key.num_rows, self._rows
         rows, lens = self._batch_rows[:size], self._lens[:size]
         all_pages = tables.device_page_tables
-        self._kernels.receive(self._letters, self._slot, rows, lens, self._prefix_len, all_pages, self._letter)
+        self._kernels.receive(self._input_slots, self._slot, rows, lens, self._prefix_len, all_pages, self._slot_layout)
         for pages, part in zip(all_pages, batch.groups or (batch,), strict=True):
             self._kernels.gather_inputs(
                 rows,
@@ -172,7 +172,7 @@ class Graphs:
             return
         # One buffer for all graphs: logits that each kept for itself would take gigabytes.
         if self._logits is None:
-            self._logits = logits.new_empty((self._letter.max_rows, logits.shape[1]))
+            self._logits = logits.new_empty((self._slot_layout.max_rows, logits.shape[1]))
         self._logits[:size].copy_(logits)
 
     def _scatter(self, size: int, sampled: torch.Tensor) -> None:

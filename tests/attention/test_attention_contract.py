@@ -1,16 +1,19 @@
 """Every backend against reference.py, over shapes, dtypes, page sizes and mixes of decodes and chunks."""
 
 import dataclasses
+import importlib
 import itertools
+import pkgutil
 import random
 
 import pytest
 import torch
 
+from octavo import attention
 from octavo.attention.base import AttentionBackend, LayerHeads
-from octavo.attention.choose import _BACKENDS, choose
+from octavo.attention.choose import backend_class, choose
 from octavo.attention.reference import ReferenceAttention
-from octavo.config import ModelConfig
+from octavo.config import ATTENTION_BACKENDS, ModelConfig
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
 from tests.models.batches import Row, make_batch
@@ -236,4 +239,13 @@ def test_non_finite_keys_and_values_count_as_zero_in_every_backend(backend: str,
 
 def test_the_flag_offers_every_backend() -> None:
     (flag,) = (f for f in dataclasses.fields(ModelConfig) if f.name == "attention_backend")
-    assert {"auto", *_BACKENDS} == set(flag.metadata["choices"])
+    assert {"auto", *ATTENTION_BACKENDS} == set(flag.metadata["choices"])
+    for name in ATTENTION_BACKENDS:
+        assert backend_class(name).name == name
+
+
+def test_every_backend_of_the_folder_is_offered() -> None:
+    for module in pkgutil.iter_modules(attention.__path__):
+        things = vars(importlib.import_module(f"octavo.attention.{module.name}")).values()
+        is_backend = any(isinstance(kind, type) and getattr(kind, "name", "") == module.name for kind in things)
+        assert is_backend == (module.name in ATTENTION_BACKENDS), module.name

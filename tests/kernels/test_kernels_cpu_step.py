@@ -238,7 +238,7 @@ def test_buffers_that_are_needed_at_once_do_not_overlap(spans: list[tuple[int, i
 
 def test_an_operation_that_cannot_run_is_named() -> None:
     kernels = native()
-    with pytest.raises(AssertionError, match="operation 0, TURN"):
-        op = ops.Op(ops.Code.TURN, 0)
-        op.turn.head_size = 100_000
+    with pytest.raises(AssertionError, match="operation 0, QK_NORM_ROPE_STORE"):
+        op = ops.Op(ops.Code.QK_NORM_ROPE_STORE, 0)
+        op.qk_norm_rope.head_size = 100_000
         ops.run(kernels.threads, ops.array([op]), Step(num_tokens=1))

@@ -29,7 +29,7 @@ from octavo.kernels.triton.runtime.warmup import warmup
 IN_PROCESS = os.environ.get("OCTAVO_TEST_LAUNCHES") == "1"
 of_process = pytest.mark.skipif(not IN_PROCESS, reason="test_in_a_process_of_its_own runs it")
 LAUNCHERS = [
-    norm._launch_rms_norm, activation._launch_gate_mul, qk_norm_rope_store._launch_turn, rotation._launch_rotation,
+    norm._launch_rms_norm, activation._launch_gate_mul, qk_norm_rope_store._launch_qk_norm_rope_store, rotation._launch_rotation,
     paged_prefill._launch_prefill, paged_prefill_hopper._launch_prefill,
     gated_hopper._launch_product,
 ]  # fmt: skip
@@ -263,7 +263,6 @@ def test_the_kernels_of_a_layer_get_the_same_as_through_triton(gpu, monkeypatch,
     with pytest.MonkeyPatch.context() as inner:
         check(inner, lambda: norm.rms_norm(x, weight, 1e-6, out, pdl=pdl))
         check(inner, lambda: norm.rms_norm(x[:, 8:504], weight[:496], 1e-6, narrow, pdl=pdl))
-        check(inner, lambda: norm.add_rms_norm(x, out, weight, 1e-6, pdl=pdl))
         check(inner, lambda: activation.gate_mul(gate_up, "silu", pdl=pdl))
         check(
             inner,

@@ -192,7 +192,7 @@ def test_the_specialised_kernel_is_chosen_only_where_it_fits():
         return choose_tile(size, group, page_size, dtype, kv_dtype, **rest).is_specialised
 
     assert is_chosen() and is_chosen(size=64, group=3) and is_chosen(page_size=256)
-    assert not is_chosen(capability=(8, 0)) and not is_chosen(capability=(10, 0)) and not is_chosen(is_plain=True)
+    assert not is_chosen(capability=(8, 0)) and not is_chosen(capability=(10, 0)) and not is_chosen(needs_general=True)
     assert not is_chosen(size=80) and not is_chosen(size=256) and not is_chosen(group=71) and not is_chosen(page_size=4)
     assert not is_chosen(kv_dtype=torch.float8_e4m3fn)
     assert not is_chosen(dtype=torch.float32, kv_dtype=torch.float32)

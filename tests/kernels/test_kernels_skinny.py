@@ -14,8 +14,9 @@ pytest.importorskip("triton")
 
 from octavo.errors import ConfigError
 from octavo.kernels.triton.gemm.skinny import VECTOR_ROWS, choose, choose_tile, choose_vector, few_rows_linear, pays
-from octavo.kernels.triton.gemm.skinny_tile import SCRATCH_NUMBERS, TileChoice, scratch_of, tile_product
+from octavo.kernels.triton.gemm.skinny_tile import TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS, scratch_of
 from tests.interpreter import cases
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # half of the last bit: rounded once

@@ -1,8 +1,7 @@
-// Which pages the next attention will read: to be asked for by the products before it.
-// Knows nothing of how they are read, nor of what is multiplied meanwhile.
+// The pages that the next attention will read, prefetched during the products before it.
 //
-// Many rows of decoding leave most of the memory's bandwidth idle while they multiply, and want more than there is while
-// they attend, each over pages of its own. A layer's pages fit the last cache, so they are fetched there beforehand.
+// With many decode rows, products leave most of the memory bandwidth idle, and attention, each row over its own pages, needs
+// more than there is. A layer's pages fit into the last-level cache, so they are fetched there beforehand.
 #pragma once
 
 #include <unistd.h>
@@ -17,7 +16,7 @@ namespace octavo {
 
 class PagesAhead {
  public:
-  // call: the next attention, whose rows are those of the tables given. One share for each thread.
+  // call: the next attention, for the rows of the given tables. One share per thread.
   void plan(const OctavoAttention& call, const int32_t* page_table, int64_t table_stride, const int32_t* seq_lens,
             int64_t num_rows, int num_shares) {
     runs_.clear();
@@ -26,7 +25,7 @@ class PagesAhead {
       const int32_t *table = page_table + row * table_stride, *before = table - (row > 0 ? table_stride : 0);
       const int64_t unseen = call.window > 0 ? std::max<int64_t>(0, seq_lens[row] - call.window) : 0;
       for (int64_t page = unseen / call.page_size; page * call.page_size < seq_lens[row]; ++page) {
-        if (row > 0 && table[page] == before[page]) continue;  // a prefix they share
+        if (row > 0 && table[page] == before[page]) continue;  // a shared prefix
         runs_.push_back(static_cast<const uint8_t*>(call.pages) + table[page] * call.page_stride);
       }
     }
@@ -43,14 +42,14 @@ class PagesAhead {
   Ahead* shares() { return shares_.empty() ? nullptr : shares_.data(); }
 
  private:
-  // Of one layer: other layers' parts may lie between it and the next.
+  // Bytes of one layer's part of a page; other layers' parts may lie between two of them.
   static int64_t bytes_of_page(const OctavoAttention& call) {
     const int64_t num_cells = int64_t{2} * call.num_kv_heads * call.page_size;
     if (call.is_int8) return num_cells * (call.head_size + 4);
     return num_cells * call.head_size * (call.is_float16 ? 2 : 4);
   }
 
-  // Of one layer: what is fetched beyond a part of the last cache would drive out what was fetched first.
+  // The most to fetch for one layer: more than a part of the last-level cache would evict what was fetched first.
   static int64_t most_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
     static const int64_t size = std::max<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), int64_t{16} << 20);
@@ -61,7 +60,7 @@ class PagesAhead {
   }
 
   std::vector<const uint8_t*> runs_;
-  std::vector<Ahead> shares_;  // of a product
+  std::vector<Ahead> shares_;  // one per thread of a product
 };
 
 }  // namespace octavo

@@ -1,5 +1,4 @@
-// Cuts attention into tasks, shares them out, and joins what comes back in the order of the chunks.
-// Knows nothing of the arithmetic.
+// Splits attention into tasks, distributes them over threads, and joins their results in the order of the chunks.
 #include "attention.h"
 
 #include <string.h>
@@ -24,8 +23,8 @@ const AttentionVariant& attention_variant() {
   }
 }
 
-// Keys of a chunk: whole pages, about kChunk tokens, so that a core's nearest cache holds a chunk's keys. Part of the
-// arithmetic: it may depend on the page size only.
+// Keys of a chunk: whole pages, about kChunk tokens, so that the L1 cache holds a chunk's keys. Part of the arithmetic: it may
+// depend only on the page size.
 constexpr int kChunk = 64;
 int chunk_size_of(int page_size) { return page_size >= kChunk ? page_size : kChunk / page_size * page_size; }
 
@@ -33,36 +32,36 @@ bool can_do(int head_size, int page_size) {
   return head_size <= kMaxHeadSize && head_size % 2 == 0 && page_size >= 1 && page_size <= kMaxChunk;
 }
 
-// Which shared piece has done a row's first chunks, if any, and which of its tokens is the row's.
+// The shared piece that has computed a row's first chunks, if any, and the row's place among its tokens.
 struct Seed {
   int32_t shared = -1, place = 0;
 };
 
-// To be done for every block of heads: a tile with all its chunks, or one chunk of a tile that is split.
+// Work for every block of heads: a tile with all its chunks, or one chunk of a split tile.
 struct Piece {
   AttentionTile tile;
   int32_t first_chunk, end_chunk;  // of the tile
   int32_t chunk = -1;              // −1: all
   int32_t split = -1;              // index among the split tiles
   Seed seed;
-  int64_t partials = -1;           // where those of a split or shared piece begin
+  int64_t partials = -1;           // offset of the partials of a split or shared piece
 };
 
-// What a call is cut into. Kept from call to call: a step makes one a layer, and nothing should then be allocated.
+// The pieces of a call. Kept from call to call, because a step makes one per layer and should not allocate.
 struct Work {
   const OctavoAttention* call;
   const AttentionVariant* variant;
   int chunk_size, heads_per_block, num_blocks;  // blocks of query heads, each within one KV head
   int tokens_per_tile;
   int64_t stride;                               // floats of one query's sums
-  std::vector<Piece> shared, pieces;            // shared: to be done before all others
-  std::vector<int32_t> alike;                   // rows of one token (it has the row's number too) by their first page
-  std::vector<Seed> seeds;                      // of each row
+  std::vector<Piece> shared, pieces;            // shared: done before all others
+  std::vector<int32_t> alike;                   // rows of one token (whose index is the row's), sorted by first page
+  std::vector<Seed> seeds;                      // per row
   std::vector<float> memory;
   int64_t num_floats;                           // of partials
   float* partials;
   int num_splits;
-  std::unique_ptr<std::atomic<int32_t>[]> num_left;  // of each split tile and block: chunks not done
+  std::unique_ptr<std::atomic<int32_t>[]> num_left;  // per split tile and block: chunks not done
   int64_t max_left = 0;
 };
 
@@ -82,7 +81,7 @@ int first_chunk_of(const Work& work, int position) {
   return first > 0 ? first / work.chunk_size : 0;
 }
 
-// Tokens × chunks that they see, about: what the call costs one head.
+// About tokens × chunks that they see: the cost of the call per head.
 int64_t count_chunks(const Work& work) {
   const OctavoAttention& a = *work.call;
   int64_t total = 0;
@@ -93,7 +92,7 @@ int64_t count_chunks(const Work& work) {
   return total;
 }
 
-// Floats of the partials of one chunk, or of several joined, of a tile and block.
+// Floats of the partials of one tile and block, for one chunk or several joined.
 int64_t partial_size(const Work& work, const AttentionTile& tile) {
   return kTops + (int64_t)tile.num_tokens * work.heads_per_block * work.stride;
 }
@@ -103,7 +102,7 @@ int64_t reserve(Work& work, int64_t num_floats) {
   return work.num_floats - num_floats;
 }
 
-// How many first chunks the rows alike[begin … end) have in common, each of them whole.
+// The number of first chunks, all of them full, that the rows alike[begin … end) have in common.
 int count_common_chunks(const Work& work, size_t begin, size_t end) {
   const OctavoAttention& a = *work.call;
   const int pages_per_chunk = work.chunk_size / a.page_size;
@@ -117,7 +116,7 @@ int count_common_chunks(const Work& work, size_t begin, size_t end) {
   return common;
 }
 
-// Rows of one token that begin with the same pages read them together: as many queries as a prompt's, for one reading.
+// Rows of one token that begin with the same pages read them together: one read of the pages serves all their queries.
 void find_shared(Work& work, int num_threads) {
   const OctavoAttention& a = *work.call;
   work.alike.clear();
@@ -132,9 +131,9 @@ void find_shared(Work& work, int num_threads) {
     for (end = begin + 1; end < work.alike.size() && first_page(work.alike[end]) == first_page(work.alike[begin]);) ++end;
     const int num_rows = (int)(end - begin);
     const int common = num_rows > 1 ? count_common_chunks(work, begin, end) : 0;
-    constexpr int kWorthSharing = 16;  // chunks read once less: below, doing it in two turns takes longer
+    constexpr int kWorthSharing = 16;  // chunk reads saved: with fewer, two rounds of tasks take longer
     if (common * (num_rows - 1) * work.num_blocks < kWorthSharing) continue;
-    // Enough tiles for all threads, of two rows at least.
+    // Enough tiles for all threads, of at least two rows each.
     const int least = (num_rows + work.tokens_per_tile - 1) / work.tokens_per_tile;
     const int wanted = (4 * num_threads + work.num_blocks - 1) / work.num_blocks;
     const int num_tiles = std::max(least, std::min(wanted, num_rows / 2));
@@ -153,7 +152,7 @@ void find_shared(Work& work, int num_threads) {
   }
 }
 
-// A tile costing more than `bearable` is split: whole, it would keep one thread busy after the others have finished.
+// A tile that costs more than `bearable` is split: otherwise one thread would still be busy after the others have finished.
 void add(Work& work, Piece piece, int64_t bearable) {
   const int num_chunks = piece.end_chunk - piece.first_chunk;
   if (num_chunks <= 1 || (int64_t)piece.tile.num_tokens * num_chunks <= bearable) {
@@ -249,7 +248,7 @@ void do_chunk(Work& work, const Piece& piece, int block, const AttentionTask& ta
   work.variant->attend(*work.call, task, work.chunk_size, next, ours);
   std::atomic<int32_t>& left = work.num_left[piece.split * work.num_blocks + block];
   if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  // The last to finish joins them: whoever that is, from the first chunk to the last.
+  // The thread that finishes last joins all chunks, from the first to the last.
   Buffer buffer;
   const Partials into = {buffer.tops, buffer.sums, work.stride};
   begin(work, piece, task, block, into);
@@ -266,8 +265,8 @@ void do_shared(Work& work, const Piece& piece, int block, const AttentionTask& t
   work.variant->attend(*work.call, task, work.chunk_size, next, into);
 }
 
-// Tasks [begin, end) of the pieces, one after the other. They go head by head: rows that share pages then find them in
-// the cache, and the shortest tiles come last.
+// Tasks [begin, end) of the pieces, one after the other. The order is head by head: rows that share pages then find them in the
+// cache, and the shortest tiles come last.
 void do_tasks(Work& work, const std::vector<Piece>& pieces, int64_t begin, int64_t end) {
   const int64_t num_pieces = (int64_t)pieces.size();
   const auto nth = [&](int64_t index) {
@@ -283,8 +282,8 @@ void do_tasks(Work& work, const std::vector<Piece>& pieces, int64_t begin, int64
   }
 }
 
-// Several at a time, so that a thread knows what it does next and can ask for it: few tasks in one go, more in several,
-// as some take longer.
+// A share is several tasks, so that a thread knows its next one and can prefetch for it. Few tasks are one share per thread,
+// more are several, because some take longer.
 void do_all(Work& work, const std::vector<Piece>& pieces, Threads* threads, int num_threads) {
   const int64_t num_tasks = (int64_t)pieces.size() * work.num_blocks;
   if (num_tasks == 0) return;
@@ -310,7 +309,7 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   Work& work = kept;
   describe(work, a);
   const int64_t num_chunks = count_chunks(work);
-  constexpr int64_t kWorthWaking = 64 * 1024;  // products: below, waking the others takes longer
+  constexpr int64_t kWorthWaking = 64 * 1024;  // multiplications: with fewer, waking the other threads takes longer
   const bool is_alone = num_chunks * work.chunk_size * a.num_heads * a.head_size < kWorthWaking;
   const int num_threads = is_alone ? 1 : threads->size();
   cut(work, num_threads, num_threads == 1 ? INT64_MAX : num_chunks * work.num_blocks / (4 * num_threads));
@@ -320,11 +319,12 @@ int octavo_attention(Threads* threads, const OctavoAttention* call) {
   return 0;
 }
 
-int octavo_turn(Threads* threads, const OctavoTurn* call) {
+int octavo_qk_norm_rope_store(Threads* threads, const OctavoQkNormRope* call) {
   if (!can_do(call->head_size, call->page_size)) return -1;
   const AttentionVariant& variant = attention_variant();
-  constexpr int64_t kWorthSharing = 4;  // tokens: below, waking the others takes longer
-  if (call->num_tokens < kWorthSharing) variant.turn(*call, 0, call->num_tokens);
-  else parallel_for(threads, call->num_tokens, [&](int64_t begin, int64_t end) { variant.turn(*call, begin, end); });
+  constexpr int64_t kWorthSharing = 4;  // tokens: with fewer, waking the other threads takes longer
+  const auto store = [&](int64_t begin, int64_t end) { variant.qk_norm_rope_store(*call, begin, end); };
+  if (call->num_tokens < kWorthSharing) store(0, call->num_tokens);
+  else parallel_for(threads, call->num_tokens, store);
   return 0;
 }

@@ -1,6 +1,7 @@
-"""Attention over KV pages and the turn before it, natively: tensors in, one call each.
-Knows nothing of models, batches or backends. Inside a page keys lie transposed (attention.h has the layout): only these
-two calls may read one, but whoever likes may copy whole pages along dimension 0 of a store."""
+"""Native attention over KV pages, and the norm, RoPE and store before it: one call each, over tensors.
+
+Keys are transposed within a page (attention.h has the layout), so only these two calls may read one. Whole pages may be
+copied along dimension 0 of a store."""
 
 import ctypes
 import functools
@@ -30,7 +31,7 @@ class AttentionCall(ctypes.Structure):
 
 
 class QkNormRopeCall(ctypes.Structure):
-    """OctavoTurn of attention.h, field by field."""
+    """OctavoQkNormRope of attention.h, field by field."""
 
     _fields_ = (
         ("heads", c_void_p), ("token_stride", c_int64), ("rotation", c_void_p), ("q_norm", c_void_p),
@@ -43,14 +44,14 @@ class QkNormRopeCall(ctypes.Structure):
 @functools.cache
 def functions() -> ctypes.CDLL:
     library().octavo_attention.argtypes = (c_void_p, POINTER(AttentionCall))
-    library().octavo_turn.argtypes = (c_void_p, POINTER(QkNormRopeCall))
+    library().octavo_qk_norm_rope_store.argtypes = (c_void_p, POINTER(QkNormRopeCall))
     return library()
 
 
 def page_bytes(
     num_kv_heads: int, head_size: int, page_size: int, is_int8: bool = False, is_float16: bool = False
 ) -> int:
-    """Of one layer's page. Codes and scales are padded, so that every page begins on a cache line."""
+    """Bytes of one layer's page. Codes and scales are padded, so that every page begins on a cache line."""
     num_cells = 2 * num_kv_heads * page_size
     if not is_int8:
         return num_cells * head_size * (2 if is_float16 else 4)
@@ -59,7 +60,7 @@ def page_bytes(
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of one layer, all in one tensor."""
+    """The pages of one layer in one tensor."""
 
     store: torch.Tensor  # [num_pages, 2, Hkv, page_size * D] float32 or 16; [num_pages, page_bytes] uint8: int8 pages
     num_kv_heads: int
@@ -81,14 +82,14 @@ class Pages:
 
     @property
     def stride(self) -> int:
-        """Bytes from page to page."""
+        """Bytes from one page to the next."""
         return self.store.stride(0) * self.store.element_size()
 
 
 def new_pages(
     num_pages: int, num_kv_heads: int, head_size: int, page_size: int, dtype: torch.dtype = torch.float32
 ) -> Pages:
-    """Pages of zeros. dtype: float32, float16 or int8."""
+    """Allocate zero pages. dtype: float32, float16 or int8."""
     if dtype == torch.int8:
         store = torch.zeros(num_pages, page_bytes(num_kv_heads, head_size, page_size, True), dtype=torch.uint8)
     else:
@@ -101,9 +102,9 @@ def qk_norm_rope_store(
     heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q is changed in place
     num_heads: int,
     pages: Pages,
-    slots: torch.Tensor,  # [T] int64; −1: nowhere
+    slots: torch.Tensor,  # [T] int64; −1: not stored
     rotation: torch.Tensor | None = None,  # [T, 1, D/2] complex, or [T, D/2, 2]
-    norms: tuple[torch.Tensor, torch.Tensor] | None = None,  # of q and of k, [D]
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,  # weights for q and for k, [D] each
     epsilon: float = 0.0,
 ) -> None:
     q_norm, k_norm = norms if norms is not None else (None, None)
@@ -112,13 +113,13 @@ def qk_norm_rope_store(
         pointer(pages.store), pages.stride, heads.shape[0], num_heads, pages.num_kv_heads, pages.head_size,
         pages.page_size, pages.is_int8, pages.is_float16,
     )  # fmt: skip
-    status = functions().octavo_turn(threads.pointer, byref(call))
+    status = functions().octavo_qk_norm_rope_store(threads.pointer, byref(call))
     assert status == 0, "a head or a page too large, or a head of odd size"
 
 
 def attend(
     threads: Threads,
-    heads: torch.Tensor,  # [T, ≥ H, D]: q comes first
+    heads: torch.Tensor,  # [T, ≥ H, D]: q first
     num_heads: int,
     pages: Pages,
     query_start: torch.Tensor,  # [B + 1] int32
@@ -130,7 +131,7 @@ def attend(
     output: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,  # [H] float32
 ) -> torch.Tensor:
-    """→ [T, H * D]."""
+    """Attend with each row's queries over its pages → [T, H * D]."""
     if output is None:
         output = torch.empty(heads.shape[0], num_heads * pages.head_size)
     call = AttentionCall(

@@ -1,4 +1,4 @@
-// Attention for avx2. Knows nothing of which machine it runs on.
+// Attention for AVX2.
 #if defined(__x86_64__)
 #define OCTAVO_AVX2
 #define OCTAVO_VARIANT avx2

@@ -1,4 +1,4 @@
-// Attention for avx512. Knows nothing of which machine it runs on.
+// Attention for AVX-512.
 #if defined(__x86_64__)
 #define OCTAVO_AVX512
 #define OCTAVO_VARIANT avx512

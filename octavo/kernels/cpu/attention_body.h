@@ -1,12 +1,12 @@
-// Attention of one task for one instruction set: finds the cells of its chunks and joins what they give.
-// Knows nothing of threads or of how work is cut. Included by attention_<variant>.cpp.
+// Attention of one task for one instruction set: finds the cells of its chunks and joins their results. Included by
+// attention_<variant>.cpp.
 #include "attention_kernel.h"
-#include "attention_turn.h"
+#include "attention_qk_norm_rope.h"
 
 namespace octavo {
 namespace OCTAVO_VARIANT {
 
-// Scales of the chunk's keys, then of its values, by their place in the chunk.
+// Scales of the chunk's keys, then of its values, by place in the chunk.
 struct Scales {
   alignas(64) float all[2 * kMaxChunk + kPadding];
 };
@@ -52,7 +52,7 @@ static void find_scales(const OctavoAttention& a, const int32_t* table, int kv_h
   }
 }
 
-// Keys that come after this chunk's values.
+// The keys that are read after this chunk's values.
 struct After {
   const int32_t* table;
   int num_pages, kv_head;
@@ -64,7 +64,7 @@ static void look_ahead(const OctavoAttention& a, After after, Chunk<T>& c) {
   const auto nth = [&](int page) {  // in the order of use
     if (page < num_pages) return (const char*)c.keys[page * per_page];
     if (page < 2 * num_pages) return (const char*)c.values[page - num_pages];
-    if (after.num_pages <= 0) return (const char*)c.values[0];  // nothing to ask for: these are here
+    if (after.num_pages <= 0) return (const char*)c.values[0];  // nothing to prefetch: these are in the cache
     const int next = page - 2 * num_pages < after.num_pages ? page - 2 * num_pages : after.num_pages - 1;
     return (const char*)keys_of<T>(a, after.table[next], after.kv_head);
   };
@@ -74,7 +74,7 @@ static void look_ahead(const OctavoAttention& a, After after, Chunk<T>& c) {
   for (int page = 0; page < num_pages; ++page) c.after_values[page] = nth(num_pages + page + kAhead);
 }
 
-// A page is no whole number of vectors: its keys, copied to `to`, [head_size, key_step], where those of a chunk are.
+// For pages that are not a whole number of vectors: copies a chunk's keys to `to`, [head_size, key_step].
 template <class T>
 static void copy_keys(const OctavoAttention& a, const int32_t* table, int kv_head, int chunk_size, T* to, Chunk<T>& c) {
   c.key_step = (chunk_size + W - 1) / W * W;
@@ -143,7 +143,7 @@ static void attend_chunk(const OctavoAttention& a, const AttentionTask& task, in
   join_chunk(a, task, start, q, c, a.is_int8 ? scales.all : nullptr, into);
 }
 
-// With a soft cap scores stay what they are until they are capped; else they are powers of 2 at once.
+// With a soft cap the scores are converted to powers of 2 after the cap; else log2(e) is part of the scale.
 static void scale_queries(const OctavoAttention& a, const AttentionTask& task, float* q) {
   const vec scale = set1(a.softcap != 0.0f ? a.scale : a.scale * kLog2E);
   for (int token = 0; token < task.tile.num_tokens; ++token) {
@@ -182,7 +182,7 @@ static void merge(int num_queries, int head_size, Partials into, Partials from) 
   }
 }
 
-// What a query's weighted values are multiplied with: top and sum are of its weights, in powers of 2.
+// The factor of a query's weighted values. top: its largest score, as a power of 2; sum: of its weights relative to that.
 static vec share_of_sum(float top, float sum, const float* sink) {
   if (sink == nullptr) return set1(1.0f / sum);
   const float score = *sink * kLog2E, higher = score > top ? score : top;
@@ -195,7 +195,7 @@ static void finish(const OctavoAttention& a, const AttentionTask& task, Partials
   for (int token = 0, i = 0; token < task.tile.num_tokens; ++token) {
     float* to = a.output + (task.tile.first + token) * a.output_stride + (int64_t)task.first_head * a.head_size;
     for (int head = 0; head < task.num_heads; ++head, ++i, to += a.head_size, part += from.stride) {
-      const bool is_blind = from.tops[i] == kUnseen;  // then its sums were never set
+      const bool is_blind = from.tops[i] == kUnseen;  // it has seen no key, and its sums were never set
       const float* sink = a.sinks != nullptr ? a.sinks + task.first_head + head : nullptr;
       const vec share = is_blind ? set1(0.0f) : share_of_sum(from.tops[i], reduce_add(load(part)), sink);
       const auto value = [&](int d) { return is_blind ? share : mul(load(part + kPadding + d), share); };
@@ -206,7 +206,7 @@ static void finish(const OctavoAttention& a, const AttentionTask& task, Partials
   }
 }
 
-static constexpr AttentionVariant variant = {attend, merge, finish, turn};
+static constexpr AttentionVariant variant = {attend, merge, finish, qk_norm_rope_store};
 
 }  // namespace OCTAVO_VARIANT
 }  // namespace octavo

@@ -1,5 +1,5 @@
-// Floats of 16 bits as they lie in pages: vectors of them from and to memory, for one instruction set.
-// Knows nothing of attention. Only finite ones are kept: what is too large becomes the largest.
+// Loads and stores of vectors of 16-bit floats in pages, for one instruction set. Numbers out of range are clamped, so that all
+// are finite.
 #pragma once
 #include "elementwise_vector.h"
 
@@ -36,7 +36,7 @@ OCTAVO_INLINE void store(Half* p, vec a) {
 
 #else
 
-// The exponent's bias differs by 112: one product puts that right, for the smallest numbers too.
+// The biases of the exponents differ by 112: one multiplication corrects that, for subnormal numbers too.
 OCTAVO_INLINE vec load_n(const Half* p, int n) {
   ints sizes = {0, 0, 0, 0}, signs = {0, 0, 0, 0};
   for (int i = 0; i < n; ++i) {
@@ -47,7 +47,7 @@ OCTAVO_INLINE vec load_n(const Half* p, int n) {
 }
 OCTAVO_INLINE vec load(const Half* p) { return load_n(p, W); }
 
-// To the nearest, ties to even. The smallest numbers are steps of 2⁻²⁴: adding 0.5 leaves those in the last bits.
+// Round to nearest, ties to even. Subnormal numbers are multiples of 2⁻²⁴: adding 0.5 leaves the multiple in the last bits.
 OCTAVO_INLINE void store(Half* p, vec a) {
   const ints bits = (ints)within_half(a);
   const ints sizes = bits & 0x7fffffff, small = (ints)((vec)sizes + set1(0.5f)) - (ints)set1(0.5f);

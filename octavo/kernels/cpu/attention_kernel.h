@@ -1,9 +1,9 @@
 // The arithmetic of paged attention for one instruction set: scores, weights and weighted values of one chunk of keys.
-// Knows nothing of pages' tables, threads or how work is cut. Included by attention_body.h.
+// Included by attention_body.h.
 //
-// Every sum has one order that depends on nothing but positions: over the head for a score, over lanes of fixed
-// positions and then a fixed tree for the weights, over keys for the values, over chunks for what they give. Keys that
-// a query must not see have weight 0 exactly, and a chunk of which it sees none changes nothing.
+// Every sum has one order that depends only on positions: over the head for a score, over lanes of fixed positions and then a
+// fixed tree for the weights, over keys for the values, over chunks for the total. Keys that a query must not see have exactly
+// weight 0, and a chunk without a seen key changes nothing.
 #pragma once
 #include "attention.h"
 #include "attention_half.h"
@@ -13,26 +13,26 @@ namespace OCTAVO_VARIANT {
 
 constexpr int kAhead = 4;                          // pages
 constexpr int kScoreStride = kMaxChunk + kPadding;
-constexpr int kQueryStride = kMaxHeadSize + kPadding;  // no power of two: queries would share a few sets of the cache
+constexpr int kQueryStride = kMaxHeadSize + kPadding;  // not a power of two, or queries would share a few cache sets
 constexpr float kLog2E = 1.44269504f;
 
-// A chunk of one KV head's keys and values, T as they lie in the pages or copied to floats.
+// A chunk of one KV head's keys and values. T: their type in the pages.
 template <class T>
 struct Chunk {
-  const T* keys[kMaxChunk];    // of each vector of keys: its first element; the next of the head is key_step on
-  const T* values[kMaxChunk];  // of each page from first_page on
+  const T* keys[kMaxChunk];    // per vector of keys: its first element; the head's next element is key_step further
+  const T* values[kMaxChunk];  // per page from first_page on
   int64_t key_step;
   int num_vectors, first_vector;
   int page_size, head_size;
   int first_page;              // within the chunk
   int begin, end;              // keys of the chunk that some query of the task sees
-  // Pages lie anywhere and the processor foresees nothing across them: while one is multiplied, the one that comes
-  // kAhead pages later is asked for. Of each vector of keys and of each page of values: what then comes.
+  // Pages may lie anywhere, so the hardware cannot prefetch across them: while a page is multiplied, the one that comes kAhead
+  // pages later is prefetched. Per vector of keys and per page of values: the address to prefetch.
   const char* after_keys[kMaxChunk];
   const char* after_values[kMaxChunk];
 };
 
-// What becomes of the sums so far when a chunk's own are there.
+// How to combine the sums so far with those of a chunk.
 struct Joining {
   enum How : uint8_t { set, keep, join };
   How how[kMaxQueries];
@@ -44,7 +44,7 @@ OCTAVO_INLINE void join_at(float* into, vec from, Joining::How how, float ours, 
   else if (how == Joining::set) store(into, from);
 }
 
-// 2 to the a, for a ≤ 0: within 2 units in the last place, exactly 1 at 0 and exactly 0 at −∞; NaN stays NaN.
+// 2^a for a ≤ 0, within 2 units in the last place, exactly 1 at 0 and exactly 0 at −∞; NaN stays NaN.
 OCTAVO_INLINE vec weight_of(vec a) {
 #if defined(OCTAVO_AVX512)
   const vec x = max(set1(-200.0f), a);
@@ -65,8 +65,8 @@ OCTAVO_INLINE vec weight_of(vec a) {
 #endif
 }
 
-// Loaded once: left to itself, the compiler reads a vector anew for every query that it is multiplied with, and reading
-// then takes longer than multiplying.
+// Keeps a loaded vector in its register: otherwise the compiler loads it again for every query, and loading takes longer than
+// multiplying.
 OCTAVO_INLINE vec held(vec a) {
 #if defined(OCTAVO_AVX512)
   __asm__("" : "+v"(a));
@@ -91,7 +91,7 @@ static void score_block(const float* q, const T* const* keys, const char* const*
       k[v] = held(load(at[v]));
       at[v] += step;
     }
-    // A line holds kVectors of the vectors that lie one after the other for every d: each is asked for once.
+    // A cache line holds kVectors of the vectors, which are consecutive for every d: each line is prefetched once.
     constexpr int kVectors = 64 / (W * (int)sizeof(T)) < NV ? 64 / (W * (int)sizeof(T)) : NV;
     OCTAVO_UNROLL for (int v = 0; v < NV / kVectors; ++v) {
       ask(after[d % kVectors * (NV / kVectors) + v] + d / kVectors * kVectors * W * (int)sizeof(T));
@@ -119,7 +119,7 @@ static void score(const float* q, const Chunk<T>& c, float* out) {
   if (v < c.num_vectors) score_block<NQ, 1>(q, c.keys + v, c.after_keys + v, c.key_step, c.head_size, out + v * W);
 }
 
-// Weighted values of NQ queries, NV vectors of the head. TAIL: the last vector has `lanes` lanes.
+// Weighted values of NQ queries for NV vectors of the head. TAIL: the last vector has `lanes` lanes.
 template <int NQ, int NV, bool TAIL, class T>
 static void gather_block(const float* weights, const Chunk<T>& c, const Joining& joining, int first, int offset,
                          int lanes, Partials into) {
@@ -172,7 +172,7 @@ static void gather(const float* weights, const Chunk<T>& c, const Joining& joini
   }
 }
 
-// Queries in groups that the registers hold, as even as can be: seven are four and three rather than six and one.
+// Splits queries into groups that fit into registers, as evenly as possible: seven are four and three, not six and one.
 template <class Body>
 OCTAVO_INLINE void in_groups(int num_queries, Body body) {
   const int num_groups = (num_queries + TILE_QUERIES - 1) / TILE_QUERIES;
@@ -219,14 +219,14 @@ static void gather_all(const float* weights, int num_queries, const Chunk<T>& c,
 
 alignas(64) static const float kIota[kPadding] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// Keys of one vector before `begin` or from `end` on are unseen.
+// Sets the scores of keys before `begin` and from `end` on to kUnseen.
 OCTAVO_INLINE vec only_seen(vec scores, int begin, int end) {
   const vec at = load(kIota), unseen = set1(kUnseen);
   return where_less(at, set1((float)begin), unseen, where_less(at, set1((float)end), scores, unseen));
 }
 
-// Scores of one query → weights, in place, and the lanes of their sum; returns the largest score, kUnseen where it sees
-// no key from `begin` to `end`. scales: of the chunk's keys, then of its values, kMaxChunk on; NULL: 1.
+// Scores of one query → weights, in place, and the lanes of their sum. Returns the largest score; kUnseen if it sees no key
+// from `begin` to `end`. scales: of the chunk's keys, then, kMaxChunk further, of its values; NULL: 1.
 static float weigh(float* scores, int tile_begin, int tile_end, int begin, int end, float softcap, const float* scales,
                    float* sum_lanes) {
   const int from = tile_begin / W * W;
@@ -243,7 +243,7 @@ static float weigh(float* scores, int tile_begin, int tile_end, int begin, int e
   if (top == kUnseen) return top;
   vec sums = set1(0.0f);
   for (int key = from; key < tile_end; key += W) {
-    // Unseen keys are −∞ and so weigh 0, unless a score of the query's own is broken: then all of it is.
+    // Unseen keys have score −∞ and so weight 0, unless one of the query's own scores is NaN: then all weights are.
     const vec weights = weight_of(sub(load(scores + key), set1(top)));
     sums = add(sums, weights);
     store(scores + key, scales != nullptr ? mul(weights, load(scales + kMaxChunk + key)) : weights);
@@ -252,7 +252,7 @@ static float weigh(float* scores, int tile_begin, int tile_end, int begin, int e
   return top;
 }
 
-// Sets tops to the larger ones. Factors are computed in vectors over queries: a lane's number is the same in any lane.
+// Sets tops to the larger of both and computes the factors, in vectors over queries: the result does not depend on the lane.
 static void plan_joining(int num_queries, float* tops, const float* chunk_tops, Joining& joining) {
   for (int i = 0; i < num_queries; ++i) {
     joining.how[i] = chunk_tops[i] == kUnseen ? Joining::keep : tops[i] == kUnseen ? Joining::set : Joining::join;

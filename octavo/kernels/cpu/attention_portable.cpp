@@ -1,4 +1,4 @@
-// Attention for portable. Knows nothing of which machine it runs on.
+// Attention for any CPU.
 #define OCTAVO_VARIANT portable
 #include "attention_body.h"
 

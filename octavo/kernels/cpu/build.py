@@ -1,5 +1,5 @@
-"""The native kernels of this folder → one shared library: the package's own, else the user's cache's, else compiled now.
-Knows nothing of what the kernels do. The package's build loads this file alone: nothing but the standard library here."""
+"""Find or compile the shared library of this folder's C++ sources: in the package, else in the user's cache, else compile it.
+The package build loads this file alone, so it imports only the standard library."""
 
 import contextlib
 import ctypes
@@ -19,32 +19,32 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 COMPILERS = ("g++", "clang++", "c++")
 ENDING = ".dylib" if sys.platform == "darwin" else ".so"
-# No contraction and no fast-math: every instruction set must round alike. The warnings left out are false ones that GCC 12
-# gives about its own intrinsics.
+# No contraction and no fast-math: every instruction set must round alike. The disabled warnings are false positives of
+# GCC 12 about its own intrinsics.
 FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=default", "-fvisibility-inlines-hidden", "-ffp-contract=off",
     "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized",
     "-Wno-unknown-warning-option",
 )  # fmt: skip
-# By the end of a source file's name; only those files may contain such instructions, and a CPU without them never enters.
+# By suffix of a source file's name. Only those files may contain such instructions, and a CPU without them never runs them.
 ISA_FLAGS = {
     "_avx512vnni": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
     "_avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
     "_avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
-# The C++ runtime inside: one that the process has loaded already (conda's, torch's) may be older than this compiler's.
+# Link the C++ runtime statically: one already loaded in the process (conda's, torch's) may be older than this compiler's.
 LINK_INSIDE = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 SECONDS_ALONE = 70  # to compile everything on one core
-MAX_JOBS = 6  # more would save nothing, and each takes 300 MB
-NUM_KEPT = 8  # libraries of other sources that stay in the cache
+MAX_JOBS = 6  # more would not be faster, and each takes 300 MB
+NUM_KEPT = 8  # libraries of other source versions kept in the cache
 
 
 class NoCompiler(Exception):
-    """Neither a library nor a way to make one, and why: the caller has another path, and says so."""
+    """There is no library and no way to make one. Callers fall back to torch and log the reason."""
 
 
 def library_path() -> Path:
-    """Of a library of these very sources that loads on this machine."""
+    """Path of a library of exactly these sources that loads on this machine."""
     if turned_off := _turned_off():
         raise NoCompiler(turned_off)
     if found := find_library(FOLDER):
@@ -57,8 +57,8 @@ def library_path() -> Path:
 
 
 def find_library(folder: Path, is_ours: bool = False) -> Path | None:
-    """Its name carries a hash of the sources, so that edited ones never meet a stale library, and a sum of its own bytes.
-    One that is of no use is named on stderr, and removed where the folder is ours to tidy."""
+    """Find a usable library in the folder. Its name holds a hash of the sources, so that edited sources never meet a stale
+    library, and a checksum of its bytes. An unusable one is reported on stderr, and removed if `is_ours`."""
     for path in sorted(folder.glob(f"native-{fingerprint(FOLDER)}-*{ENDING}")):
         if not (fault := _fault(path)):
             return path
@@ -70,7 +70,8 @@ def find_library(folder: Path, is_ours: bool = False) -> Path | None:
 
 
 def provide_library(folder: Path) -> Path | None:
-    """For the package's build: the library in this folder, compiled if need be. None, and one line, where it cannot be."""
+    """For the package build: the library in this folder, compiled if necessary. If that fails, print a warning and return
+    None."""
     library = None
     try:
         if turned_off := _turned_off():
@@ -78,7 +79,7 @@ def provide_library(folder: Path) -> Path | None:
         library = find_library(folder) or make_library(folder, _show_progress)
     except (NoCompiler, OSError) as error:
         _say(
-            f"warning: no native CPU kernels ({error}): torch serves in their place, several times slower, "
+            f"warning: no native CPU kernels ({error}): torch is used instead, several times slower, "
             "until a start finds a C++ compiler"
         )
     for stale in set(folder.glob(f"native-*{ENDING}")) - {library}:
@@ -88,12 +89,12 @@ def provide_library(folder: Path) -> Path | None:
 
 
 def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """Compiles into the folder: whole or not at all, for whoever looks there meanwhile."""
+    """Compile into the folder. Other processes see the complete library or none."""
     compiler = find_compiler()
     _say(f"compiling the CPU kernels, once (about {SECONDS_ALONE // _num_jobs()} s)")
     with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
         work = Path(scratch)
-        # Copied first: what is edited meanwhile must not hide under the name of what was there.
+        # Compile a copy: if sources are edited meanwhile, the library must still match its fingerprint.
         for source in _sources(FOLDER):
             shutil.copyfile(source, work / source.name)
         made = compile_library(compiler, work, on_progress)
@@ -107,19 +108,19 @@ def make_library(folder: Path, on_progress: Callable[[int, int], None]) -> Path:
             part.unlink(missing_ok=True)
     if fault := _fault(target):
         target.unlink()
-        raise NoCompiler(f"the CPU kernels compiled in {folder} are of no use: {fault}")
+        raise NoCompiler(f"the CPU kernels compiled in {folder} cannot be used: {fault}")
     return target
 
 
 def compile_library(compiler: list[str], work: Path, on_progress: Callable[[int, int], None]) -> Path:
-    """The sources in this folder → a library beside them. Raises NoCompiler, with the compiler's words, where it fails."""
-    # Those for every CPU come first: where files share an inline function the linker keeps the first one's code.
+    """Compile the sources in `work` into a library beside them. Raises NoCompiler with the compiler's message on failure."""
+    # Sources for every CPU come first: if files share an inline function, the linker keeps the code of the first.
     sources = sorted((path for path in _sources(work) if path.suffix == ".cpp"), key=lambda path: bool(isa_flags(path)))
     objects = [str(source.with_suffix(".o")) for source in sources]
     with ThreadPoolExecutor(_num_jobs()) as pool:
         jobs = [
             pool.submit(_run, [*compiler, *FLAGS, *isa_flags(source), "-c", str(source), "-o", made])
-            for source, made in reversed(list(zip(sources, objects, strict=True)))  # the long ones first
+            for source, made in reversed(list(zip(sources, objects, strict=True)))  # the slow ones first
         ]
         try:
             for num_done, job in enumerate(as_completed(jobs), start=1):
@@ -138,7 +139,7 @@ def compile_library(compiler: list[str], work: Path, on_progress: Callable[[int,
 
 
 def find_compiler() -> list[str]:
-    """As the first words of a command: CXX may have several."""
+    """The first words of a compile command: CXX may hold several."""
     named = shlex.split(os.environ.get("CXX", ""))
     for command in [named] if named else [[name] for name in COMPILERS]:
         if found := shutil.which(command[0]):
@@ -154,7 +155,7 @@ def isa_flags(source: Path) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else in ~/.cache: as weights/sources/default_model.py has it."""
+    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else octavo/ in ~/.cache, as in weights/sources/default_model.py."""
     if own := os.environ.get("OCTAVO_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME")
@@ -162,7 +163,8 @@ def cache_folder() -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of all that a library depends on but the compiler, which may be gone: whichever made it, the numbers are the same."""
+    """Hash of everything a library depends on except the compiler, which may no longer be installed: any compiler gives the
+    same numbers."""
     about = (FLAGS, ISA_FLAGS, LINK_INSIDE, sys.platform, platform.machine())
     digest = hashlib.sha256(repr(about).encode())
     for source in _sources(folder):
@@ -176,7 +178,7 @@ def _turned_off() -> str | None:
 
 
 def _compile_into(folder: Path) -> Path:
-    """The cache: of processes that start together one compiles, and the others wait for it."""
+    """Compile into the cache. Of processes that start together one compiles, and the others wait for it."""
     find_compiler()  # before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +204,7 @@ def _tidy(folder: Path, made: Path) -> None:
 
 @contextlib.contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    import fcntl  # not at the top: Windows has none, and the package must still build there
+    import fcntl  # not at module level: Windows lacks it, and the package must still build there
 
     # The lock file stays: removing it would let a third process lock a new file beside a waiting second one.
     with open(lock, "a") as file:
@@ -211,13 +213,13 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
         except BlockingIOError:
             _say("waiting for another process that is compiling the CPU kernels")
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: the work is done twice, and the last one's stays
+        except OSError:  # a file system without locks: several processes compile, and the last library stays
             pass
         yield
 
 
 def _fault(path: Path) -> str | None:
-    """The sum comes first: loading a file that was cut short can kill the process."""
+    """Why a library cannot be used, or None. The checksum comes first: loading a truncated file can kill the process."""
     try:
         if path.stem.rpartition("-")[2] != _checksum(path):
             return "it is damaged"
@@ -262,5 +264,5 @@ def _say(line: str) -> None:
     print(f"octavo: {line}", file=sys.stderr, flush=True)
 
 
-if __name__ == "__main__":  # the package's build without pip, which would keep to itself how far it is
+if __name__ == "__main__":  # the package build without pip, which would hide the progress
     provide_library(FOLDER)

@@ -1,5 +1,4 @@
-// Shares rows out over threads, and picks the instruction set.
-// Knows nothing of the arithmetic.
+// Distributes rows over threads, and picks the instruction set.
 #include "elementwise.h"
 
 #include <string.h>
@@ -34,7 +33,7 @@ void gate_row(const float* gate, const float* up, float alpha, float limit, floa
 
 namespace {
 
-// Numbers that one thread goes through in about the time it takes to wake another.
+// Numbers that one thread processes in about the time it takes to wake another.
 constexpr int64_t kWorthSharing = 8192;
 
 template <typename Body>
@@ -70,7 +69,7 @@ void octavo_rms_norm_add(Threads* threads, const float* x, int64_t x_stride, con
 
 void octavo_cap(Threads* threads, float* x, int64_t x_stride, int64_t num_rows, int64_t size, float limit) {
   const ElementwiseVariant& variant = elementwise_variant();
-  // Rows are few and as long as a vocabulary: each is shared out.
+  // Rows are few and as long as the vocabulary: each is split into pieces.
   const int64_t num_pieces = (size + kWorthSharing - 1) / kWorthSharing;
   for_rows(threads, num_rows * num_pieces, kWorthSharing, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {

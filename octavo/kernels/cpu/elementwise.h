@@ -1,5 +1,5 @@
-// What a step does between products: norms, gates, quantising, choosing a token, looking rows up. The C interface.
-// Knows nothing of models. A row's numbers depend on that row alone, so neither batch mates nor threads show.
+// The C interface of the operations between products: norms, gates, caps, and preparing activations. A row's result depends
+// only on that row, not on the batch or the threads.
 #pragma once
 #include <stdint.h>
 
@@ -18,13 +18,13 @@ void octavo_rms_norm_add(octavo::Threads* threads, const float* x, int64_t x_str
 // x [num_rows, size] = limit · tanh(x / limit).
 void octavo_cap(octavo::Threads* threads, float* x, int64_t x_stride, int64_t num_rows, int64_t size, float limit);
 
-// y [num_rows, size] = silu(gate) * up of x [num_rows, 2 * size]: gate's numbers, then up's.
+// y [num_rows, size] = silu(gate) * up of x [num_rows, 2 * size]: gate, then up.
 void octavo_silu_mul(octavo::Threads* threads, const float* x, int64_t x_stride, int64_t num_rows, int64_t size, float* y,
                      int64_t y_stride);
 
-// RMSNorm, or x itself where weight is NULL, as a product with weights of that kind takes it: what octavo_prepare makes of the
-// result, in one pass. Where activations are quantised, size is a multiple of 32. Rows lie in tiles of at most tile_rows, of
-// nearly equal height, and a tile holds the records of its rows one after the other for each piece of K; 1: row after row.
+// RMSNorm of x, or x itself if weight is NULL, prepared for products with weights of that kind, in one pass: the same as
+// octavo_prepare of the norm. If activations are quantised, size is a multiple of 32. Rows are stored in tiles of at most
+// tile_rows, of nearly equal height; for each piece of K a tile holds the records of its rows. tile_rows 1: row after row.
 void octavo_rms_norm_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, const float* weight,
                              float epsilon, int64_t num_rows, int64_t size, int32_t tile_rows, void* prepared);
 }
@@ -32,7 +32,7 @@ void octavo_rms_norm_prepare(octavo::Threads* threads, int kind, const float* x,
 namespace octavo {
 
 enum class Instructions { portable, avx2, avx512 };
-Instructions best_instructions();  // as octavo_isa has it
+Instructions best_instructions();  // according to octavo_isa
 
 struct ElementwiseVariant {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, int64_t size, float* y);

@@ -1,5 +1,5 @@
-"""What a step does between products, natively: norms, gates, caps, and activations as products take them.
-Knows nothing of models. float32 tensors whose last dimension is contiguous."""
+"""Native operations between products: norms, gates, caps, and preparing activations for products. For float32 tensors whose
+last dimension is contiguous."""
 
 import ctypes
 import functools
@@ -22,7 +22,7 @@ ARGUMENTS = {
 
 @functools.cache
 def functions() -> ctypes.CDLL:
-    """The library, with these functions' arguments declared: undeclared, a pointer would be cut to 32 bits."""
+    """The library with these functions' arguments declared: an undeclared pointer would be truncated to 32 bits."""
     for name, arguments in ARGUMENTS.items():
         getattr(library(), name).argtypes = arguments
     return library()
@@ -33,7 +33,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def rms_norm(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """[T, D] → [T, D]."""
+    """RMSNorm of rows, [T, D] → [T, D]."""
     y = torch.empty_like(x)
     rows, size = x.shape
     functions().octavo_rms_norm(
@@ -43,7 +43,7 @@ def rms_norm(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilon: f
 
 
 def rms_norm_add(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilon: float, y: torch.Tensor) -> None:
-    """x [T, D]; y [T, D], changed: the norm of x is added."""
+    """Add the RMSNorm of x [T, D] to y [T, D] in place."""
     rows, size = x.shape
     functions().octavo_rms_norm_add(
         threads.pointer, pointer(x), x.stride(0), pointer(weight), epsilon, rows, size, pointer(y), y.stride(0)
@@ -51,12 +51,12 @@ def rms_norm_add(threads: Threads, x: torch.Tensor, weight: torch.Tensor, epsilo
 
 
 def cap(threads: Threads, x: torch.Tensor, limit: float) -> None:
-    """x [S, V], changed: limit · tanh(x / limit)."""
+    """limit · tanh(x / limit) of x [S, V], in place."""
     functions().octavo_cap(threads.pointer, pointer(x), x.stride(0), *x.shape, limit)
 
 
 def silu_mul(threads: Threads, x: torch.Tensor) -> torch.Tensor:
-    """[T, 2 D]: gate, then up → [T, D]."""
+    """silu(gate) · up: [T, 2 D], gate then up → [T, D]."""
     rows, size = x.shape[0], x.shape[1] // 2
     y = torch.empty(rows, size)
     functions().octavo_silu_mul(threads.pointer, pointer(x), x.stride(0), rows, size, pointer(y), size)
@@ -66,7 +66,7 @@ def silu_mul(threads: Threads, x: torch.Tensor) -> torch.Tensor:
 def rms_norm_prepare(
     threads: Threads, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, kind: Kind, tile_rows: int = 1
 ) -> torch.Tensor:
-    """[T, D] → bytes [T, *], in the order of the tiles. Weight None: x as it is."""
+    """RMSNorm of rows, prepared for products: [T, D] → bytes [T, *], in the order of the tiles. Weight None: no norm."""
     rows, size = x.shape
     prepared = torch.empty(rows, library().octavo_prepared_bytes(kind, 1, size), dtype=torch.uint8)
     functions().octavo_rms_norm_prepare(

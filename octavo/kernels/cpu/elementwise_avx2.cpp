@@ -1,4 +1,4 @@
-// Elementwise for avx2. Knows nothing of which machine it runs on.
+// Elementwise operations for AVX2.
 #if defined(__x86_64__)
 #define OCTAVO_AVX2
 #define OCTAVO_VARIANT avx2

@@ -1,5 +1,4 @@
 // The arithmetic between products for one instruction set, one row at a time. Included by elementwise_<variant>.cpp.
-// Knows nothing of threads.
 #include "elementwise.h"
 #include "elementwise_vector.h"
 
@@ -7,7 +6,7 @@ namespace octavo {
 namespace OCTAVO_VARIANT {
 
 OCTAVO_INLINE void rms_norm_to(const float* x, const float* weight, float epsilon, int64_t size, float* y, bool adds) {
-  vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};  // four chains: a sum waits four cycles for the last
+  vec sums[4] = {set1(0.0f), set1(0.0f), set1(0.0f), set1(0.0f)};  // four chains: an fma has a latency of four cycles
   int64_t i = 0;
   for (; i + 4 * W <= size; i += 4 * W) {
     OCTAVO_UNROLL for (int j = 0; j < 4; ++j) {
@@ -62,7 +61,7 @@ static void silu_mul(const float* gate, const float* up, int64_t size, float* y)
   }
 }
 
-// What is no number stays none: of two numbers min and max take the second where either is none.
+// NaN stays NaN: min and max return the second operand if either is NaN.
 OCTAVO_INLINE vec gated_within(vec gate, vec up, vec alpha, vec limit, vec offset) {
   const vec g = min(limit, gate), u = max(sub(set1(0.0f), limit), min(limit, up));
   const vec decay = exponential(sub(set1(0.0f), mul(alpha, g)));

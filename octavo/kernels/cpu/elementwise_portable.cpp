@@ -1,4 +1,4 @@
-// Elementwise for portable. Knows nothing of which machine it runs on.
+// Elementwise operations for any CPU.
 #define OCTAVO_VARIANT portable
 #include "elementwise_body.h"
 

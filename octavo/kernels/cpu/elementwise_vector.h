@@ -1,7 +1,7 @@
-// One vector of floats and its operations, for the instruction set this translation unit is compiled for.
-// Knows nothing of what is computed with it. Include after setting OCTAVO_VARIANT (a namespace of its own, so that the
-// linker never mixes two instruction sets) and OCTAVO_AVX512, OCTAVO_AVX2 or neither; compile with -ffp-contract=off:
-// a product and a sum may only be fused where it says fma, or a number would depend on how a loop was unrolled.
+// A vector of floats and its operations, for the instruction set this translation unit is compiled for. Include after setting
+// OCTAVO_VARIANT (a separate namespace, so that the linker never mixes two instruction sets) and OCTAVO_AVX512, OCTAVO_AVX2 or
+// neither. Compile with -ffp-contract=off: a product and a sum may be fused only where the code says fma, or a result would
+// depend on how a loop was unrolled.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -40,7 +40,7 @@ OCTAVO_INLINE vec sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
 OCTAVO_INLINE vec mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
 OCTAVO_INLINE vec div(vec a, vec b) { return _mm512_div_ps(a, b); }
 OCTAVO_INLINE vec fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
-OCTAVO_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); } // b where either is NaN
+OCTAVO_INLINE vec max(vec a, vec b) { return _mm512_max_ps(a, b); } // b if either is NaN
 OCTAVO_INLINE vec min(vec a, vec b) { return _mm512_min_ps(a, b); }
 OCTAVO_INLINE vec absolute(vec a) { return _mm512_abs_ps(a); }
 OCTAVO_INLINE vec where_less(vec a, vec b, vec yes, vec no) {
@@ -57,9 +57,9 @@ OCTAVO_INLINE vec scale_by_power(vec a, vec power) { return _mm512_scalef_ps(a, 
 OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(whole)));
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec turns) { // lanes (2i, 2i + 1) are (real, imaginary)
-  const vec crossed = _mm512_mul_ps(_mm512_permute_ps(a, 0xB1), _mm512_movehdup_ps(turns));
-  return _mm512_fmaddsub_ps(a, _mm512_moveldup_ps(turns), crossed);
+OCTAVO_INLINE vec rotate_pairs(vec a, vec factors) { // lanes (2i, 2i + 1) are (real, imaginary)
+  const vec crossed = _mm512_mul_ps(_mm512_permute_ps(a, 0xB1), _mm512_movehdup_ps(factors));
+  return _mm512_fmaddsub_ps(a, _mm512_moveldup_ps(factors), crossed);
 }
 
 #elif defined(OCTAVO_AVX2)
@@ -120,12 +120,12 @@ OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec turns) {
-  const vec crossed = _mm256_mul_ps(_mm256_permute_ps(a, 0xB1), _mm256_movehdup_ps(turns));
-  return _mm256_fmaddsub_ps(a, _mm256_moveldup_ps(turns), crossed);
+OCTAVO_INLINE vec rotate_pairs(vec a, vec factors) {
+  const vec crossed = _mm256_mul_ps(_mm256_permute_ps(a, 0xB1), _mm256_movehdup_ps(factors));
+  return _mm256_fmaddsub_ps(a, _mm256_moveldup_ps(factors), crossed);
 }
 
-#else // portable: SSE2 or NEON by the compiler's own vectors
+#else // portable: SSE2 or NEON through the compiler's vector extension
 
 typedef float vec __attribute__((vector_size(16)));
 typedef int32_t ints __attribute__((vector_size(16)));
@@ -179,19 +179,19 @@ OCTAVO_INLINE vec scale_by_power(vec a, vec power) {
 OCTAVO_INLINE void store_int8(int8_t* p, vec whole) {
   for (int i = 0; i < W; ++i) p[i] = (int8_t)(whole[i] == whole[i] ? whole[i] : 0.0f);
 }
-OCTAVO_INLINE vec turn_pairs(vec a, vec t) {
+OCTAVO_INLINE vec rotate_pairs(vec a, vec t) {
   return vec{a[0] * t[0] - a[1] * t[1], a[1] * t[0] + a[0] * t[1], a[2] * t[2] - a[3] * t[3], a[3] * t[2] + a[2] * t[3]};
 }
 
 #endif
 
-// Nearest whole number, ties to even, for |a| < 2²².
+// Nearest integer, ties to even, for |a| < 2²².
 OCTAVO_INLINE vec nearest(vec a) {
   const vec magic = set1(12582912.0f);
   return sub(add(a, magic), magic);
 }
 
-// e to the a within 2 units in the last place; 0 below −87.3, where floats end; NaN stays NaN; exactly 1 at 0.
+// e^a within 2 units in the last place, exactly 1 at 0; 0 below −87.3, where normal floats end; NaN stays NaN.
 OCTAVO_INLINE vec exponential(vec a) {
   const vec lowest = set1(-87.3f);
   const vec x = min(set1(88.3f), max(lowest, a));

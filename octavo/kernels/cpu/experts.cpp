@@ -1,5 +1,4 @@
-// Chooses experts, sorts pairs of a token and an expert by expert, and runs all experts' products side by side.
-// Knows nothing of how a product is computed.
+// Chooses experts, sorts (token, expert) pairs by expert, and runs the products of all experts in parallel.
 #include "experts.h"
 
 #include <math.h>
@@ -11,25 +10,25 @@ namespace octavo {
 namespace {
 
 constexpr int64_t kLine = 64;
-// Tokens below which waking the others costs more than it saves, where little is done for each.
+// With fewer tokens and little work for each, waking other threads costs more than it saves.
 constexpr int64_t kFewTokens = 8;
-// Rows of one expert from which on all threads prepare them together; fewer go to one thread, and other experts to others.
+// From this many rows of one expert on, all threads prepare them together; fewer are prepared by one thread.
 constexpr int64_t kWorthSharing = 16;
 
-// What the call's room holds, of P = T · num_chosen pairs. "Place": where a pair stands once they are sorted by expert.
+// The scratch memory of a call, for P = T · num_chosen pairs. A pair's "place" is its index in the order by expert.
 struct Room {
   float* weights;      // [P] by token
   int32_t* chosen;     // [P] by token: experts
   int32_t* places;     // [P] by token
   int32_t* tokens;     // [P] by place
-  int32_t* starts;     // [num_experts + 1]: places of an expert
-  int32_t* used;       // [num_experts]: those that have any
-  int64_t* claimed;    // [num_experts]: units of its product
-  OctavoProduct* products;  // [num_experts]: of the used ones
-  float* rows;         // [P, depth] by place: what goes in, and later what comes out
+  int32_t* starts;     // [num_experts + 1]: an expert's first place
+  int32_t* used;       // [num_experts]: experts that have tokens
+  int64_t* claimed;    // [num_experts]: claimed units of its product
+  OctavoProduct* products;  // [num_experts]: of the used experts
+  float* rows;         // [P, depth] by place: the inputs, later the outputs
   float* inner;        // [P, inner]
-  float* gate_up;      // [P, 2 · inner], where the gate is not part of the product
-  void* prepared;      // one product's activations
+  float* gate_up;      // [P, 2 · inner], if the gate is not fused into the product
+  void* prepared;      // the activations of one product
   int64_t num_bytes;
 };
 
@@ -75,7 +74,7 @@ Room room_of(const OctavoExperts& call, int64_t num_tokens) {
   return room;
 }
 
-// The num_chosen largest, by insertion; of equal ones the first. One that is no number is the smallest.
+// Finds the num_chosen largest logits by insertion; of equal ones the first. NaN counts as the smallest.
 void choose(const float* logits, int32_t num_experts, int32_t num_chosen, int32_t* chosen, float* largest) {
   int32_t count = 0;
   for (int32_t expert = 0; expert < num_experts; ++expert) {
@@ -91,7 +90,7 @@ void choose(const float* logits, int32_t num_experts, int32_t num_chosen, int32_
   }
 }
 
-// `weights` holds the chosen ones' logits. One that is no number among all of them makes the token's weights none.
+// `weights` holds the chosen experts' logits. A NaN among all logits makes the token's weights NaN.
 void weigh(const OctavoExperts& call, const float* logits, float* weights) {
   const double top = weights[0];
   double sum = 0.0, broken = 0.0;
@@ -103,7 +102,7 @@ void weigh(const OctavoExperts& call, const float* logits, float* weights) {
   for (int32_t i = 0; i < call.num_chosen; ++i) weights[i] = static_cast<float>(exp(weights[i] - top) / sum + broken);
 }
 
-// By counting: within an expert tokens keep their order. Returns how many experts have tokens.
+// Counting sort: within an expert tokens keep their order. Returns the number of experts that have tokens.
 int64_t sort_pairs(const OctavoExperts& call, const Room& room, int64_t num_tokens) {
   const int64_t num_pairs = num_tokens * call.num_chosen;
   memset(room.starts, 0, sizeof(int32_t) * static_cast<size_t>(call.num_experts + 1));
@@ -113,7 +112,7 @@ int64_t sort_pairs(const OctavoExperts& call, const Room& room, int64_t num_toke
     if (room.starts[expert + 1]) room.used[num_used++] = expert;
     room.starts[expert + 1] += room.starts[expert];
   }
-  for (int64_t pair = 0; pair < num_pairs; ++pair) {  // starts move on, and are those of the next expert in the end
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {  // a start advances, and ends as the start of the next expert
     room.places[pair] = room.starts[room.chosen[pair]]++;
     room.tokens[room.places[pair]] = static_cast<int32_t>(pair / call.num_chosen);
   }
@@ -122,7 +121,7 @@ int64_t sort_pairs(const OctavoExperts& call, const Room& room, int64_t num_toke
   return num_used;
 }
 
-// make(place) fills rows [P, depth] at a place; then the rows of each expert are prepared for its product.
+// make(place) fills rows [P, depth] at a place; then each expert's rows are prepared for its product.
 template <typename Make>
 void prepare(Threads* threads, const Room& room, int64_t num_used, int kind, const float* rows, int64_t depth, Make make) {
   const auto share = product_kernels().prepare_share;
@@ -140,7 +139,7 @@ void prepare(Threads* threads, const Room& room, int64_t num_used, int kind, con
   run_on(threads, body);
 }
 
-// One product for each used expert. Threads go from one to the next without waiting for each other.
+// One product per used expert. Threads go on to the next product without waiting for each other.
 void multiply(Threads* threads, const Room& room, int64_t num_used, const OctavoProduct* products, float* y,
               int64_t y_stride, int finish) {
   for (int64_t i = 0; i < num_used; ++i) {
@@ -164,7 +163,7 @@ void multiply(Threads* threads, const Room& room, int64_t num_used, const Octavo
   run_on(threads, body);
 }
 
-// y (+)= Σ weight · row, in the order of the choice.
+// y (+)= Σ weight · row, in the order of choice.
 void combine(const OctavoExperts& call, const Room& room, int64_t token) {
   float* y = call.y + token * call.y_stride;
   const int64_t first = token * call.num_chosen;

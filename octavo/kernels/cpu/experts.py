@@ -1,5 +1,4 @@
-"""Experts for the native kernels: their packed weights as the call reads them (experts.h), made once.
-Knows nothing of layers, nor of which tokens go where."""
+"""The packed weights of experts in the form that the native call reads (experts.h), made once."""
 
 import ctypes
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ class ExpertsCall(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How many experts a token goes to, how they are weighted, and what stands between their products."""
+    """The number of experts per token, their weighting, and the gate between their two products."""
 
     num_chosen: int
     is_normalised: bool
@@ -36,8 +35,8 @@ class Choice:
 class ExpertWeights:
     def __init__(
         self,
-        gate_up: Sequence[PackedWeight],  # of each expert, [2 inner, depth]
-        down: Sequence[PackedWeight],  # … [depth, inner]
+        gate_up: Sequence[PackedWeight],  # per expert: [2 inner, depth]
+        down: Sequence[PackedWeight],  # per expert: [depth, inner]
         gate_up_bias: Tensor | None,  # [experts, 2 inner] float32
         down_bias: Tensor | None,  # [experts, depth] float32
         choice: Choice,
@@ -50,7 +49,7 @@ class ExpertWeights:
         assert all(w.num_columns == 2 * self._inner and w.depth == self._depth for w in gate_up)
         assert all(w.num_columns == self._depth and w.depth == self._inner for w in down)
         self._gate_up, self._down = _products(gate_up, gate_up_bias), _products(down, down_bias)
-        self._kept = (gate_up, down, gate_up_bias, down_bias)  # what they point to
+        self._kept = (gate_up, down, gate_up_bias, down_bias)  # the products hold their addresses
 
     def describe(self, call: ExpertsCall) -> None:
         choice = self._choice

@@ -1,5 +1,5 @@
-"""The native kernels as Python functions over torch tensors; the library is compiled or found at the first use.
-Knows nothing of layers. A tensor that does not fit is our own mistake: asserted here, since C would just read on."""
+"""The native products as Python functions over torch tensors. The library is found or compiled at the first use. Shapes and
+types are asserted here, because C would read past the end."""
 
 import ctypes
 import functools
@@ -24,7 +24,7 @@ _DECODED = 64  # OCTAVO_DECODED
 
 
 class Kind(IntEnum):
-    """How weights are stored, as OctavoKind in product.h."""
+    """How weights are stored: OctavoKind in product.h."""
 
     FLOAT32 = 0
     CODES8 = 1  # Q8_0
@@ -40,7 +40,8 @@ class Kind(IntEnum):
     CODES4_IQ4_NESTED = 11  # IQ4_XS
     CODES4_IQ2_NESTED = 12  # IQ2_WIDE, Octavo's own
     CODES2_NESTED = 13  # Q2_K
-    # The same, decoded where they are used and multiplied in float32: the bits of FLOAT32 with the decoded weights.
+    # The same storage, decoded on the fly and multiplied in float32: bit for bit the results of FLOAT32 with the decoded
+    # weights.
     CODES8_DECODED = 65
     CODES4_DECODED = 66
     CODES4_MINIMUM_DECODED = 67
@@ -56,7 +57,7 @@ class Kind(IntEnum):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether activations are quantised for it, too."""
+        """Whether its activations are quantised too."""
         return self.is_packed and not self.is_decoded
 
     @property
@@ -91,7 +92,7 @@ GGUF_KINDS = {
     "Q2_K": Kind.CODES2_NESTED,
 }
 _PLAIN = {Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
-_FINISHES = {  # by (gated, activation), as OctavoFinish
+_FINISHES = {  # (gated, activation) → OctavoFinish
     (False, ""): 0,
     (True, ""): 1,
     (True, "silu"): 1,
@@ -100,7 +101,7 @@ _FINISHES = {  # by (gated, activation), as OctavoFinish
     (False, "relu"): 4,
     (False, "gelu"): 5,
 }
-QUANTS = {  # weights and bytes of one quant
+QUANTS = {  # weights and bytes of one block
     Kind.CODES8: (32, 34),
     Kind.CODES4: (32, 18),
     Kind.CODES4_MINIMUM: (32, 20),
@@ -114,7 +115,7 @@ QUANTS = {  # weights and bytes of one quant
     Kind.CODES4_IQ2_NESTED: (256, 138),
     Kind.CODES2_NESTED: (256, 84),
 }
-_ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # what pack_quantised makes
+_ROUNDED = (Kind.CODES8, Kind.CODES4, Kind.CODES4_MINIMUM)  # kinds that pack_quantised supports
 
 
 class Product(ctypes.Structure):
@@ -155,7 +156,7 @@ _SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Raises build.NoCompiler where there is neither a library nor a compiler."""
+    """Load the library. Raises build.NoCompiler if there is neither a library nor a compiler."""
     loaded = ctypes.CDLL(str(library_path()))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
@@ -169,19 +170,20 @@ def isa() -> str:
 
 
 def use_isa(name: str) -> bool:
-    """Whether this CPU can: then every later call uses it. Activations prepared before are void."""
+    """Use this instruction set for all later calls, if the CPU supports it; False: it does not. Activations that were
+    prepared before are invalid afterwards."""
     return bool(library().octavo_use_isa(name.encode()))
 
 
 def tile_rows(kind: Kind) -> int:
-    """The most rows whose activations lie together for products with weights of that kind."""
+    """The largest number of rows whose activations are stored interleaved, for products with weights of that kind."""
     rows: int = library().octavo_tile_rows(kind)
     return rows
 
 
 class Threads:
-    """Threads that work together on one call; the calling thread is the first of them. One owner at a time.
-    `first_cpu`: from this one of the CPUs we may use, every thread but the caller is bound to one; -1: none is."""
+    """A pool of threads that work together on one call; the calling thread is one of them. One caller at a time.
+    `first_cpu`: index among the allowed CPUs from which on each thread except the caller is pinned to one; -1: no pinning."""
 
     def __init__(self, num_threads: int, first_cpu: int = -1) -> None:
         self.num_threads = num_threads
@@ -195,7 +197,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """W [num_columns, depth] in panels."""
+    """A weight W [num_columns, depth], packed in panels."""
 
     memory: Tensor  # [bytes] uint8, aligned
     kind: Kind
@@ -215,7 +217,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class Prepared:
-    """x [num_rows, depth], ready for products with weights of one kind (packed kinds share one form, plain ones another)."""
+    """Activations x [num_rows, depth], prepared for products. Quantised kinds share one form, the others another."""
 
     memory: Tensor
     is_quantised: bool
@@ -224,7 +226,7 @@ class Prepared:
 
 
 def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
-    """rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF quants, uint8 [N, bytes of a row]."""
+    """Pack rows: [N, K] of the kind's own type for FLOAT32 and BFLOAT16; else GGUF blocks, uint8 [N, bytes of a row]."""
     assert rows.is_contiguous() and rows.dim() == 2
     if kind in _PLAIN:
         assert rows.dtype == _PLAIN[kind]
@@ -237,7 +239,7 @@ def pack(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
 
 
 def pack_quantised(threads: Threads, rows: Tensor, kind: Kind) -> PackedWeight:
-    """float32 rows [N, K], rounded here to `kind`: CODES8, CODES4 or CODES4_MINIMUM."""
+    """Round float32 rows [N, K] to `kind` (CODES8, CODES4 or CODES4_MINIMUM) and pack them."""
     assert rows.is_contiguous() and rows.dtype == torch.float32 and rows.shape[1] % GROUP == 0 and kind in _ROUNDED
     return _packed(library().octavo_pack_quantised, threads, rows, kind, rows.shape[1])
 
@@ -249,7 +251,7 @@ def _packed(function, threads: Threads, rows: Tensor, kind: Kind, depth: int) ->
 
 
 def prepare(threads: Threads, x: Tensor, kind: Kind) -> Prepared:
-    """x [M, K] float32, rows apart by any stride → quantised per group of 32, or laid out, once for several products."""
+    """Prepare x [M, K] float32 (any row stride) once for several products: quantised in groups of 32, or rearranged."""
     assert x.dtype == torch.float32 and x.dim() == 2 and x.stride(1) == 1
     num_rows, depth = x.shape
     assert not kind.is_quantised or depth % GROUP == 0
@@ -279,7 +281,7 @@ def product(
 
 
 def products(threads: Threads, calls: Sequence[Product]) -> None:
-    """Several in one call, one after the other."""
+    """Run several products in one call, one after the other."""
     library().octavo_products(threads.pointer, (Product * len(calls))(*calls), len(calls))
 
 
@@ -293,7 +295,7 @@ def product_call(
     gated: bool = False,
     activation: str = "",
 ) -> Product:
-    """What product() does, to be done later: holds addresses only, so the caller keeps every tensor alive."""
+    """The call of product(), to be run later. It holds only addresses: the caller keeps every tensor alive."""
     assert x.depth == weight.depth and x.is_quantised == weight.kind.is_quantised
     width = weight.num_columns // 2 if gated else weight.num_columns
     assert y.shape == (x.num_rows, width) and y.dtype == torch.float32 and (width == 1 or y.stride(1) == 1)
@@ -316,13 +318,13 @@ def product_call(
 
 
 def read_all(threads: Threads, memory: Tensor) -> int:
-    """Reads the tensor once with the same threads: what a benchmark calls the memory's own speed."""
+    """Read the tensor once with the same threads: benchmarks measure the memory bandwidth with it."""
     total: int = library().octavo_read_all(threads.pointer, memory.data_ptr(), memory.nbytes)
     return total
 
 
 def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
-    """Operations per second of dot instructions on registers alone, all threads together."""
+    """Operations per second of dot instructions on registers only, all threads together."""
     start = time.perf_counter()
     library().octavo_dot_all(threads.pointer, num_dots)
     return 2 * 64 * num_dots * threads.num_threads / (time.perf_counter() - start)
@@ -330,11 +332,11 @@ def dot_rate(threads: Threads, num_dots: int = 1_200_000) -> float:
 
 _HUGE_PAGE = 2 << 20
 _ARENA_BYTES = 32 << 20
-_arena_left: list[Tensor] = []  # what is left of the newest shelf, if there is one
+_arena_left: list[Tensor] = []  # the unused rest of the newest arena, if there is one
 
 
 def _arena(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] for a weight. Small weights stand side by side, so that they too are on huge pages."""
+    """uint8 [num_bytes] for a weight. Small weights share an arena, so that they too lie on huge pages."""
     if num_bytes >= _ARENA_BYTES // 4:
         return aligned(num_bytes)
     taken = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
@@ -346,9 +348,9 @@ def _arena(num_bytes: int) -> Tensor:
 
 
 def aligned(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] on a cache line of its own; large ones on huge pages where the system gives them."""
+    """uint8 [num_bytes] aligned to a cache line; large tensors on huge pages if the system provides them."""
     if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        # Private: memory that could be shared is never on huge pages, unless the whole machine is set up so.
+        # Private: shared mappings get huge pages only if the whole machine is configured for it.
         memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
         return _from(torch.frombuffer(memory, dtype=torch.uint8), _HUGE_PAGE, num_bytes)
@@ -356,7 +358,7 @@ def aligned(num_bytes: int) -> Tensor:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory is taken where numbers are written, on huge pages if the tensor is large."""
+    """A zero tensor whose memory is allocated when it is first written, on huge pages if it is large."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)

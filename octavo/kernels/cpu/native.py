@@ -165,12 +165,12 @@ class Native:
         return y
 
     def attend(self, layer: Heads, heads: Tensor, rotation: Tensor | None, step: Step) -> Tensor:
-        """heads [T, H + 2 Hkv, D], q changed: turn, write keys and values to the pages, attend → [T, H * D]."""
+        """heads [T, H + 2 Hkv, D], q changed: norm and rotate, store keys and values, attend → [T, H * D]."""
         group = self._group_of(step)
-        turn = self._turn(layer, heads, rotation)
-        turn.group = group
-        reads: list[Field] = [(turn.turn, "heads")] + ([(turn.turn, "rotation")] if rotation is not None else [])
-        self._do(turn, reads, [(turn.turn, "heads")], step, layer)
+        store = self._qk_norm_rope_store(layer, heads, rotation)
+        store.group, call = group, store.qk_norm_rope
+        reads: list[Field] = [(call, "heads")] + ([(call, "rotation")] if rotation is not None else [])
+        self._do(store, reads, [(call, "heads")], step, layer)
         y = self._room(Count.PER_TOKEN, len(heads), layer.num_heads * layer.head_size)
         op = Op(Code.ATTEND, Count.PER_TOKEN, group)
         call = op.attention
@@ -231,10 +231,10 @@ class Native:
                 writes.append((call, "normed"))
         self._do(op, reads, writes, _rows(len(x)), (products, weights, norm, bias))
 
-    def _turn(self, layer: Heads, heads: Tensor, rotation: Tensor | None) -> Op:
+    def _qk_norm_rope_store(self, layer: Heads, heads: Tensor, rotation: Tensor | None) -> Op:
         assert heads.stride()[1:] == (layer.head_size, 1)
-        op = Op(Code.TURN, Count.PER_TOKEN)
-        call = op.turn
+        op = Op(Code.QK_NORM_ROPE_STORE, Count.PER_TOKEN)
+        call = op.qk_norm_rope
         call.heads, call.token_stride, call.rotation = _address(heads), heads.stride(0), _address(rotation)
         if layer.norms is not None:
             q_norm, k_norm, call.epsilon = layer.norms

@@ -1,5 +1,4 @@
-"""A step's operations as the native executor reads them (step.h), and the call that runs them.
-Knows nothing of who makes them, or of which memory they point to."""
+"""The operations of a step in the form that the native executor reads (step.h), and the call that runs them."""
 
 import ctypes
 import functools
@@ -13,13 +12,13 @@ from octavo.kernels.cpu.library import Kind, Product, Threads, library
 
 
 class Code(IntEnum):
-    """As OctavoOpCode."""
+    """OctavoOpCode of step.h."""
 
     EMBED = 0
     ROTATE = 1
     LINEAR = 2
     GATE = 3
-    TURN = 4
+    QK_NORM_ROPE_STORE = 4
     ATTEND = 5
     GATHER = 6
     NORM = 7
@@ -28,17 +27,17 @@ class Code(IntEnum):
 
 
 class Count(IntEnum):
-    """How many rows an operation has: as many as the step has tokens, or samples."""
+    """The number of rows of an operation: the step's tokens, or its samples."""
 
     PER_TOKEN = 0
     PER_SAMPLE = 1
 
 
 class Finish(IntEnum):
-    """What is done with a product: as OctavoFinish."""
+    """What is done with the result of a product: OctavoFinish of product.h."""
 
     PLAIN = 0
-    GATED = 1  # silu of the first half · the second
+    GATED = 1  # silu(first half) · second half
     GELU = 2
     GATED_GELU = 3
     RELU = 4
@@ -99,7 +98,7 @@ class Cap(ctypes.Structure):
 
 class _Body(ctypes.Union):
     _fields_ = (
-        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("turn", QkNormRopeCall),
+        ("embed", Embed), ("rotate", Rotate), ("linear", Linear), ("gate", Gate), ("qk_norm_rope", QkNormRopeCall),
         ("attention", AttentionCall), ("move", Move), ("experts", ExpertsCall), ("cap", Cap),
     )  # fmt: skip
 
@@ -110,7 +109,7 @@ class Op(ctypes.Structure):
 
 
 def run(threads: Threads, ops: "ctypes.Array[Op]", step: Step, seconds: "ctypes.Array[c_double] | None" = None) -> None:
-    """seconds: one for each operation, increased by what it took."""
+    """Run the operations. seconds: one number per operation, to which its time is added."""
     failed = _function()(threads.pointer, ops, len(ops), ctypes.byref(step), seconds)
     assert failed == 0, f"operation {failed - 1}, {Code(ops[failed - 1].code).name}, cannot run"
 

@@ -1,5 +1,4 @@
-// The C interface of the products: which instruction set runs, how much memory is needed, work onto threads.
-// Knows nothing of how a product is computed, nor of how weights are packed.
+// The C interface of the products: picks the instruction set, computes memory sizes, distributes work over threads.
 #include "product.h"
 
 #include <string.h>
@@ -14,7 +13,7 @@ extern const ProductKernels kProductAvx512Vnni;
 
 namespace {
 
-const ProductKernels* runnable(const char* name) {  // null: any
+const ProductKernels* runnable(const char* name) {  // null: the best one
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -30,7 +29,7 @@ const ProductKernels* runnable(const char* name) {  // null: any
 
 const ProductKernels* chosen = nullptr;
 
-// Fewer activations than this are prepared sooner by the caller alone than others are told of it.
+// With fewer activations, the caller alone prepares them faster than it can wake other threads.
 constexpr int64_t kWorthSharing = 16384;
 
 }  // namespace

@@ -1,26 +1,25 @@
-// y = x · Wᵀ on a CPU: the C interface of the product kernels, and how weights and activations lie in memory.
-// Knows nothing of models, nor of who allocated what: pointers and sizes in, numbers out. Nothing here
-// allocates, but for each thread's room for two panels that were decoded.
+// y = x · Wᵀ on a CPU: the C interface of the product kernels, and the memory layout of weights and activations. Nothing here
+// allocates, except each thread's buffer for two decoded panels.
 //
 // Weights. 16 output columns (rows of W) form a panel: one 64-byte load feeds 16 of them with four K-values each.
 // Packed, a panel is [groups] scales of 16 float16, then [groups] minimums of 16 float16 (kinds that have them),
 // padded to 64 bytes, then the codes, group of 32 K-values after group. Codes are unsigned:
 //   weight = scale · (code − centre)      or, with a minimum,      weight = scale · code + minimum.
-// Kinds with levels multiply by what stands at the code in a table of theirs, instead of by the code.
-// Nested kinds have bytes for scales and minimums, each times an outer float16 of its 256 K-values, which follow:
-// exact, and fewer bytes than their products would take. CODES2_NESTED and CODES6_NESTED have two runs of 16 in a group,
-// each with a scale, and a minimum, of its own. A run's codes are vectors of 16 columns × 4 bytes. With 8 bits, vector v
-// holds K-values 4v … 4v+3. With 4 to 6, it holds those in its low halves, and in its high ones 4v … of the run's second
-// half; a last vector holds the bits above the fourth: those of K-values 4j … 4j+3 are bits j (5 bits), or 2j and 2j+1
-// (6 bits), of its bytes. With 2 bits, a run is one vector: K-values 4j … 4j+3 are bits 2j and 2j+1 of its bytes.
+// Kinds with levels use the code as an index into a table of levels, and the level in place of the code.
+// Nested kinds have one byte per scale and minimum, each times an outer float16 of its 256 K-values, stored behind them:
+// exact, and fewer bytes than the products would take. CODES2_NESTED and CODES6_NESTED have two runs of 16 in a group, each
+// with its own scale and minimum. A run's codes are vectors of 16 columns × 4 bytes. With 8 bits, vector v holds K-values
+// 4v … 4v+3. With 4 to 6 bits, it holds those in its low halves, and 4v … of the run's second half in its high halves; a last
+// vector holds the bits above the fourth: those of K-values 4j … 4j+3 are bits j (5 bits), or 2j and 2j+1 (6 bits), of its
+// bytes. With 2 bits, a run is one vector: K-values 4j … 4j+3 are bits 2j and 2j+1 of its bytes.
 // Plain, a panel is [K] vectors of 16 float32, or [K / 2] of 16 pairs of bfloat16, the even K-value in the low half.
 // Columns and K-values that pad a panel are zero.
 //
-// Activations are prepared once and serve several products. Rows are cut into tiles of nearly equal height, at most
-// tile_rows of the running instruction set; a tile holds, group after group, its rows' records.
+// Activations are prepared once for several products. Rows are divided into tiles of nearly equal height, at most tile_rows of
+// the current instruction set; a tile holds, group after group, the records of its rows.
 //
-// Every element of y is the same chain of operations over K, group after group, whatever the number of rows, the tile,
-// the thread or the instruction set: the same row gives the same bits in any batch.
+// Every element of y is the same chain of operations over K, group after group, for any number of rows, tile, thread or
+// instruction set: the same row gives the same bits in any batch.
 #pragma once
 
 #include <stdint.h>
@@ -36,7 +35,7 @@ enum OctavoKind {
   OCTAVO_CODES8 = 1,          // 8 bits, centre 128: Q8_0
   OCTAVO_CODES4 = 2,          // 4 bits, centre 8: Q4_0
   OCTAVO_CODES4_MINIMUM = 3,  // 4 bits and a minimum: Q4_1
-  OCTAVO_BFLOAT16 = 4,        // half of float32's bytes, its arithmetic: the bits of FLOAT32 with the widened weights
+  OCTAVO_BFLOAT16 = 4,        // computed in float32: bit for bit the results of FLOAT32 with the widened weights
   OCTAVO_CODES5 = 5,          // 5 bits, centre 16: Q5_0
   OCTAVO_CODES5_MINIMUM = 6,  // 5 bits and a minimum: Q5_1
   OCTAVO_CODES4_NESTED = 7,   // 4 bits and a minimum: Q4_K
@@ -44,10 +43,10 @@ enum OctavoKind {
   OCTAVO_CODES6_NESTED = 9,   // 6 bits, centre 32: Q6_K
   OCTAVO_CODES4_IQ4 = 10,         // 4 bits, IQ4's levels: IQ4_NL
   OCTAVO_CODES4_IQ4_NESTED = 11,  // 4 bits, IQ4's levels: IQ4_XS
-  OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: what IQ2_XXS decodes to, but for the scales
+  OCTAVO_CODES4_IQ2_NESTED = 12,  // 4 bits, IQ2's levels, in eighths: IQ2_XXS decoded, except for the scales
   OCTAVO_CODES2_NESTED = 13,      // 2 bits and a minimum: Q2_K
-  // With a packed kind: the same panels, decoded where they are used and multiplied in float32. The bits are FLOAT32's
-  // with the decoded weights.
+  // Combined with a packed kind: the same panels, decoded on the fly and multiplied in float32. Bit for bit the results of
+  // FLOAT32 with the decoded weights.
   OCTAVO_DECODED = 64,
 };
 
@@ -56,49 +55,50 @@ enum OctavoFinish {
   OCTAVO_FINISH_GATED = 1,  // y [rows, columns / 2] = silu(gate) · up
   OCTAVO_FINISH_GELU = 2,   // y [rows, columns] = gelu(x · Wᵀ (+ bias)), by tanh; no residual
   OCTAVO_FINISH_GATED_GELU = 3,
-  OCTAVO_FINISH_RELU = 4,        // as GELU, with the larger of it and 0
+  OCTAVO_FINISH_RELU = 4,        // as GELU, with max(x, 0)
   OCTAVO_FINISH_EXACT_GELU = 5,  // as GELU, by erf
-  // Gated: W is gate's columns, then up's, each a multiple of 16; neither bias nor residual.
+  // Gated: W has the columns of gate, then of up, each a multiple of 16; neither bias nor residual.
 };
 
-// A group of 32 activations of one row. One that has a NaN or an infinity has codes of 0 and a scale of NaN: whatever
-// it is multiplied by, the row's results say NaN.
+// A group of 32 activations of one row. A group with a NaN or an infinity has codes 0 and scale NaN, so that the row's results
+// are NaN.
 typedef struct {
   int8_t codes[32];
   float scale;
-  float scaled_sum;         // scale · Σ codes: what a weight's minimum is multiplied by
-  int32_t minus_sum;        // −Σ codes: what a weight's centre is multiplied by
-  int32_t minus_sum_first;  // of the first 16 codes alone
+  float scaled_sum;         // scale · Σ codes: factor of a weight's minimum
+  int32_t minus_sum;        // −Σ codes: factor of a weight's centre
+  int32_t minus_sum_first;  // −Σ of the first 16 codes
 } OctavoGroup;
 
 typedef struct {
   const void* weights;      // panels, 64-byte aligned
-  const void* activations;  // prepared for the same kind, number of rows and depth
+  const void* activations;  // prepared for the same kind, rows and depth
   float* y;
   const float* bias;      // [columns] or null
-  const float* residual;  // as y; may be y itself; or null
-  int64_t y_stride;       // floats from row to row, of y and of residual
+  const float* residual;  // same shape as y; may be y itself; or null
+  int64_t y_stride;       // floats from row to row of y and residual
   int64_t num_rows, num_columns, depth;
   int32_t kind, finish;
 } OctavoProduct;
 
-// "avx512vnni", "avx2" or "portable": the best this CPU can run, unless octavo_use_isa chose another (0: cannot).
+// "avx512vnni", "avx2" or "portable": the best for this CPU, unless octavo_use_isa has chosen another (returns 0 if not
+// supported).
 const char* octavo_isa(void);
 int octavo_use_isa(const char* name);
-// The most rows whose activations lie together for products of that kind; changes with the instruction set.
+// The largest height of a tile of activations for products of that kind; depends on the instruction set.
 int32_t octavo_tile_rows(int kind);
 
 int64_t octavo_packed_bytes(int kind, int64_t num_columns, int64_t depth);
 int64_t octavo_prepared_bytes(int kind, int64_t num_rows, int64_t depth);
 
-// rows [num_columns, depth]: float32, bfloat16, or GGUF quants of the kind; depth is whole quants, of 32 (nested: 256).
+// rows [num_columns, depth]: float32, bfloat16, or GGUF blocks of the kind; depth is a multiple of 32 (nested: 256).
 void octavo_pack(octavo::Threads* threads, int kind, const void* rows, int64_t num_columns, int64_t depth,
                  void* packed);
-// float32 rows [num_columns, depth] quantised here, to CODES8, CODES4 or CODES4_MINIMUM: round to nearest, scale from
-// the group's largest (or range, with minimum).
+// Quantises float32 rows [num_columns, depth] to CODES8, CODES4 or CODES4_MINIMUM: round to nearest, scale from the group's
+// largest (or range, with minimum).
 void octavo_pack_quantised(octavo::Threads* threads, int kind, const float* rows, int64_t num_columns, int64_t depth,
                            void* packed);
-// out [num_ids, depth]: single columns of W as float32, so that an embedding tied to the head needs no second copy.
+// out [num_ids, depth]: columns of W as float32, so that an embedding tied to the head needs no second copy.
 void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int64_t depth, const int64_t* ids,
                          int64_t num_ids, float* out);
 
@@ -106,40 +106,40 @@ void octavo_read_columns(int kind, const void* packed, int64_t num_columns, int6
 void octavo_prepare(octavo::Threads* threads, int kind, const float* x, int64_t x_stride, int64_t num_rows,
                     int64_t depth, void* prepared);
 void octavo_product(octavo::Threads* threads, const OctavoProduct* product);
-// One after the other, without going back to the caller in between.
+// Several products, one after the other, in one call.
 void octavo_products(octavo::Threads* threads, const OctavoProduct* products, int64_t num_products);
 
-// Reads every byte once, for a benchmark's ceiling. Returns something that depends on all of them.
+// Reads every byte once, to measure the memory bandwidth in benchmarks. The result depends on all bytes.
 int64_t octavo_read_all(octavo::Threads* threads, const void* memory, int64_t num_bytes);
-// num_dots times 16 × 4 products of bytes on every thread, on registers alone: the other ceiling.
+// num_dots times 16 × 4 products of bytes on every thread, on registers only: measures the peak arithmetic in benchmarks.
 int64_t octavo_dot_all(octavo::Threads* threads, int64_t num_dots);
 }
 
 namespace octavo {
 
 constexpr int kPanel = 16;   // columns
-constexpr int kGroup = 32;   // K-values with a scale of their own
-constexpr int kOuter = 256;  // K-values with an outer scale
+constexpr int kGroup = 32;   // K-values that share a scale
+constexpr int kOuter = 256;  // K-values that share an outer scale
 constexpr int kSlice = 16;   // K-values of a record of plain activations
 
-// Memory that something after a product reads, asked for meanwhile: runs of num_lines cache lines, some with every step
-// of a tile. One for each share, and apart, as each is written all the time.
+// Memory that an operation after a product reads, prefetched during the product: runs of num_lines cache lines, some lines with
+// every step of a tile. One per share, on separate cache lines, because each is written often.
 struct alignas(64) Ahead {
-  const uint8_t *const *run, *const *end;  // the one to go on with; where they end
-  int64_t line;                            // of that run
+  const uint8_t *const *run, *const *end;  // the next run; the end of the list
+  int64_t line;                            // the next line of that run
   int64_t num_lines;
 };
 
-// Shares of the work, for callers that are inside Threads::run already.
+// The kernels of one instruction set. Each call does one share of the work, for callers inside Threads::run.
 struct ProductKernels {
   const char* name;
   int packed_tile_rows, float_tile_rows;
   void (*prepare_share)(int kind, const float* x, int64_t x_stride, int64_t num_rows, int64_t depth, void* prepared,
                         int thread, int num_threads);
-  // x [depth] as records that lie `step` apart: quantised where the kind is packed.
+  // x [depth] as records `step` apart: quantised if the kind takes codes.
   void (*prepare_row)(int kind, const float* x, int64_t depth, void* records, int64_t step);
-  // next: the product after this one, whose weights are fetched towards the end; or null.
-  // ahead: what each share asks for besides; or null. num_claimed: 0 at first, one for all shares.
+  // next: the product after this one, whose weights are prefetched towards the end; or null.
+  // ahead: other memory to prefetch, per share; or null. num_claimed: one counter for all shares, 0 at first.
   void (*product_share)(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                         int index, int num_shares);
   int64_t (*read_all)(const void* memory, int64_t num_bytes);
@@ -148,24 +148,24 @@ struct ProductKernels {
 
 const ProductKernels& product_kernels();
 
-// next: the product after this one, or null. ahead: one for each thread, or null.
+// next: the product after this one, or null. ahead: one per thread, or null.
 void run_product(Threads* threads, const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead = nullptr);
 
 static inline bool is_gated(int finish) { return finish == OCTAVO_FINISH_GATED || finish == OCTAVO_FINISH_GATED_GELU; }
 
 static inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// How panels of a kind lie in memory.
+// The storage kind, without OCTAVO_DECODED.
 static inline constexpr int stored_as(int kind) { return kind & ~OCTAVO_DECODED; }
 static inline constexpr bool is_packed(int kind) {
   return stored_as(kind) != OCTAVO_FLOAT32 && stored_as(kind) != OCTAVO_BFLOAT16;
 }
-// Whether activations are quantised for it.
+// Whether its activations are quantised.
 static inline constexpr bool takes_codes(int kind) { return is_packed(kind) && stored_as(kind) == kind; }
 
-// What codes of 4 bits stand for, centred on a power of two, so that none is negative.
+// The levels of 4-bit codes, centred on a power of two, so that none is negative.
 constexpr uint8_t kIq4Levels[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr uint8_t kIq2Levels[16] = {72, 89, 107, 64, 56, 39, 21};  // 8, 25, 43; from code 4 on the same below zero
+constexpr uint8_t kIq2Levels[16] = {72, 89, 107, 64, 56, 39, 21};  // 64 + 8, 25, 43; 64; from code 4 on 64 − 8, 25, 43
 
 struct Form {
   int bits;
@@ -176,15 +176,15 @@ struct Form {
   float factor = 1.0f;  // of all outer scales
 
   constexpr int width() const { return is_nested ? 1 : 2; }  // bytes of a scale
-  constexpr int parts() const { return 8 / runs; }           // of a run: 4 K-values each
+  constexpr int parts() const { return 8 / runs; }           // parts of 4 K-values in a run
   constexpr bool has_nibbles() const { return bits != 8 && bits != 2; }
   constexpr int above() const { return has_nibbles() ? bits - 4 : 0; }
-  constexpr int nibbles() const { return has_nibbles() ? parts() / 2 : 0; }  // vectors of a run
+  constexpr int nibbles() const { return has_nibbles() ? parts() / 2 : 0; }  // vectors of nibbles in a run
   constexpr int vectors() const { return has_nibbles() ? nibbles() + (above() != 0) : parts() * bits / 8; }
-  constexpr int factor_bits() const { return levels ? level_bits : bits; }  // of what activations are multiplied by
+  constexpr int factor_bits() const { return levels ? level_bits : bits; }  // bits of the factor of an activation
 };
 
-static inline constexpr Form form_of(int kind) {  // of a packed kind
+static inline constexpr Form form_of(int kind) {  // for packed kinds
   switch (stored_as(kind)) {
     case OCTAVO_CODES8: return {8, false, false, 1};
     case OCTAVO_CODES4: return {4, false, false, 1};
@@ -201,7 +201,7 @@ static inline constexpr Form form_of(int kind) {  // of a packed kind
   }
 }
 
-// body(a constant, whose ::value is the packed kind): compiled once for each, so that shifts and places are known.
+// Calls body with a constant whose ::value is the packed kind: compiled once per kind, so that shifts and offsets are constants.
 template <typename Body>
 void with_kind(int kind, Body body) {
   switch (stored_as(kind)) {
@@ -220,7 +220,7 @@ void with_kind(int kind, Body body) {
   }
 }
 
-// Where things lie in a packed panel, in bytes.
+// Offsets in a packed panel, in bytes.
 struct Places {
   int64_t minimums, outer_scales, outer_minimums, codes, end;
 };
@@ -242,7 +242,7 @@ static inline int64_t panel_bytes(int kind, int64_t depth) {
   return round_up(depth, kSlice) * kPanel * (kind == OCTAVO_FLOAT32 ? 4 : 2);
 }
 
-// Where tile number `tile` of a batch begins, for 0 … num_tiles: heights differ by one at most.
+// The first row of tile `tile` of a batch, for 0 … num_tiles: heights differ by at most one.
 static inline int64_t num_tiles(int64_t num_rows, int tile_rows) { return (num_rows + tile_rows - 1) / tile_rows; }
 static inline int64_t tile_begin(int64_t tile, int64_t tiles, int64_t num_rows) { return num_rows * tile / tiles; }
 

@@ -1,5 +1,4 @@
-// The product kernels for AVX2 with FMA and F16C: 16 lanes are two registers.
-// Knows nothing of tiles and layouts: product_kernel.h does.
+// The product kernels for AVX2 with FMA and F16C: 16 lanes are two registers. product_kernel.h has tiles and layouts.
 #include "product.h"
 
 #if defined(__x86_64__)
@@ -18,7 +17,7 @@ struct Lanes {
     __m256i a, b;
   };
   using Bytes = Ints;
-  // Of 16 registers: one row's two panels take four sums of integers and four of floats.
+  // 16 registers: one row and two panels take four integer sums and four float sums.
   static constexpr int kPackedRows = 2;
   static constexpr int kFloatRows = 3;
 
@@ -32,11 +31,11 @@ struct Lanes {
     const __m128i* halves = static_cast<const __m128i*>(at);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
   }
-  static Floats load_small(const void* at) {  // 16 bytes with a sign
+  static Floats load_small(const void* at) {  // 16 signed bytes
     const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
     return to_float({_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))});
   }
-  // The halves of 16 pairs of bfloat16.
+  // The low or high halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs.a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(pairs.b, 16))};
   }
@@ -53,7 +52,7 @@ struct Lanes {
   static Floats least(Floats x, Floats y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
   static Floats greatest(Floats x, Floats y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
   static __m256i size(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
-  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  // The largest absolute value of both, compared as integers: NaN is above infinity, which is above all numbers.
   static float largest_size(Floats x, Floats y) {
     const __m256i eight =
         _mm256_max_epi32(_mm256_max_epi32(size(x.a), size(x.b)), _mm256_max_epi32(size(y.a), size(y.b)));
@@ -74,7 +73,7 @@ struct Lanes {
     four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   }
-  // Byte J of every four.
+  // Byte J of each lane.
   template <int J>
   static Ints byte_of(Bytes x) {
     const auto of = [](__m256i half) { return _mm256_and_si256(_mm256_srli_epi32(half, 8 * J), _mm256_set1_epi32(255)); };
@@ -95,7 +94,7 @@ struct Lanes {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), codes);
   }
 
-  // The compiler must not reason about it.
+  // Hides the value from the optimiser.
   static void keep(Ints& x) { __asm__ volatile("" : "+x"(x.a), "+x"(x.b)); }
 
   static Bytes load_bytes(const void* at) { return load_ints(at); }
@@ -115,12 +114,12 @@ struct Lanes {
     return {_mm256_srlv_epi32(x.a, by), _mm256_srlv_epi32(x.b, by)};
   }
   static Bytes no_bytes() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  // What stands at each byte, below 16, in a table.
+  // Looks up each byte, which is below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes x) {
     const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     return {_mm256_shuffle_epi8(both, x.a), _mm256_shuffle_epi8(both, x.b)};
   }
-  // weights | (plane moved by SHIFT & MASK), in every byte
+  // weights | (plane shifted by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {
     const auto with = [](__m256i half, __m256i bits) {
@@ -131,8 +130,8 @@ struct Lanes {
     return {with(weights.a, plane.a), with(weights.b, plane.b)};
   }
 
-  // SMALL: weights are at most 127, and pairs of products fit 16 bits. Else they would not: even and odd bytes are
-  // multiplied apart, as 16-bit numbers.
+  // SMALL: weights are at most 127, so that sums of two products fit into 16 bits. Otherwise even and odd bytes are multiplied
+  // separately, as 16-bit numbers.
   template <bool SMALL>
   static __m256i dot_half(__m256i sum, __m256i weights, __m256i x) {
     if (SMALL) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));

@@ -1,5 +1,4 @@
-// The product kernels for AVX-512 with VNNI: 16 lanes are one register.
-// Knows nothing of tiles and layouts: product_kernel.h does.
+// The product kernels for AVX-512 with VNNI: 16 lanes are one register. product_kernel.h has tiles and layouts.
 #include "product.h"
 
 #if defined(__x86_64__)
@@ -14,8 +13,8 @@ struct Lanes {
   using Floats = __m512;
   using Ints = __m512i;
   using Bytes = __m512i;
-  // Of 32 registers: 10 sums of integers and 10 of floats for two panels; the rest are weights, activations, scales.
-  // Five rows measured 2 to 5 % above six to eight: loads do not bound it, and what follows a group needs room to
+  // 32 registers: 10 integer sums and 10 float sums for two panels; the rest hold weights, activations, scales. Five rows
+  // measured 2 to 5 % faster than six to eight: loads are not the bottleneck, and the work after a group needs registers to
   // overlap.
   static constexpr int kPackedRows = 5;
   static constexpr int kFloatRows = 8;
@@ -26,10 +25,10 @@ struct Lanes {
   static Floats load_halves(const void* at) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
   }
-  static Floats load_small(const void* at) {  // 16 bytes with a sign
+  static Floats load_small(const void* at) {  // 16 signed bytes
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at))));
   }
-  // The halves of 16 pairs of bfloat16.
+  // The low or high halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
   static Floats widen_high(Ints pairs) {
     return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
@@ -40,7 +39,7 @@ struct Lanes {
   static Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static Floats least(Floats a, Floats b) { return _mm512_min_ps(a, b); }
   static Floats greatest(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  // The largest absolute value of both, compared as integers: NaN is above infinity, which is above all numbers.
   static float largest_size(Floats a, Floats b) {
     const __m512i most = _mm512_max_epi32(_mm512_castps_si512(_mm512_abs_ps(a)), _mm512_castps_si512(_mm512_abs_ps(b)));
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(most))));
@@ -50,13 +49,13 @@ struct Lanes {
   static Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
   static Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
   static int32_t total(Ints a) { return _mm512_reduce_add_epi32(a); }
-  // Byte J of every four.
+  // Byte J of each lane.
   template <int J>
   static Ints byte_of(Bytes x) {
     return J == 3 ? _mm512_srli_epi32(x, 24) : _mm512_and_si512(_mm512_srli_epi32(x, 8 * J), _mm512_set1_epi32(255));
   }
   static constexpr bool kPicks = true;
-  // What stands in a table at the four bits from SHIFT on, of every lane.
+  // Looks up four bits of each lane, from SHIFT on, in a table.
   template <int SHIFT>
   static Floats pick(Floats table, Bytes a) { return _mm512_permutexvar_ps(_mm512_srli_epi32(a, SHIFT), table); }
   template <int COUNT>
@@ -70,7 +69,7 @@ struct Lanes {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtsepi32_epi8(a));
   }
 
-  // The compiler must not reason about it.
+  // Hides the value from the optimiser.
   static void keep(Ints& a) { __asm__ volatile("" : "+v"(a)); }
 
   static Bytes load_bytes(const void* at) { return _mm512_loadu_si512(at); }
@@ -83,12 +82,12 @@ struct Lanes {
   static Bytes high_halves(Bytes a) { return low_halves(_mm512_srli_epi16(a, 4)); }
   static Bytes move_down(Bytes a, int count) { return _mm512_srlv_epi32(a, _mm512_set1_epi32(count)); }
   static Bytes no_bytes() { return _mm512_setzero_si512(); }
-  // What stands at each byte, below 16, in a table.
+  // Looks up each byte, which is below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes a) {
     const __m128i lane = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(lane), a);
   }
-  // weights | (plane moved by SHIFT & MASK), in every byte
+  // weights | (plane shifted by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {
     if (SHIFT > 0) plane = _mm512_slli_epi16(plane, SHIFT > 0 ? SHIFT : 0);

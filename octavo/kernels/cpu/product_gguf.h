@@ -1,5 +1,4 @@
-// One group of 32 weights out of a row of GGUF quants. Layouts: ggml-quants.h.
-// Knows nothing of panels. For product_pack.cpp alone.
+// Reads one group of 32 weights from a row of GGUF quants. Layouts: ggml-quants.h. Used only by product_pack.cpp.
 #pragma once
 
 #include <stdint.h>
@@ -9,10 +8,10 @@
 
 namespace octavo {
 
-// Weights as a panel has them, on their way in or out.
+// A group of weights in the form of a panel.
 struct Group {
-  uint32_t parts[8];        // unsigned codes of K-values 4i … 4i+3, one a byte
-  uint16_t scale, minimum;  // float16; of nested kinds the outer ones
+  uint32_t parts[8];        // unsigned codes of K-values 4i … 4i+3, one per byte
+  uint16_t scale, minimum;  // float16; for nested kinds the outer ones
   int8_t inner_scale[2], inner_minimum[2];
 };
 
@@ -49,7 +48,7 @@ static inline int64_t quant_bytes(int kind) {
   }
 }
 
-// 16 bytes: the first 16 K-values in their low halves, the others in the high ones.
+// 16 bytes: the first 16 K-values in the low halves, the others in the high halves.
 static inline void read_nibbles(const uint8_t* at, Group& group) {
   for (int i = 0; i < 4; ++i) {
     const uint32_t four = load_word(at + 4 * i);
@@ -58,7 +57,7 @@ static inline void read_nibbles(const uint8_t* at, Group& group) {
   }
 }
 
-// Scale, minimum, fifth bits, nibbles: what the kind has of them.
+// Scale, minimum, fifth bits, nibbles: those that the kind has.
 static inline Group read_small_quant(int kind, const uint8_t* quant) {
   const Form form = form_of(kind);
   Group group = {};
@@ -69,18 +68,18 @@ static inline Group read_small_quant(int kind, const uint8_t* quant) {
     for (int i = 0; i < 8; ++i) group.parts[i] = load_word(at + 4 * i) ^ 0x80808080u;  // signed → centred on 128
     return group;
   }
-  const uint32_t fifth = form.bits == 5 ? load_word(at) : 0;  // bit i: of K-value i
+  const uint32_t fifth = form.bits == 5 ? load_word(at) : 0;  // bit i belongs to K-value i
   if (form.bits == 5) at += 4;
   read_nibbles(at, group);
   for (int i = 0; fifth && i < 8; ++i) {
-    // Four neighbouring bits to the lowest bits of four bytes.
+    // Moves four neighbouring bits to the lowest bits of four bytes.
     group.parts[i] |= ((fifth >> 4 * i & 15) * 0x00204081u & kOnes) << 4;
   }
   return group;
 }
 
 // Eight 6-bit scales and minimums in twelve bytes: the first four of each in the low bits of bytes 0 … 3 and 4 … 7, the
-// last four in the nibbles of bytes 8 … 11, their top two bits in what bytes 0 … 7 have left.
+// last four in the nibbles of bytes 8 … 11, their top two bits in the top bits of bytes 0 … 7.
 static inline void read_six_bits(const uint8_t* from, int which, Group& group) {
   if (which < 4) {
     group.inner_scale[0] = static_cast<int8_t>(from[which] & 63);
@@ -91,11 +90,11 @@ static inline void read_six_bits(const uint8_t* from, int which, Group& group) {
   }
 }
 
-// Q4_K and Q5_K: 32 bytes of nibbles carry two groups. Bit g of byte i is the fifth bit of weight i of group g.
+// Q4_K and Q5_K: 32 bytes of nibbles hold two groups. Bit g of byte i is the fifth bit of weight i of group g.
 static inline Group read_q45_k(int kind, const uint8_t* quant, int which) {
   Group group = {};
   group.scale = load_half(quant);
-  group.minimum = load_half(quant + 2) ^ 0x8000;  // what is stored is subtracted
+  group.minimum = load_half(quant + 2) ^ 0x8000;  // the stored minimum is subtracted
   read_six_bits(quant + 4, which, group);
   const bool has_fifth = form_of(kind).bits == 5;
   const uint8_t* nibbles = quant + (has_fifth ? 48 : 16) + which / 2 * 32;
@@ -126,7 +125,7 @@ static inline Group read_q6_k(const uint8_t* quant, int which) {
 static inline Group read_q2_k(const uint8_t* quant, int which) {
   Group group = {};
   group.scale = load_half(quant + 80);
-  group.minimum = load_half(quant + 82) ^ 0x8000;  // what is stored is subtracted
+  group.minimum = load_half(quant + 82) ^ 0x8000;  // the stored minimum is subtracted
   for (int run = 0; run < 2; ++run) {
     group.inner_scale[run] = static_cast<int8_t>(quant[2 * which + run] & 15);
     group.inner_minimum[run] = static_cast<int8_t>(quant[2 * which + run] >> 4);
@@ -136,7 +135,7 @@ static inline Group read_q2_k(const uint8_t* quant, int which) {
   return group;
 }
 
-// IQ4_XS: of the eight scales, centred on 32, the top two bits come first, then the low four.
+// IQ4_XS: eight scales, centred on 32; their top two bits come first, then the low four.
 static inline Group read_iq4_xs(const uint8_t* quant, int which) {
   Group group = {};
   group.scale = load_half(quant);
@@ -146,7 +145,7 @@ static inline Group read_iq4_xs(const uint8_t* quant, int which) {
   return group;
 }
 
-// IQ2_WIDE, Octavo's own: the outer scale, eight scales of a byte, nibbles group after group.
+// IQ2_WIDE, Octavo's own: the outer scale, eight scales of one byte, then nibbles group after group.
 static inline Group read_iq2_wide(const uint8_t* quant, int which) {
   Group group = {};
   group.scale = load_half(quant);

@@ -1,8 +1,7 @@
-// The product kernels, written once over Lanes: included by one file per instruction set, in an anonymous namespace.
-// Knows no instruction. Uses no inline function of the standard library: the linker could pick another file's copy,
-// compiled for a CPU this one is not.
+// The product kernels, written once over Lanes: included by one file per instruction set, in an anonymous namespace. Must not
+// use inline functions of the standard library: the linker could pick another file's copy, compiled for other instructions.
 //
-// Lanes gives: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows.
+// Lanes provides: Floats, Ints (16 lanes each), Bytes (16 × 4), the operations used below, kPackedRows and kFloatRows.
 
 using L = Lanes;
 using Floats = L::Floats;
@@ -28,7 +27,7 @@ inline Floats exponential(Floats x) {
   return L::mul(y, L::power_of_two(n));
 }
 
-// x / (1 + e^power). What is NaN stays NaN.
+// x / (1 + e^power). NaN stays NaN.
 inline Floats share_of_x(Floats x, Floats power) { return L::div(x, L::add(exponential(power), L::splat(1.0f))); }
 
 inline Floats silu(Floats x) { return share_of_x(x, L::mul(x, L::splat(-1.0f))); }
@@ -39,8 +38,8 @@ inline Floats gelu(Floats x) {
 }
 
 // x / 2 · (1 + erf(x / √2)) = max(x, 0) − |x| / 2 · erfc(|x| / √2), with erfc(z) = a polynomial in 1 / (1 + p z), times
-// e^−z² (Abramowitz and Stegun 7.1.26, wrong by 1.5e-7 at most). Beyond 20 it is 0 to a float. NaN, which the second
-// operand of a comparison keeps, stays NaN.
+// e^−z² (Abramowitz and Stegun 7.1.26, error at most 1.5e-7). Beyond 20 it is 0 in float32. NaN stays NaN, because least and
+// greatest return their second operand then.
 inline Floats exact_gelu(Floats x) {
   const Floats size = L::least(L::splat(20.0f), L::greatest(L::mul(x, L::splat(-1.0f)), x));
   const Floats t = L::div(L::splat(1.0f), L::fma(size, L::splat(0.23164189f), L::splat(1.0f)));  // p / √2
@@ -63,9 +62,9 @@ inline Floats activated(int finish, Floats x) {
   }
 }
 
-// ── what is done with a finished vector of 16 columns ───────────────────────────────────────────────
+// ── finishing a vector of 16 columns ────────────────────────────────────────────────────────────────
 
-inline Floats load_some(const float* at, int64_t num_left) {  // a panel's width, or what there is
+inline Floats load_some(const float* at, int64_t num_left) {  // a panel's width, or num_left numbers and zeros
   if (num_left >= kPanel) return L::load(at);
   float lanes[kPanel] = {};
   for (int64_t lane = 0; lane < num_left; ++lane) lanes[lane] = at[lane];
@@ -84,7 +83,7 @@ inline void finish_plain(const OctavoProduct* product, int64_t row, int64_t colu
   for (int64_t lane = 0; lane < num_left; ++lane) product->y[at + lane] = lanes[lane];
 }
 
-// What becomes of a tile's sums, [num_rows, num_panels]. Compiled once, and called with every tile.
+// Finishes and stores a tile's sums, [num_rows, num_panels]. Compiled once, called for every tile.
 __attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row, int num_rows, const int64_t* panels,
                                       int num_panels, const Floats* sums) {
   for (int r = 0; r < num_rows; ++r, sums += num_panels) {
@@ -98,11 +97,11 @@ __attribute__((noinline)) void finish(const OctavoProduct* product, int64_t row,
   }
 }
 
-// PANELS is 2 but for one row; an odd panel at the end is then multiplied twice.
+// PANELS is 2, except for a stream of one row. With 2, an odd panel at the end is multiplied twice.
 template <typename Tile, int ROWS, int PANELS>
 __attribute__((noinline)) void run_tile(const OctavoProduct* product, const void* records, int64_t row,
                                         const int64_t* panels, Fetch& fetch) {
-  Floats total[ROWS][PANELS], sums[ROWS][PANELS];  // apart, so that total needs no memory
+  Floats total[ROWS][PANELS], sums[ROWS][PANELS];  // separate, so that total stays in registers
   Tile::template sums<ROWS, PANELS>(product, static_cast<const typename Tile::Record*>(records), panels, fetch, total);
   for (int r = 0; r < ROWS; ++r)
     for (int p = 0; p < PANELS; ++p) sums[r][p] = total[r][p];
@@ -123,16 +122,16 @@ struct RunTiles<Tile, 0> {
 
 // ── a thread's share of a product ───────────────────────────────────────────────────────────────────
 
-// One row is bound by memory: one panel at a time is one stream of addresses, fetched this many bytes ahead of its use.
-// But where it must decode: two panels then give it two chains of sums to work on.
+// One row is bound by memory: one panel at a time is one stream of addresses, prefetched this many bytes ahead. Except if it
+// must decode: two panels then give two independent chains of sums.
 constexpr int64_t kAhead = 8192;
 inline bool is_stream(int kind, int64_t num_rows) { return num_rows == 1 && stored_as(kind) == kind; }
 
-// Multiplications of a product that lasts long enough, about a millisecond, for other processes to slow one thread.
+// A product of more multiplications takes a millisecond or more: long enough for other processes to slow down one thread.
 constexpr int64_t kLong = int64_t{1} << 28;
 
-// A product's panels, of a gated one those of the gate; their partners lie `apart` bytes further. They are multiplied
-// per_unit at a time. A share has units [begin, end) to itself; those from `pool` on are claimed one by one.
+// The panels of a product; for a gated one those of gate, with those of up `apart` bytes further. They are multiplied per_unit
+// at a time. A share owns the units [begin, end); those from `pool` on are claimed one by one.
 struct Units {
   const uint8_t* weights;
   int64_t num_panels, num_bytes, apart, per_unit, count;
@@ -148,8 +147,8 @@ inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index,
   units.apart = gated ? units.num_panels * units.num_bytes : 0;
   units.per_unit = gated || is_stream(product->kind, num_rows) ? 1 : 2;
   units.count = (units.num_panels + units.per_unit - 1) / units.per_unit;
-  // A pool lets threads end together that had unequal parts of their CPUs. It breaks runs of addresses, which costs a
-  // short product (and one row, bound by memory) more than it gains.
+  // A pool lets threads finish together even if some got less CPU time. It breaks runs of addresses, which costs a short
+  // product (and one row, bound by memory) more than it gains.
   const bool has_pool = num_rows > 1 && num_shares > 1 && num_rows * product->num_columns * product->depth > kLong;
   units.pool = has_pool ? units.count / 2 : units.count;
   const Share own = share_of(units.pool, index, num_shares);
@@ -158,7 +157,7 @@ inline Units units_of(const OctavoProduct* product, int64_t num_rows, int index,
   return units;
 }
 
-// What to fetch while unit `panel` on is multiplied: what follows it, or what follows the product.
+// What to prefetch while the unit at `panel` is multiplied: the next unit, or the next product.
 inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bool streams, const Fetch& after) {
   Fetch fetch = after;
   if (streams) {
@@ -168,13 +167,13 @@ inline Fetch fetch_after(const Units& mine, int64_t panel, int64_t following, bo
   } else if (following < mine.count) {
     fetch.at = mine.weights + following * mine.per_unit * mine.num_bytes;
     fetch.limit = fetch.at + mine.per_unit * mine.num_bytes;
-    fetch.then = nullptr;  // the unit after it will be asked for in its turn
+    fetch.then = nullptr;  // the unit after it is prefetched later
     fetch.second = mine.apart;
   }
   return fetch;
 }
 
-// Tile: for a unit's first tile of rows; Others: for those after it.
+// Tile: for a unit's first tile of rows; Others: for the following ones.
 template <typename Tile, typename Others>
 void share_of_product(const OctavoProduct* product, const OctavoProduct* next, Ahead* ahead, int64_t* num_claimed,
                       int index, int num_shares) {
@@ -198,7 +197,7 @@ void share_of_product(const OctavoProduct* product, const OctavoProduct* next, A
     return unit < mine.end ? unit : mine.pool + __atomic_fetch_add(num_claimed, 1, __ATOMIC_RELAXED);
   };
   for (int64_t unit = own_or_claimed(mine.begin), following; unit < mine.count; unit = following) {
-    following = own_or_claimed(unit + 1);  // early, so that it can be fetched
+    following = own_or_claimed(unit + 1);  // early, so that it can be prefetched
     const int64_t panel = unit * mine.per_unit;
     const int64_t beside = gated ? panel + mine.num_panels : panel + 1 < mine.num_panels ? panel + 1 : panel;
     const int64_t panels[2] = {panel, beside};
@@ -241,7 +240,7 @@ inline void quantise_group(const float* x, OctavoGroup* group) {
     group->scale = group->scaled_sum = __builtin_nanf("");
     return;
   }
-  // Below this its inverse would overflow, and the group is nothing to a sum of float32.
+  // Below 1e-30 the inverse would overflow, and the group adds nothing to a float32 sum.
   const Floats inverse = L::splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
   const Ints low = L::nearest(L::mul(first, inverse)), high = L::nearest(L::mul(second, inverse));
   L::store_codes(group->codes, low);

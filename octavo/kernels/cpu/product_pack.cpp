@@ -1,5 +1,5 @@
-// Weights into panels and back: plain ones as they are, GGUF quants, and float32 by rounding it here.
-// Knows nothing of products. Runs once, when a model is loaded; only octavo_read_columns runs in a step.
+// Packs weights into panels and reads them back: plain weights, GGUF quants, and float32 quantised here. Runs once, when a
+// model is loaded; only octavo_read_columns runs in a step.
 #include "product.h"
 
 #include <math.h>
@@ -10,7 +10,7 @@
 namespace octavo {
 namespace {
 
-// Nearest whole number, ties to even, for |value| < 2²²: the rounding of the sum does it, and needs no call.
+// Nearest integer, ties to even, for |value| < 2²²: by the rounding of the sum, without a call.
 float nearest(float value) { return (value + 12582912.0f) - 12582912.0f; }
 
 uint16_t float_to_half(float value) {  // round to nearest even
@@ -31,7 +31,7 @@ float half_to_float(uint16_t half) {
   return half & 0x8000 ? -size : size;
 }
 
-// Groups of one column in and out of its panel.
+// Writes and reads the groups of one column in its panel.
 template <int KIND>
 struct Column {
   static constexpr Form form = form_of(KIND);
@@ -55,7 +55,7 @@ struct Column {
     return panel + places.codes + (group * form.runs + run) * form.vectors() * 64 + lane * 4;
   }
 
-  // The fields of a group and their places, for one who copies either way: copy(place, field, bytes).
+  // Copies the fields of a group in either direction: copy(place, field, bytes).
   template <typename Copy>
   void scales(int64_t at, Group& group, Copy copy) const {
     if (form.is_nested) {
@@ -128,7 +128,7 @@ struct Column {
   }
 };
 
-// Where a plain weight lies in its panel.
+// Index of a plain weight in its panel.
 inline int64_t plain_at(int kind, int64_t k, int64_t lane) {
   return kind == OCTAVO_FLOAT32 ? k * kPanel + lane : (k / 2 * kPanel + lane) * 2 + k % 2;
 }
@@ -170,10 +170,10 @@ Group quantise_group(int kind, const float* weights) {
   }
   Group group = {};
   if (!is_finite) {
-    group.scale = group.minimum = kHalfNan;  // these 32 weights mean nothing, and say so
+    group.scale = group.minimum = kHalfNan;  // all 32 weights become NaN
     return group;
   }
-  // The codes are cut by the scale as stored, so that its rounding costs nothing more.
+  // The codes are computed with the scale as stored, so that its rounding adds no error.
   const float extreme = -lowest > highest ? lowest : highest;
   group.scale = float_to_half(kind == OCTAVO_CODES8   ? fabsf(extreme) / 127.0f
                               : kind == OCTAVO_CODES4 ? extreme / -8.0f
@@ -191,7 +191,7 @@ Group quantise_group(int kind, const float* weights) {
   return group;
 }
 
-// group_of(column, group): a Group of the weight's column.
+// group_of(column, group) → Group.
 template <int KIND, typename GroupOf>
 void write_panels(Threads* threads, int64_t num_columns, int64_t depth, void* packed, GroupOf group_of) {
   const int64_t size = panel_bytes(KIND, depth);
@@ -251,7 +251,7 @@ void octavo_read_columns(int kind, const void* packed, int64_t, int64_t depth, c
       continue;
     }
     with_kind(kind, [=](auto constant) {
-      const Column<decltype(constant)::value> column(depth, const_cast<uint8_t*>(panel), lane);  // is read only
+      const Column<decltype(constant)::value> column(depth, const_cast<uint8_t*>(panel), lane);  // only read
       for (int64_t group = 0; group < depth / kGroup; ++group) column.decode(group, out + group * kGroup);
     });
   }

@@ -1,5 +1,5 @@
-// The product kernels in the compiler's own vectors, for any little-endian CPU: 16 lanes are four vectors of four.
-// Knows nothing of tiles and layouts: product_kernel.h does.
+// The product kernels in the compiler's vector extension, for any little-endian CPU: 16 lanes are four vectors of four.
+// product_kernel.h has tiles and layouts.
 #include "product.h"
 
 #include <math.h>
@@ -54,20 +54,20 @@ struct Lanes {
     const uint16_t* halves = static_cast<const uint16_t*>(at);
     return floats([&](int i) {
       const FourInts half = {halves[4 * i], halves[4 * i + 1], halves[4 * i + 2], halves[4 * i + 3]};
-      // 2¹¹² lies between the two exponents' zeros; subnormals come right. Not finite: all bits of the exponent.
+      // The exponent biases differ by 112; the product is right for subnormals too. Not finite: all exponent bits are set.
       const FourFloats size = (FourFloats)((half & 0x7fff) << 13) * 5.192296858534828e33f;
       const FourInts not_finite = ((half & 0x7c00) == 0x7c00) & 0x7f800000;
       return (FourFloats)((FourInts)size | not_finite | (half & 0x8000) << 16);
     });
   }
-  static Floats load_small(const void* at) {  // 16 bytes with a sign
+  static Floats load_small(const void* at) {  // 16 signed bytes
     const int8_t* small = static_cast<const int8_t*>(at);
     return floats([&](int i) {
       const FourInts four = {small[4 * i], small[4 * i + 1], small[4 * i + 2], small[4 * i + 3]};
       return __builtin_convertvector(four, FourFloats);
     });
   }
-  // The halves of 16 pairs of bfloat16.
+  // The low or high halves of 16 pairs of bfloat16.
   static Floats widen_low(Ints pairs) {
     return floats([&](int i) { return (FourFloats)((FourWords)pairs.v[i] << 16); });
   }
@@ -77,7 +77,7 @@ struct Lanes {
   static Floats add(Floats x, Floats y) { return floats([&](int i) { return x.v[i] + y.v[i]; }); }
   static Floats mul(Floats x, Floats y) { return floats([&](int i) { return x.v[i] * y.v[i]; }); }
   static Floats div(Floats x, Floats y) { return floats([&](int i) { return x.v[i] / y.v[i]; }); }
-  // Sixteen calls where the CPU is not known to have it: kept in one place, or they would be most of the code.
+  // Sixteen calls if the compiler may not assume FMA: not inlined, or they would be most of the code.
 #if !defined(__FP_FAST_FMAF)
   __attribute__((noinline))
 #endif
@@ -95,7 +95,7 @@ struct Lanes {
   static Floats greatest(Floats x, Floats y) {
     return floats([&](int i) { return choose(x.v[i] > y.v[i], x.v[i], y.v[i]); });
   }
-  // The largest absolute value of both: as integers, where NaN lies above infinity and that above all else.
+  // The largest absolute value of both, compared as integers: NaN is above infinity, which is above all numbers.
   static float largest_size(Floats x, Floats y) {
     int32_t bits[32], most = 0;
     memcpy(bits, x.v, 64);
@@ -115,7 +115,7 @@ struct Lanes {
     const FourWords sum = (FourWords)x.v[0] + (FourWords)x.v[1] + (FourWords)x.v[2] + (FourWords)x.v[3];
     return static_cast<int32_t>(sum[0] + sum[1] + sum[2] + sum[3]);
   }
-  // Byte J of every four.
+  // Byte J of each lane.
   template <int J>
   static Ints byte_of(Bytes x) {
     return ints([&](int i) { return (FourInts)((load_any<Ints>(&x).v[i] >> 8 * J) & 255); });
@@ -133,7 +133,7 @@ struct Lanes {
     for (int i = 0; i < 16; ++i) at[i] = static_cast<int8_t>(x.v[i / 4][i % 4]);
   }
 
-  // The compiler must not reason about it.
+  // Hides the value from the optimiser.
   template <typename Vector>
   static void keep(Vector& x) { __asm__ volatile("" : "+m"(x)); }
 
@@ -147,20 +147,20 @@ struct Lanes {
   static Bytes high_halves(Bytes x) { return bytes([&](int i) { return x.v[i] >> 4 & 0x0f0f0f0fu; }); }
   static Bytes move_down(Bytes x, int count) { return bytes([&](int i) { return x.v[i] >> count; }); }
   static Bytes no_bytes() { return bytes([](int) { return FourWords{}; }); }
-  // What stands at each byte, below 16, in a table.
+  // Looks up each byte, which is below 16, in a table.
   static Bytes look_up(const uint8_t* table, Bytes x) {
     uint8_t codes[64];
     memcpy(codes, x.v, 64);
     for (uint8_t& code : codes) code = table[code];
     return load_bytes(codes);
   }
-  // weights | (plane moved by SHIFT & MASK), in every byte
+  // weights | (plane shifted by SHIFT & MASK), in every byte
   template <int SHIFT, int MASK>
   static Bytes with_bits(Bytes weights, Bytes plane) {
     constexpr int left = SHIFT > 0 ? SHIFT : 0, right = SHIFT < 0 ? -SHIFT : 0;
     return bytes([&](int i) { return weights.v[i] | (plane.v[i] << left >> right & MASK * 0x01010101u); });
   }
-  // A product of a byte without and one with a sign fits 16 bits, a sum of two does not: even bytes apart from odd.
+  // A product of an unsigned and a signed byte fits into 16 bits, a sum of two does not: even and odd bytes are separate.
   template <bool SMALL>
   static Ints dot(Ints sum, Bytes weights, Bytes x) {
     return ints([&](int i) {

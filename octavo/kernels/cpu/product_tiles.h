@@ -1,16 +1,15 @@
-// The sums of a tile: some rows of activations times one or two panels of weights, over all of K.
-// Knows neither threads nor what is done with the sums. Included by product_kernel.h.
+// The sums of a tile: some rows of activations times one or two panels of weights, over all of K. Included by product_kernel.h.
 
-// What a tile fetches for later while it multiplies: num_lines cache lines per step of its own loop, from `at` on, and
-// as many `second` bytes further (0: none) where two panels lie apart. At `limit`, where the thread's share ends, it
-// goes on with `then`, its share of the next product.
+// What a tile prefetches while it multiplies: num_lines cache lines per step of its loop, from `at` on, and as many `second`
+// bytes further (0: none) if the two panels are not adjacent. At `limit`, the end of the thread's share, it continues with
+// `then`, its share of the next product.
 struct Fetch {
   const uint8_t *at, *limit, *then;
   int64_t num_lines, second, then_second;
   Ahead* ahead;
 };
 
-// Lines of what lies ahead that are asked for with every step. With 12 and more, tiles begin to wait for them.
+// Lines of Ahead that are prefetched with every step. With 12 and more, tiles begin to wait for them.
 constexpr int kAheadLines = 8;
 
 inline void fetch_ahead(Ahead* ahead) {
@@ -23,7 +22,7 @@ inline void fetch_ahead(Ahead* ahead) {
   ++ahead->run;
 }
 
-// Whether there is something to fetch, from fetch.at on.
+// Whether there is something to prefetch, from fetch.at on.
 inline bool may_fetch(Fetch& fetch) {
   if (fetch.at < fetch.limit) return true;
   if (!fetch.then) return false;
@@ -43,12 +42,12 @@ inline void fetch_some(Fetch& fetch) {
   fetch.at += fetch.num_lines * 64;
 }
 
-// A tile at work on packed weights, group after group.
+// The state of a tile with packed weights, which are processed group after group.
 template <int KIND, int ROWS, int PANELS>
 struct PackedWork {
   static constexpr Form kForm = form_of(KIND);
   const uint8_t *codes[PANELS], *scales[PANELS], *outer[PANELS];
-  int64_t minimums, outer_minimums;  // how far behind their scales
+  int64_t minimums, outer_minimums;  // offsets from their scales
   Floats outer_scale[PANELS], outer_minimum[PANELS];
   Ints dots[ROWS][PANELS];
 
@@ -72,7 +71,7 @@ struct PackedWork {
     }
   }
 
-  // Part J of a run is in its nibbles here; PLANE has the bits above them.
+  // Part J of a run, from its nibbles and `plane`, which has the bits above them.
   template <int J>
   static inline __attribute__((always_inline)) Bytes whole(Bytes nibbles, Bytes plane) {
     constexpr int above = kForm.above();
@@ -88,7 +87,7 @@ struct PackedWork {
     }
   }
 
-  // Vectors V and on of a run whose first part is FIRST of its group.
+  // Vectors from V on of a run whose first part is part FIRST of its group.
   template <int FIRST, int V>
   inline __attribute__((always_inline)) void dot_vectors(const OctavoGroup* records, const Bytes (&plane)[PANELS]) {
     Bytes raw[PANELS], part[PANELS];
@@ -113,7 +112,7 @@ struct PackedWork {
   template <int RUN>
   inline __attribute__((always_inline)) void add_run(const OctavoGroup* records, Floats (&total)[ROWS][PANELS]) {
     for (int r = 0; r < ROWS; ++r) {
-      // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts at the last term, and stays exact.
+      // Σ (code − centre) · x = Σ code · x − centre · Σ x: the sum starts with the last term, and stays exact.
       const int32_t all = records[r].minus_sum, first = records[r].minus_sum_first;
       const int32_t minus_sum = kForm.runs == 1 ? all : RUN == 0 ? first : all - first;
       const Ints start = L::template shift_left<kForm.factor_bits() - 1>(L::splat_int(kForm.has_minimum ? 0 : minus_sum));
@@ -125,7 +124,7 @@ struct PackedWork {
     dot_vectors<RUN * kForm.parts(), 0>(records, plane);
     Floats scale[PANELS];
     for (int p = 0; p < PANELS; ++p) {
-      const uint8_t* at = scales[p] + RUN * kPanel;  // runs are two where a scale is a byte, else one
+      const uint8_t* at = scales[p] + RUN * kPanel;  // kinds with two runs have scales of one byte
       scale[p] = kForm.is_nested ? L::mul(L::load_small(at), outer_scale[p]) : L::load_halves(at);
       codes[p] += kForm.vectors() * 64;
     }
@@ -230,7 +229,7 @@ struct FloatTile {
       if (ROWS > 1) fetch_ahead(fetch.ahead);
 #pragma GCC unroll 2
       for (int k = 0; k < kSlice; k += 2) {
-        // One row waits for memory alone: a line is asked for with every line that is used, and not for longer than that.
+        // One row is bound by memory: prefetch one line with every line that is used, without keeping it in the caches.
         if (streams) {
           for (int p = 0; p < PANELS; ++p)
             for (int byte = 0; byte < 2 * kPanel * kWidth; byte += 64)
@@ -251,18 +250,18 @@ struct FloatTile {
   }
 };
 
-// A tile at work on packed weights that are multiplied in float32, group after group: four K-values at a time, so that
-// decoding some runs beside multiplying with others. L is a parameter as not all Lanes can pick.
+// The state of a tile with packed weights that are multiplied in float32, group after group: four K-values at a time, so that
+// decoding some overlaps multiplying others. L is a parameter because not all Lanes have pick.
 template <int KIND, int ROWS, int PANELS, typename L = Lanes>
 struct DecodingWork {
   static constexpr Form kForm = form_of(KIND);
   static constexpr float kMinusCentre = -static_cast<float>(1 << (kForm.factor_bits() - 1));
   static constexpr bool kPicks = L::kPicks && (kForm.bits == 2 || kForm.bits == 4);
-  static constexpr bool kKeeps = ROWS > 1 || L::kFloatRows == 2;  // of 2 at most, the first of two tiles may have 1
+  static constexpr bool kKeeps = ROWS > 1 || L::kFloatRows == 2;  // with 2 at most, the first of two tiles may have 1 row
   PackedWork<KIND, 1, PANELS> work;
   float* decoded[PANELS];
   Floats scale[PANELS], offset[PANELS], table;
-  Bytes bits[PANELS];  // of two bits, the run's codes; else those above the fourth; the next ones lowest
+  Bytes bits[PANELS];  // with two bits, the run's codes; else the bits above the fourth; the next ones are lowest
 
   inline __attribute__((always_inline)) DecodingWork(const OctavoProduct* product, const int64_t* panels, float* room)
       : work(product, panels) {
@@ -275,14 +274,14 @@ struct DecodingWork {
     table = L::load(factors);
   }
 
-  // Part `part` of a run: four K-values of each column, a byte each; above their bits is what table does not look at.
+  // Part `part` of a run: four K-values of each column, one per byte; a table lookup ignores the bits above.
   inline __attribute__((always_inline)) Bytes next_codes(int part, int p) {
     if constexpr (kForm.bits == 8) return L::load_bytes(work.codes[p] + part * 64);
     const Bytes lowest = bits[p];
     if constexpr (kForm.bits == 2 || kForm.above() != 0)
       bits[p] = L::template with_bits<kForm.bits == 2 ? -2 : -kForm.above(), 255>(L::no_bytes(), lowest);
     if constexpr (kForm.bits == 2) return kPicks ? lowest : L::template with_bits<0, 3>(L::no_bytes(), lowest);
-    // First all low halves, then all high ones.
+    // All low halves come first, then all high halves.
     const int in_high = part / kForm.nibbles(), vector = part - in_high * kForm.nibbles();
     const Bytes moved = L::move_down(L::load_bytes(work.codes[p] + vector * 64), 4 * in_high);
     if constexpr (kPicks) return moved;
@@ -299,7 +298,7 @@ struct DecodingWork {
     for (int p = 0; p < PANELS; ++p) {
       if constexpr (kPicks) weights[p] = L::template pick<8 * J>(table, codes[p]);
       else weights[p] = L::to_float(L::template byte_of<J>(codes[p]));
-      // One rounding at most, and that of decoding: where there is a minimum, code · scale is exact.
+      // At most one rounding, the same as in decoding: with a minimum, code · scale is exact.
       weights[p] = L::fma(weights[p], scale[p], offset[p]);
       if (kKeeps) L::store(decoded[p] + J * kPanel, weights[p]);
     }
@@ -331,7 +330,7 @@ struct DecodingWork {
   }
 };
 
-// Room for two panels as float32, a thread's own and kept; 64-byte aligned.
+// A thread's buffer for two panels as float32, kept between calls; 64-byte aligned.
 inline float* decoded_room(int64_t depth) {
   struct Room {
     void* at = nullptr;
@@ -349,7 +348,7 @@ inline float* decoded_room(int64_t depth) {
   return static_cast<float*>(room.at);
 }
 
-// Packed weights, decoded where they are used: the first tile of rows leaves the panels as float32 for those after it.
+// Packed weights, decoded on the fly: the first tile of rows stores the panels as float32 for the following tiles.
 template <int KIND>
 struct DecodingTile {
   static constexpr bool kStreams = false;
@@ -377,7 +376,7 @@ struct DecodingTile {
   }
 };
 
-// The tiles after it, from what it left.
+// The following tiles, which use the decoded panels.
 struct DecodedTile {
   using Plain = FloatTile<OCTAVO_FLOAT32>;
   using Record = Slice;

@@ -1,5 +1,5 @@
-// One row after the other to its token, and rows over threads.
-// Knows nothing of vectors: whole rows are gone through by the variant for the CPU's instructions.
+// Chooses a token for each row, and distributes rows over threads. Passes over whole rows are in the SamplingVariant of the
+// instruction set.
 #include "sampling.h"
 
 #include <math.h>
@@ -24,7 +24,7 @@ const SamplingVariant& sampling_variant() {
   }
 }
 
-// As the variants round it: added to 2⁵², a double's last bits are the nearest whole number.
+// Rounds as the variants do: after adding 2⁵², a double's last bits are the nearest integer.
 uint64_t whole(float amount) {
   const double magic = 4503599627370496.0, shifted = (double)amount + magic;
   uint64_t bits, none;
@@ -33,27 +33,27 @@ uint64_t whole(float amount) {
   return bits ^ none;
 }
 
-// The first float that is not below it: a float is below one exactly if it is below the other.
+// The smallest float that is not below `number`: a float is below one exactly if it is below the other.
 float not_below(double number) {
   const float rounded = (float)number;
   return (double)rounded < number ? nextafterf(rounded, INFINITY) : rounded;
 }
 
-// The least whole number that reaches the share, and 1 at least.
+// The smallest integer that is at least `share` of the total, and at least 1.
 uint64_t part_of(uint64_t total, double share) {
   const double part = ceil(share * (double)total);
   if (!(part > 1.0)) return 1;
   return part < (double)total ? (uint64_t)part : total;
 }
 
-constexpr double kLightest = 0.44;  // what has less mass has none
-constexpr int64_t kFew = 4096;      // so many tokens are dealt with one by one as fast as the whole row is gone through
+constexpr double kLightest = 0.44;  // a smaller mass rounds to 0
+constexpr int64_t kFew = 4096;      // tokens that are handled one by one as fast as one pass over the whole row
 
-// Logits that one thread goes through in about the time it takes to wake another: between the last product and this call
-// they may have fallen asleep. To draw from a row is about as much as going through it so many times.
+// Logits that one thread processes in about the time it takes to wake another, which may have fallen asleep since the last
+// product. Drawing from a row costs about kDrawEffort passes over it.
 constexpr int64_t kWorthSharing = 1 << 19, kDrawEffort = 8;
 constexpr Cut kAll = {0, 0};
-constexpr float kUnlikeliest = -1e30f;  // far below any logit; a penalty does not make it infinite
+constexpr float kUnlikeliest = -1e30f;  // far below any logit; penalties do not make it infinite
 
 struct Candidate {
   uint32_t key;
@@ -61,7 +61,7 @@ struct Candidate {
   uint64_t amount;
 };
 
-// Logits from low to below high, among which a target is reached. high INFINITY: no end.
+// The interval [low, high) of logits in which a target is reached. high INFINITY: no upper end.
 struct Ends {
   float low, high;
 };
@@ -92,19 +92,19 @@ class Row {
     if (has_top_k && collect_top_k() <= kFew) return choose_among_few();
     weigh(x_, size_);
     Cut cut = has_top_k ? cut_top_k() : kAll;
-    if (choice.top_p < 1.0) cut = cut_top_p();  // inside the other: only the sums know of that
+    if (choice.top_p < 1.0) cut = cut_top_p();  // within the first cut, through sums_
     return draw(cut);
   }
 
  private:
-  // What a mask leaves is never impossible, whatever was done to it: where nothing else is left it has the last word.
+  // Makes every token that the mask allows possible again. Used if a bias or penalty has excluded all of them.
   void lift(float* logits) const {
     for (int64_t i = 0; i < size_; ++i) {
       if (choice_->mask[i / 32] >> (i % 32) & 1) logits[i] = kUnlikeliest;
     }
   }
 
-  // As sampling/penalties.py has it, addition by addition.
+  // The same operations as sampling/penalties.py, in the same order.
   void penalise(float* logits) {
     const OctavoChoice& choice = *choice_;
     seen_.resize((size_t)size_, 0);
@@ -131,7 +131,7 @@ class Row {
     }
   }
 
-  // Whether anything is above −inf. From here on x_ has neither NaN nor +inf.
+  // Whether any logit is above −inf. Afterwards x_ has neither NaN nor +inf.
   bool find_top() {
     tops_.resize((size_t)(num_chunks_ * kGroups));
     sums_.resize((size_t)num_chunks_);
@@ -146,7 +146,7 @@ class Row {
     return top_ > -INFINITY;
   }
 
-  // masses_ [whole chunks], sums_ by chunk.
+  // Fills masses_ [whole chunks] and sums_ [chunks].
   void weigh(const float* x, int64_t num) {
     const size_t num_chunks = (size_t)((num + kChunk - 1) / kChunk);
     if (masses_.size() < num_chunks * kChunk) masses_.resize(num_chunks * kChunk);
@@ -156,7 +156,7 @@ class Row {
 
   void weigh(const float* x, int64_t num, float* masses, uint64_t* sums) const {
     const float scale = (float)(1.4426950408889634 / (double)choice_->temperature);
-    const float least = choice_->min_p < 1.0 ? not_below(choice_->min_p) : 1.0f;  // the likeliest stays
+    const float least = choice_->min_p < 1.0 ? not_below(choice_->min_p) : 1.0f;  // the likeliest token is kept
     variant_->weigh(x, num, top_, scale < kLargest ? scale : kLargest, least * kUnit, masses, sums);
   }
 
@@ -166,13 +166,13 @@ class Row {
     return total;
   }
 
-  // The logit of a token of that mass.
+  // The logit of a token with that mass.
   float logit_of(double mass) const {
     const double below = (double)choice_->temperature * log((mass > kLightest ? mass : kLightest) / (double)kUnit);
     return fmaxf((float)((double)top_ + below), -kLargest);
   }
 
-  // ── top-k of few tokens: only they are weighed ──────────────────────────────────────────────────────
+  // ── top-k of few tokens: only their masses are computed ─────────────────────────────────────────────
 
   int64_t collect_top_k() {
     ones_.resize((size_t)(num_chunks_ * kChunk), 1.0f);
@@ -197,7 +197,7 @@ class Row {
       if (one.amount > threshold) return one.id;
       threshold -= one.amount;
     }
-    return 0;  // never: the threshold is below the sum
+    return 0;  // not reached: the threshold is below the sum
   }
 
   uint64_t amount_of_few() const {
@@ -223,13 +223,13 @@ class Row {
     few_.resize(num);
   }
 
-  // ── cuts of the whole row; sums_ are left as the masses of what is kept ─────────────────────────────
+  // ── cuts of the whole row; afterwards sums_ holds the masses of the kept tokens ─────────────────────
 
   Cut cut_top_k() {
     const uint64_t num = (uint64_t)choice_->top_k;
     const float low = logit_of(0);
     variant_->sums_from(x_, ones_.data(), size_, low, sums_.data());
-    if (total() <= num) {  // tokens without a mass are not missed
+    if (total() <= num) {  // all tokens with a mass are kept
       variant_->sums_from(x_, masses_.data(), size_, -kLargest, sums_.data());
       return kAll;
     }
@@ -245,14 +245,15 @@ class Row {
     top_masses_.resize(num_chunks * kChunk);
     top_sums_.resize(num_chunks);
     weigh(tops_.data(), (int64_t)tops_.size(), top_masses_.data(), top_sums_.data());
-    // What has less than an equal share of the rest lies outside: all of it together has less than the rest.
+    // Tokens with less than an equal share of the remaining mass are outside: all together have less than it.
     const float low = logit_of((double)(all - nucleus) / (double)size_);
     const Cut cut = cut_where(masses_.data(), top_masses_.data(), nucleus, low);
     add_kept(cut);
     return cut;
   }
 
-  // few_: tokens among which the target is reached; ends_: between which they lie; sums_: the amounts above, by chunk.
+  // Sets few_ to the tokens among which the target is reached, ends_ to their interval, and sums_ to the amounts above it, by
+  // chunk.
   Cut cut_where(const float* amounts, const float* top_amounts, uint64_t target, float low) {
     ends_ = {low_by_tops(top_amounts, target, low), INFINITY};
     if (collect(kFew) > kFew) {
@@ -260,7 +261,7 @@ class Row {
       collect(size_);
     }
     uint64_t above = list(amounts);
-    // The ladder's sums are rounded, and so may be the ends.
+    // The ladder's sums are rounded, so the ends may be wrong.
     if (above >= target || above + amount_of_few() < target) {
       ends_ = {-kLargest, INFINITY};
       collect(size_);
@@ -289,13 +290,14 @@ class Row {
     }
   }
 
-  // ids_ [num_listed_]: the tokens between the ends_, but hardly more than `most`.
+  // Sets ids_ [num_listed_] to the tokens within ends_, but stops soon after `most`.
   int64_t collect(int64_t most) {
     ids_.resize((size_t)(size_ + kGroups));
     return num_listed_ = variant_->collect(x_, size_, ends_.low, ends_.high, most, ids_.data());
   }
 
-  // At or above which the target is reached: the groups' largest alone reach it. As high as they can tell, or `low`.
+  // A logit at or above which the target is surely reached, because the groups' largest tokens alone reach it: as high as these
+  // can show, or `low`.
   float low_by_tops(const float* amounts, uint64_t target, float low) const {
     Ends ends = {low, INFINITY};
     const uint64_t safe = target + target / 1000;
@@ -321,7 +323,7 @@ class Row {
     return threshold < (double)(total - 1) ? (uint64_t)threshold : total - 1;
   }
 
-  // The token at which the masses of what is kept, added up in the order of the ids, pass the threshold.
+  // The token at which the cumulative mass of the kept tokens, in the order of ids, passes the threshold.
   int64_t draw(const Cut& cut) const {
     uint64_t threshold = threshold_of(total());
     int64_t chunk = 0;
@@ -348,7 +350,7 @@ class Row {
 
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15;
 
-uint64_t mixed(uint64_t state) {  // splitmix64's output for one state
+uint64_t mixed(uint64_t state) {  // the output of splitmix64 for one state
   uint64_t z = state + kGolden;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
@@ -370,7 +372,7 @@ void octavo_uniforms(const int64_t* seeds, const int64_t* positions, int64_t num
 void octavo_sample(Threads* threads, float* logits, int64_t stride, int64_t num_rows, int64_t size,
                    const OctavoChoice* choices, int64_t* chosen) {
   const SamplingVariant& variant = sampling_variant();
-  std::atomic<int64_t> next{0};  // rows differ in what they cost
+  std::atomic<int64_t> next{0};  // threads claim rows one by one, because their costs differ
   auto body = [&](int, int) {
     static thread_local Row row;  // keeps its memory from step to step
     for (int64_t i = next++; i < num_rows; i = next++) {

@@ -1,5 +1,4 @@
-"""Tokens from logits, natively: a whole step's rows in one call, shared out over the threads.
-Knows nothing of requests, seeds or stop ids: a row is what its record says."""
+"""Native sampling: all rows of a step in one call, distributed over the threads. A record holds a row's parameters."""
 
 import ctypes
 import functools
@@ -11,15 +10,15 @@ from numpy.typing import NDArray
 
 from octavo.kernels.cpu.library import Threads, library
 
-# What a row asks for: OctavoChoice, where sampling.h says what each field means.
+# The parameters of a row: OctavoChoice. sampling.h describes the fields.
 RECORD = np.dtype(
     [
         ("uniform", np.float64),
         ("top_p", np.float64),
         ("min_p", np.float64),
         ("top_k", np.int64),
-        ("tokens", np.uintp),  # the address of int32s
-        ("mask", np.uintp),  # the address of uint32s
+        ("tokens", np.uintp),  # address of int32s
+        ("mask", np.uintp),  # address of uint32s
         ("prompt_len", np.int64),
         ("len", np.int64),
         ("temperature", np.float32),
@@ -42,19 +41,19 @@ ARGUMENTS = {
 
 @functools.cache
 def functions() -> ctypes.CDLL:
-    """The library, with these functions' arguments declared: undeclared, a pointer would be cut to 32 bits."""
+    """The library with these functions' arguments declared: an undeclared pointer would be truncated to 32 bits."""
     for name, arguments in ARGUMENTS.items():
         getattr(library(), name).argtypes = arguments
     return library()
 
 
 def new_records(num_rows: int) -> Records:
-    """Zeros: no limits and no penalties, but neither a temperature."""
+    """Records of zeros. Their temperature is 0 too: the caller sets it, or is_greedy."""
     return np.zeros(num_rows, RECORD)
 
 
 def fill_uniforms(records: Records, seeds: Ints, positions: Ints) -> None:
-    """One number per (seed, position), [S] each: those of sampling/randomness.py, for a tenth of the time."""
+    """Set one uniform per (seed, position), [S] each: the same as sampling/randomness.py, in a tenth of the time."""
     for column in (seeds, positions):
         assert column.dtype == np.int64 and column.shape == records.shape and column.flags.c_contiguous
     assert records.dtype == RECORD and records.flags.c_contiguous
@@ -62,7 +61,8 @@ def fill_uniforms(records: Records, seeds: Ints, positions: Ints) -> None:
 
 
 def choose(threads: Threads, logits: torch.Tensor, records: Records, chosen: torch.Tensor) -> None:
-    """logits [S, V] float32, of which penalised and masked rows are changed; records [S]; fills chosen [S] int64."""
+    """Choose tokens from logits [S, V] float32 by records [S] into chosen [S] int64. Penalised and masked rows of the logits
+    are changed."""
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1 and 0 < vocab_size < 2**31
     assert records.dtype == RECORD and records.shape == (num_rows,) and records.flags.c_contiguous

@@ -1,5 +1,5 @@
-// What sampling does over whole rows of logits, for one instruction set. Included by sampling_<variant>.cpp.
-// Knows nothing of threads, nor of what a row asks for. No fma: it would round otherwise than CPUs without it.
+// Passes of sampling over whole rows of logits, for one instruction set. Included by sampling_<variant>.cpp. No fma: CPUs
+// without it would round differently.
 #include <string.h>
 
 #include "elementwise_vector.h"
@@ -10,7 +10,7 @@
 namespace octavo {
 namespace OCTAVO_VARIANT {
 
-// Lanes of 64-bit sums of amounts, each rounded to the nearest whole number, ties to even.
+// Lanes of 64-bit sums of amounts, each rounded to the nearest integer, ties to even.
 #if defined(OCTAVO_AVX512)
 
 struct Sum {
@@ -23,7 +23,7 @@ struct Sum {
   OCTAVO_MEMBER uint64_t total() const { return (uint64_t)_mm512_reduce_add_epi64(_mm512_add_epi64(low, high)); }
 };
 
-// a · 2 to the number in b's last bits.
+// a · 2^n, with n in the last bits of b.
 OCTAVO_INLINE vec shift_exponent(vec a, vec b) {
   const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(b), 23);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), power));
@@ -31,7 +31,7 @@ OCTAVO_INLINE vec shift_exponent(vec a, vec b) {
 OCTAVO_INLINE vec add_from(vec sum, vec a, vec bound, vec amount) {  // sum + amount where a ≥ bound
   return _mm512_mask_add_ps(sum, _mm512_cmp_ps_mask(a, bound, _CMP_GE_OQ), sum, amount);
 }
-// Writes first + lane for the lanes with low ≤ a < high, and after them up to W numbers of no meaning → how many.
+// Writes first + lane for the lanes with low ≤ a < high, and up to W unused numbers after them → the number of lanes.
 OCTAVO_INLINE int put_lanes(vec a, vec low, vec high, int32_t first, int32_t* ids) {
   const __mmask16 inside = _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(a, low, _CMP_GE_OQ), a, high, _CMP_LT_OQ);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -44,7 +44,7 @@ OCTAVO_INLINE int put_lanes(vec a, vec low, vec high, int32_t first, int32_t* id
 struct Sum {
   __m256i low = _mm256_setzero_si256(), high = _mm256_setzero_si256();
 
-  // Added to 2⁵², a double's last bits are the nearest whole number.
+  // After adding 2⁵², a double's last bits are the nearest integer.
   OCTAVO_MEMBER __m256i whole(__m128 amounts) const {
     const __m256d magic = _mm256_set1_pd(4503599627370496.0);
     return _mm256_castpd_si256(_mm256_xor_pd(_mm256_add_pd(_mm256_cvtps_pd(amounts), magic), magic));
@@ -105,7 +105,7 @@ OCTAVO_INLINE int put_lanes(vec a, vec low, vec high, int32_t first, int32_t* id
   const uint32_t inside = lanes_in(a, low, high);
   int num = 0;
   if (!inside) return num;
-  OCTAVO_UNROLL for (int lane = 0; lane < W; ++lane) {  // whether one is inside is not to be foreseen: no branch
+  OCTAVO_UNROLL for (int lane = 0; lane < W; ++lane) {  // no branch, because it could not be predicted
     ids[num] = first + lane;
     num += inside >> lane & 1;
   }
@@ -118,7 +118,7 @@ constexpr float kNever = -__builtin_inff();
 
 OCTAVO_INLINE int64_t num_chunks(int64_t size) { return (size + kChunk - 1) / kChunk; }
 
-// The last chunk of x, filled up with what is never chosen.
+// The last chunk of x, padded with −inf.
 static __attribute__((noinline)) const float* fill_up(const float* x, int64_t num, float* filled) {
   for (int64_t i = 0; i < kChunk; ++i) filled[i] = i < num ? x[i] : kNever;
   return filled;
@@ -129,9 +129,9 @@ OCTAVO_INLINE const float* chunk_of(const float* x, int64_t size, int64_t chunk,
   return num_left >= kChunk ? x + chunk * kChunk : fill_up(x + chunk * kChunk, num_left, filled);
 }
 
-// 2⁴⁰ · 2 to the a for a ≤ 0, within 2 units in the last place and exact at 0; no mass below −80, nor of NaN.
+// 2⁴⁰ · 2^a for a ≤ 0, within 2 units in the last place and exact at 0; rounds to 0 below −80 and for NaN.
 OCTAVO_INLINE vec mass_of(vec a) {
-  // Added to 1.5 · 2²³, a float's last bits are the nearest whole number.
+  // After adding 1.5 · 2²³, a float's last bits are the nearest integer.
   const vec magic = set1(12582912.0f), x = max(a, set1(-80.0f)), shifted = add(x, magic);
   const vec f = sub(x, sub(shifted, magic));
   vec y = set1(1.535336196e-04f * kUnit);
@@ -149,9 +149,9 @@ static int64_t argmax(const float* x, int64_t size) {
   int64_t best = -1;
   for (int64_t chunk = 0; chunk < num_chunks(size); ++chunk) {
     const float* at = chunk_of(x, size, chunk, filled);
-    vec tops[4] = {set1(kNever), set1(kNever), set1(kNever), set1(kNever)};  // four chains: one waits for its last step
+    vec tops[4] = {set1(kNever), set1(kNever), set1(kNever), set1(kNever)};  // four chains, to hide the latency
     for (int i = 0; i < kVectors; i += 4) {
-      OCTAVO_UNROLL for (int j = 0; j < 4; ++j) tops[j] = max(load(at + (i + j) * W), tops[j]);  // passes NaN over
+      OCTAVO_UNROLL for (int j = 0; j < 4; ++j) tops[j] = max(load(at + (i + j) * W), tops[j]);  // skips NaN
     }
     const float top = reduce_max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
     if (top > largest) {

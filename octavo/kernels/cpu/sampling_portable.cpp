@@ -1,4 +1,4 @@
-// Sampling for portable. Knows nothing of which machine it runs on.
+// Sampling for any CPU.
 #define OCTAVO_VARIANT portable
 #include "sampling_body.h"
 

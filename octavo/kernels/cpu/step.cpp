@@ -1,5 +1,4 @@
-// Goes through a step's operations, one after the other, each shared out over the threads.
-// Knows nothing of the arithmetic.
+// Runs the operations of a step one after the other, each on all threads.
 #include "step.h"
 
 #include <math.h>
@@ -13,7 +12,7 @@
 namespace octavo {
 namespace {
 
-// Tokens' worth of small work below which waking the others costs more than it saves.
+// With fewer tokens and little work for each, waking other threads costs more than it saves.
 constexpr int64_t kFewTokens = 8;
 
 template <typename Body>
@@ -53,7 +52,7 @@ void rotate(Threads* threads, const OctavoRotate& op, const OctavoStep& step) {
   });
 }
 
-// Sums in double, in the order of the row: float32 would lose the difference of large numbers.
+// Sums in double, in row order: float32 would lose the difference of large numbers.
 void layer_norm_row(const float* x, const OctavoNorm& norm, int64_t size, float* y, bool adds) {
   double sum = 0.0, squares = 0.0;
   for (int64_t k = 0; k < size; ++k) sum += x[k];
@@ -113,23 +112,23 @@ int attend(Threads* threads, OctavoAttention call, int32_t group, const OctavoSt
   return octavo_attention(threads, &call);
 }
 
-int turn(Threads* threads, OctavoTurn call, int32_t group, const OctavoStep& step) {
+int qk_norm_rope_store(Threads* threads, OctavoQkNormRope call, int32_t group, const OctavoStep& step) {
   call.slots = step.slots + group * step.num_tokens;
   call.num_tokens = static_cast<int32_t>(step.num_tokens);
-  return octavo_turn(threads, &call);
+  return octavo_qk_norm_rope_store(threads, &call);
 }
 
-// The first weights that will be read after this operation: fetched while it ends.
+// The product whose weights are read next after this operation: they are prefetched while it ends.
 const OctavoProduct* next_product(const OctavoOp* op, const OctavoOp* end) {
   for (++op; op < end; ++op)
     if (op->code == OCTAVO_LINEAR) return op->linear.products;
   return nullptr;
 }
 
-// Rows of one token from which on products have time to fetch something besides their weights.
+// From this many decode rows on, products have time to prefetch more than weights.
 constexpr int64_t kManyRows = 24;
 
-// Told before the first operation and after every attention: what the operations up to the next one ask for.
+// Plans the prefetches of the operations up to the next attention. Called before the first operation and after every attention.
 void plan_ahead(PagesAhead& ahead, int num_threads, const OctavoOp* op, const OctavoOp* end, const OctavoStep& step) {
   ahead.forget();
   if (step.num_rows < kManyRows || step.num_tokens != step.num_rows) return;
@@ -151,7 +150,7 @@ int run(Threads* threads, const OctavoOp* op, const OctavoOp* end, const OctavoS
     case OCTAVO_GATE:
       octavo_silu_mul(threads, op->gate.x, op->gate.x_stride, count, op->gate.size, op->gate.y, op->gate.y_stride);
       return 0;
-    case OCTAVO_TURN: return turn(threads, op->turn, op->group, step);
+    case OCTAVO_QK_NORM_ROPE_STORE: return qk_norm_rope_store(threads, op->qk_norm_rope, op->group, step);
     case OCTAVO_ATTEND: return attend(threads, op->attention, op->group, step);
     case OCTAVO_GATHER: gather(threads, move, step); return 0;
     case OCTAVO_NORM:
@@ -172,7 +171,7 @@ using namespace octavo;
 
 int64_t octavo_run(Threads* threads, const OctavoOp* ops, int64_t num_ops, const OctavoStep* step, double* seconds) {
   using Clock = std::chrono::steady_clock;
-  static thread_local PagesAhead ahead;  // kept from call to call: nothing should be allocated
+  static thread_local PagesAhead ahead;  // kept from call to call, to avoid allocations
   for (int64_t i = 0; i < num_ops; ++i) {
     if (i == 0 || ops[i - 1].code == OCTAVO_ATTEND) plan_ahead(ahead, threads->size(), ops + i, ops + num_ops, *step);
     const auto start = seconds ? Clock::now() : Clock::time_point();

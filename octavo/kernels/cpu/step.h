@@ -1,6 +1,5 @@
-// A step as a list of operations, run in one call: the C interface. What the list holds is fixed when it is made; how many
-// tokens and samples a step has, and where its inputs are, comes with the step.
-// Knows nothing of models, nor of who allocated what. Nothing here allocates, but for lists kept from step to step.
+// The C interface of a step: a list of operations, run in one call. The list is fixed when it is made; the number of tokens and
+// samples and the addresses of the inputs come with the step. Nothing here allocates, except lists kept from step to step.
 #pragma once
 #include <stdint.h>
 
@@ -15,7 +14,7 @@ typedef struct {
   int64_t num_tokens, num_samples, num_rows;
   const int64_t* input_ids;    // [T]
   const int64_t* positions;    // [T]
-  const int64_t* slots;        // [T] where keys and values go; −1: nowhere
+  const int64_t* slots;        // [T] where keys and values are stored; −1: not stored
   const int64_t* sample_at;    // [S] indices into T
   const int32_t* query_start;  // [B + 1]
   const int32_t* seq_lens;     // [B]
@@ -28,7 +27,7 @@ enum OctavoOpCode {
   OCTAVO_ROTATE = 1,
   OCTAVO_LINEAR = 2,
   OCTAVO_GATE = 3,
-  OCTAVO_TURN = 4,
+  OCTAVO_QK_NORM_ROPE_STORE = 4,
   OCTAVO_ATTEND = 5,
   OCTAVO_GATHER = 6,
   OCTAVO_NORM = 7,
@@ -41,8 +40,8 @@ enum OctavoCount {
   OCTAVO_PER_SAMPLE = 1,
 };
 
-// y [T, depth] = the input ids' columns of a packed weight, times factor; with `positions` set, those of the positions,
-// added to y.
+// y [T, depth] = columns of a packed weight at the input ids, times factor. With `positions` set: rows of a float32 table at
+// the positions, added to y.
 typedef struct {
   const void* table;
   int64_t num_columns, depth;
@@ -51,7 +50,7 @@ typedef struct {
   int32_t kind, positions;
 } OctavoEmbed;
 
-// y [T, num_frequencies, 2]: cosine and sine of position · frequency, times amplitude where a pair turns, of frequency not 0.
+// y [T, num_frequencies, 2]: cosine and sine of position · frequency, times amplitude unless the frequency is 0.
 typedef struct {
   const float* frequencies;
   float* y;
@@ -59,21 +58,21 @@ typedef struct {
   float amplitude;
 } OctavoRotate;
 
-// RMSNorm, or LayerNorm where a bias is given; no weight: none.
+// RMSNorm, or LayerNorm if there is a bias; no weight: no norm.
 typedef struct {
   const float* weight;
   const float* bias;
   float epsilon;
 } OctavoNorm;
 
-// Products of norm(x), one after the other. All their kinds take activations in the same form.
+// Products of norm(x), one after the other. Their kinds take activations in the same form.
 typedef struct {
   const float* x;
   int64_t x_stride, depth;
   OctavoNorm norm;
-  float* normed;   // [rows, depth]: room for norm(x) where products cannot be given it otherwise
-  void* prepared;  // room for the activations
-  const OctavoProduct* products;  // their num_rows and activations are filled in here
+  float* normed;   // [rows, depth]: buffer for norm(x), used for a LayerNorm
+  void* prepared;  // buffer for the activations
+  const OctavoProduct* products;  // octavo_run fills in num_rows and activations
   int64_t num_products;
 } OctavoLinear;
 
@@ -84,7 +83,7 @@ typedef struct {
   int64_t x_stride, y_stride, size;
 } OctavoGate;
 
-// y [rows, size] = norm(x), or y + norm(x) where it adds; as OctavoGather: y [S, size] = x[sample_at].
+// OCTAVO_NORM: y [rows, size] = norm(x), or y + norm(x) if `adds`. OCTAVO_GATHER: y [S, size] = x[sample_at].
 typedef struct {
   const float* x;
   float* y;
@@ -102,20 +101,21 @@ typedef struct {
 
 typedef struct {
   int32_t code, count;
-  int32_t group;  // whose slots and page table a layer has: a step's lie group after group, [G, T] and [G, B, table_stride]
+  int32_t group;  // of the layer, for slots [G, T] and page tables [G, B, table_stride]
   union {
     OctavoEmbed embed;
     OctavoRotate rotate;
     OctavoLinear linear;
     OctavoGate gate;
-    OctavoTurn turn;            // slots and num_tokens are filled in here
-    OctavoAttention attention;  // what describes the rows is filled in here
+    OctavoQkNormRope qk_norm_rope;  // octavo_run fills in slots and num_tokens
+    OctavoAttention attention;  // octavo_run fills in what describes the rows
     OctavoMove move;
     OctavoExperts experts;
     OctavoCap cap;
   };
 } OctavoOp;
 
-// 0, or 1 + the index of an operation that cannot run. seconds: [num_ops], each increased by what its operation took; or null.
+// Returns 0, or 1 + the index of an operation that cannot run. seconds: [num_ops], to which each operation's time is added; or
+// null.
 int64_t octavo_run(octavo::Threads* threads, const OctavoOp* ops, int64_t num_ops, const OctavoStep* step, double* seconds);
 }

@@ -1,8 +1,8 @@
-"""Tape: operations noted down once over buffers for the largest step, then run again and again by one native call.
-Knows nothing of layers: it is told what each operation reads and writes.
+"""Tape: the operations of a step, recorded once over buffers for the largest step, then run for every step by one native
+call.
 
-While it is recorded every buffer has addresses of its own, which nobody reads or writes; finish() finds out from when to
-when each is needed and lets those that are not needed at the same time share memory, so that a step stays in the cache."""
+While recording, every buffer has addresses of its own, which are never read or written. finish() computes the lifetime of
+each buffer and lets buffers that are not needed at the same time share memory, so that a step stays in the cache."""
 
 import bisect
 import ctypes
@@ -18,35 +18,35 @@ from octavo.kernels.cpu import ops
 from octavo.kernels.cpu.library import Threads, aligned
 
 _ALIGNMENT = 64
-_REGION = 1 << 30  # addresses taken at once while recording; not memory: it is never touched
+_REGION = 1 << 30  # bytes of address space reserved at a time while recording; the memory is never touched
 
-Field = tuple[ctypes.Structure, str]  # where an operation keeps an address
+Field = tuple[ctypes.Structure, str]  # a field of an operation that holds an address
 
 
 class NotRecordable(Exception):
-    """Something was done to the buffers that a tape cannot note down; str(): what."""
+    """The model did something with the buffers that a tape cannot record; str() says what."""
 
 
 @dataclass(slots=True)
 class _Buffer:
-    start: int  # its address while recording
+    start: int  # address while recording
     num_bytes: int
     count: ops.Count
-    first: int = -1  # the operation that writes it first
-    last: int = -1  # the one that needs it last
-    offset: int = -1  # its place in the end
-    width: int = 0  # floats of a row; 0: it has none
+    first: int = -1  # index of the operation that writes it first
+    last: int = -1  # index of the operation that uses it last
+    offset: int = -1  # place in the final memory
+    width: int = 0  # floats per row; 0: no rows (scratch)
 
 
 class Tape:
     def __init__(self, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
-        # Told apart by their height, so one more where they would be the same.
+        # Buffers per token and per sample are distinguished by their height, so the two heights must differ.
         self.max_samples = max_samples + (max_samples == max_tokens)
         self._ops: list[ops.Op] = []
-        self._fields: list[tuple[list[Field], list[Field]]] = []  # what each operation reads and writes
-        self._buffers: list[_Buffer] = []  # by rising address
-        self._kept: list[object] = []  # what operations point to
+        self._fields: list[tuple[list[Field], list[Field]]] = []  # per operation: fields that it reads, and writes
+        self._buffers: list[_Buffer] = []  # ascending by address
+        self._kept: list[object] = []  # objects whose addresses the operations hold
         self._region: Any = None
         self._room_left = self._next = 0
         self._array: ctypes.Array[ops.Op]
@@ -55,14 +55,14 @@ class Tape:
     # ── recording ───────────────────────────────────────────────────────────────────────────────────
 
     def buffer(self, count: ops.Count, width: int) -> Tensor:
-        """[rows, width] float32 with room for the largest step. To compute with it raises NotRecordable."""
+        """A buffer [rows, width] float32 for the largest step. Computing with it in torch raises NotRecordable."""
         height = self.max_tokens if count == ops.Count.PER_TOKEN else self.max_samples
         start = self._take(height * width * 4, count, width)
         memory = (ctypes.c_float * (height * width)).from_address(start)
         return torch.frombuffer(memory, dtype=torch.float32).view(height, width).as_subclass(_Room)
 
     def scratch(self, num_bytes: int) -> int:
-        """The address of bytes that only the next operation needs."""
+        """The address of scratch memory for the next operation only."""
         return self._take(num_bytes, ops.Count.PER_TOKEN)
 
     def _take(self, num_bytes: int, count: ops.Count, width: int = 0) -> int:
@@ -87,7 +87,7 @@ class Tape:
         return buffer.count
 
     def add(self, op: ops.Op, reads: list[Field], writes: list[Field], keep: object = None) -> None:
-        """`keep`: what the operation points to besides buffers, and must live as long."""
+        """Append an operation. `keep`: other objects that it points to, which must live as long."""
         self._use(len(self._ops), reads, writes)
         self._ops.append(op)
         self._fields.append((reads, writes))
@@ -115,13 +115,13 @@ class Tape:
             return None
         return self._buffers[index]
 
-    # ── only what is sampled ────────────────────────────────────────────────────────────────────────
+    # ── compute only sampled rows ───────────────────────────────────────────────────────────────────
 
     def _gather_early(self) -> None:
-        """Gather the rows that are sampled right after the last attention instead of at the end.
+        """Gather the sampled rows right after the last attention instead of at the end.
 
-        What is between the two is done row by row, and of a prompt's rows only the last is sampled: the others are
-        finished with once their keys and values lie in the pages. (A tape for which that is not so stays as it is.)"""
+        The operations between the two work row by row, and only the last row of a prompt is sampled: the others are not
+        needed once their keys and values are stored. (If the conditions do not hold, the tape is not changed.)"""
         codes = [ops.Code(op.code) for op in self._ops]
         if ops.Code.GATHER not in codes or ops.Code.ATTEND not in codes:
             return
@@ -155,7 +155,7 @@ class Tape:
             self._use(index, reads, writes)
 
     def _move_fields(self, begin: int, end: int, moved: dict[int, int]) -> None:
-        """Let operations begin … end read and write other buffers: by the start of the old ones."""
+        """Make operations begin … end − 1 use other buffers; `moved`: old start → new start."""
         for structure, name in _once(self._fields[begin:end]):
             buffer = self._buffer_of(structure, name)
             to = moved.get(buffer.start, buffer.start)
@@ -164,7 +164,7 @@ class Tape:
     # ── from addresses to memory ────────────────────────────────────────────────────────────────────
 
     def finish(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Give every buffer its memory. → the results, which stay whole until the next run."""
+        """Assign memory to every buffer. Returns the results, which are valid until the next run."""
         self._gather_early()
         found = [self._find(result.data_ptr()) for result in results]
         for buffer in found:
@@ -196,11 +196,11 @@ class Tape:
         ops.run(threads, self._array, step, seconds)
 
     def names(self) -> list[str]:
-        """Of each operation, for a profile."""
+        """The name of each operation, for a profile."""
         return [ops.Code(op.code).name.lower() for op in self._ops]
 
 
-# Operations whose rows know nothing of each other, nor of what the step says about them.
+# Operations whose rows are independent of each other and of the step's other inputs.
 _BY_ROW = {ops.Code.LINEAR, ops.Code.GATE, ops.Code.NORM, ops.Code.CAP, ops.Code.EXPERTS}
 
 
@@ -211,15 +211,16 @@ def _gather(x: int, width: int, y: int) -> ops.Op:
 
 
 def _once(fields: Sequence[tuple[list[Field], list[Field]]]) -> list[Field]:
-    """What operations read and write; what one changes in place is named twice, and is here once."""
+    """All fields that operations read or write, without duplicates: a field changed in place is listed twice."""
     return list({(ctypes.addressof(s), n): (s, n) for both in fields for side in both for s, n in side}.values())
 
 
 def _place(buffers: list[_Buffer]) -> int:
-    """Give each used buffer an offset such that no two that are needed at once overlap. → bytes in all."""
+    """Assign an offset to each used buffer such that buffers with overlapping lifetimes do not overlap. Returns the total
+    number of bytes."""
     total = 0
     placed: list[_Buffer] = []
-    # The largest first: they find room least easily.
+    # The largest first: they are hardest to place.
     for buffer in sorted((b for b in buffers if b.first >= 0), key=lambda b: -b.num_bytes):
         offset = 0
         meanwhile = [other for other in placed if other.first <= buffer.last and buffer.first <= other.last]
@@ -241,9 +242,9 @@ _LOOKS = {
 
 
 class _Room(Tensor):
-    """A buffer while recording: torch may look at it from all sides, and compute nothing.
+    """A buffer while recording: torch may make views of it, but not compute with it.
 
-    (A dispatch mode would say the same of all tensors, but costs a start 1.8 s: it imports torch's compiler.)"""
+    (A dispatch mode would check all tensors, but adds 1.8 s to a start: it imports torch's compiler.)"""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

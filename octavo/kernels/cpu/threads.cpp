@@ -1,5 +1,4 @@
-// The pool: a turn counter everybody watches, spinning briefly and then asleep.
-// Knows nothing of kernels.
+// The thread pool: workers watch a job counter, spinning briefly and then sleeping.
 #include "threads.h"
 
 #if defined(__linux__)
@@ -10,10 +9,10 @@
 namespace octavo {
 namespace {
 
-// A worker watches this many pauses (some 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
-// an idle server's rest.
+// A worker spins for this many pauses (about 50 µs) before it sleeps: longer than the serial parts of a step, far shorter than
+// the idle time of a server.
 constexpr int kPausesBeforeSleep = 4000;
-// Who waits for a thread that has lost its CPU gives its own away rather than burn it.
+// A caller that waits for a preempted thread yields its CPU after this many pauses.
 constexpr int kPausesBeforeYield = 20000;
 
 inline void pause_briefly() {
@@ -53,7 +52,7 @@ void bind_to(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);
-  // Refused where a container forbids it: the work is then merely slower.
+  // Fails if a container forbids it: the work is then only slower.
   (void)pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 #else
   (void)cpu;
@@ -64,7 +63,7 @@ void bind_to(int cpu) {
 
 Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 ? 1 : num_threads) {
   const std::vector<int> cpus = first_cpu >= 0 ? allowed_cpus() : std::vector<int>();
-  // More threads than CPUs: the scheduler shares them out better than we could.
+  // No pinning with more threads than CPUs: the scheduler distributes them better.
   const bool binds = first_cpu >= 0 && static_cast<int>(cpus.size()) >= first_cpu + num_threads_;
   for (int thread = 1; thread < num_threads_; ++thread) {
     const int cpu = binds ? cpus[first_cpu + thread] : -1;
@@ -77,7 +76,7 @@ Threads::Threads(int num_threads, int first_cpu) : num_threads_(num_threads < 1 
 
 Threads::~Threads() {
   closing_ = true;
-  turn_.fetch_add(1);  // a job that was never opened
+  job_.fetch_add(1);  // a job that is never opened
   {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
@@ -94,17 +93,17 @@ void Threads::run(Work work, void* context, int num_shares) {
   context_ = context;
   num_shares_ = num_shares;
   next_.store(0, std::memory_order_relaxed);
-  uint32_t turn = turn_.load(std::memory_order_relaxed) + 1;
-  if (turn == 0) turn = 1;  // 0 means closed
-  open_.store(turn);
-  turn_.store(turn);  // sequentially consistent with num_asleep_: either we see the sleeper or it sees the turn
+  uint32_t job = job_.load(std::memory_order_relaxed) + 1;
+  if (job == 0) job = 1;  // 0 means closed
+  open_.store(job);
+  job_.store(job);  // sequentially consistent with num_asleep_: either we see the sleeper, or it sees the job
   if (num_asleep_.load() > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   work_off();
   open_.store(0);
-  // Sequentially consistent with those who enter: either we see them inside or they see that it is closed.
+  // Sequentially consistent with workers that enter: either we see them inside, or they see that the job is closed.
   wait_until([this] { return num_inside_.load() == 0; });
 }
 
@@ -117,17 +116,17 @@ void Threads::work_off() {
 void Threads::serve() {
   uint32_t seen = 0;
   for (;;) {
-    for (int pauses = 0; turn_.load(std::memory_order_acquire) == seen; ++pauses) {
+    for (int pauses = 0; job_.load(std::memory_order_acquire) == seen; ++pauses) {
       if (pauses < kPausesBeforeSleep) {
         pause_briefly();
         continue;
       }
       std::unique_lock<std::mutex> lock(mutex_);
       num_asleep_.fetch_add(1);
-      wake_.wait(lock, [this, seen] { return turn_.load() != seen; });
+      wake_.wait(lock, [this, seen] { return job_.load() != seen; });
       num_asleep_.fetch_sub(1);
     }
-    seen = turn_.load();
+    seen = job_.load();
     num_inside_.fetch_add(1);
     const bool is_open = open_.load() == seen;
     if (is_open) work_off();

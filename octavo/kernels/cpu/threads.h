@@ -1,5 +1,5 @@
-// A small pool of threads that work off the shares of one job together; the caller is one of them.
-// Knows nothing of kernels. One owner: two threads must never call run() on one pool at a time, nor may work call run().
+// A small pool of threads that process the shares of one job together; the caller is one of them. Two threads must never call
+// run() on one pool at the same time, and work must not call run().
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace octavo {
 
-// The part of [0, count) that belongs to a share: contiguous, sizes differing by one at most.
+// The part of [0, count) that belongs to a share: contiguous, with sizes that differ by at most one.
 struct Share {
   int64_t begin, end;
 };
@@ -24,8 +24,8 @@ class Threads {
  public:
   using Work = void (*)(void* context, int share, int num_shares);
 
-  // first_cpu: threads are bound one by one to the CPUs that the caller may run on, from this one on; -1: none is. The
-  // caller itself stays free: whatever it starts later would inherit its one CPU.
+  // first_cpu: index among the CPUs that the caller may use, from which on workers are pinned, one per CPU; -1: no pinning. The
+  // caller itself is not pinned: threads and processes that it starts later would inherit its one CPU.
   Threads(int num_threads, int first_cpu);
   ~Threads();
   Threads(const Threads&) = delete;
@@ -33,8 +33,8 @@ class Threads {
 
   int size() const { return num_threads_; }
 
-  // Returns when work has been done for every share, each by whoever came first: a thread that has lost its CPU to somebody
-  // else's process is waited for only while it is in the middle of a share.
+  // Returns when all shares are done. Threads claim shares one by one, so the caller waits for a preempted thread only if it is
+  // in the middle of a share.
   void run(Work work, void* context, int num_shares);
 
  private:
@@ -43,32 +43,32 @@ class Threads {
 
   const int num_threads_;
   std::vector<std::thread> workers_;
-  // The job. Written only while it is closed and nobody is inside.
+  // The job. Written only while it is closed and no worker is inside.
   Work work_ = nullptr;
   void* context_ = nullptr;
   int num_shares_ = 0;
   bool closing_ = false;
-  // Apart, so that those who wait on one do not slow those who count on another.
-  alignas(64) std::atomic<uint32_t> turn_{0};  // of the newest job
-  alignas(64) std::atomic<uint32_t> open_{0};  // the turn whose job may be entered; 0: none
-  alignas(64) std::atomic<int> next_{0};       // share
+  // On separate cache lines, so that threads that wait on one do not slow down those that change another.
+  alignas(64) std::atomic<uint32_t> job_{0};   // number of the newest job
+  alignas(64) std::atomic<uint32_t> open_{0};  // number of the job that may be entered; 0: none
+  alignas(64) std::atomic<int> next_{0};       // next share
   alignas(64) std::atomic<int> num_inside_{0};
   alignas(64) std::atomic<int> num_asleep_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
 };
 
-// body(share, num_shares) for every share; by default as many as there are threads.
+// Runs body(share, num_shares) for every share; by default one share per thread.
 template <typename Body>
 static inline void run_on(Threads* threads, Body& body, int num_shares = 0) {
   threads->run([](void* context, int share, int num_shares) { (*static_cast<Body*>(context))(share, num_shares); },
                &body, num_shares ? num_shares : threads->size());
 }
 
-// So many that a thread which comes late, or is slow, holds up the others by little.
+// Enough that a late or slow thread delays the others only a little.
 constexpr int kSharesPerThread = 4;
 
-// body(begin, end) for parts of [0, count).
+// Runs body(begin, end) for parts of [0, count).
 template <typename Body>
 static inline void parallel_for(Threads* threads, int64_t count, Body body) {
   auto part = [&](int index, int num_shares) {

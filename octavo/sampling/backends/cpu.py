@@ -1,5 +1,5 @@
-"""Sampling on a CPU by native kernels: a step's rows in one call, with the tokens that torch's sampler would choose.
-Knows nothing of how the kernels work. Where a uniform falls within a millionth of a border, the tokens may differ."""
+"""Sampling on a CPU by native kernels: all rows of a step in one call. The tokens are those of the torch sampler, except
+that they may differ where a uniform falls within a millionth of the border between two tokens."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from octavo.sampling.state import Ints, SamplingState
 
 def sample(
     native: Native,
-    logits: torch.Tensor,  # [S, V] float32, changed where rows are penalised or masked, or may not end yet
+    logits: torch.Tensor,  # [S, V] float32; changed for rows with penalties, a mask or a ban on stop ids
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
     rows: Ints,  # [S]
@@ -22,7 +22,7 @@ def sample(
     masks: Masks | None = None,
 ) -> None:
     early = lens < state.min_len[rows]
-    if early.any():  # before penalties: what is banned stays so whatever they do to it
+    if early.any():  # before penalties: they leave -inf as it is
         min_tokens.apply(logits, state, early.nonzero()[0], rows)
     records = new_records(len(rows))
     records["is_greedy"] = greedy = state.greedy[rows]

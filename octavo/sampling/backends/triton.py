@@ -1,5 +1,5 @@
-"""Sampling where the logits are, by kernels: the host sends its numbers in one copy and waits for nothing.
-Knows nothing of how the kernels work. Loaded only where logits are on a GPU, as the kernels need Triton."""
+"""Sampling on a GPU by Triton kernels: the host sends its numbers in one copy and waits for nothing. Imported only if logits
+are on a GPU, because the kernels need Triton."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from octavo.kernels.triton.sampling import logit_edits
 from octavo.kernels.triton.sampling import records as columns
 from octavo.kernels.triton.sampling.draw import draw
-from octavo.kernels.triton.sampling.grammar_mask import keep
 from octavo.kernels.triton.sampling.greedy import argmax
 from octavo.sampling import min_tokens
 from octavo.sampling.grammar.masks import UNLIKELIEST, Masks
@@ -19,7 +18,7 @@ from octavo.sampling.state import Floats, Ints, SamplingState
 
 
 def sample(
-    logits: torch.Tensor,  # [S, V]; rows that have a mask, or may not end yet, are changed
+    logits: torch.Tensor,  # [S, V]; changed for rows with a mask or a ban on stop ids
     tokens: torch.Tensor,  # [rows, W] the token table
     state: SamplingState,
     rows: Ints,  # [S]
@@ -28,7 +27,9 @@ def sample(
     masks: Masks | None = None,
 ) -> None:
     if masks is not None:
-        keep(logits, _there(masks.bits, logits.device), _there(masks.at, logits.device), UNLIKELIEST)
+        logit_edits.mask(
+            logits, _to_device(masks.bits, logits.device), _to_device(masks.at, logits.device), UNLIKELIEST
+        )
     penalised = state.penalised[rows]
     early = lens < state.min_len[rows]
     is_penalised, is_early = bool(penalised.any()), bool(early.any())
@@ -41,7 +42,7 @@ def sample(
     banned, banned_wide = nowhere, nowhere
     if is_early:
         banned = min_tokens.places(state, np.flatnonzero(early & ~penalised), rows, logits.stride(0))
-        if is_penalised:  # their logits are those that `penalise` makes, one behind the other
+        if is_penalised:  # penalise() writes their logits into a contiguous tensor of its own
             banned_wide = min_tokens.places(state, np.flatnonzero(early[at]), rows[at], logits.shape[1])
     records, penalties, places, places_wide = _send(
         [_records(state, rows, lens, plain, at), _penalties(state, rows, lens, at), banned, banned_wide], logits.device
@@ -63,7 +64,7 @@ def sample(
 
 
 def _records(state: SamplingState, rows: Ints, lens: Ints, plain: Ints, penalised: Ints) -> Floats:
-    """[S, WIDTH]: first the rows that are sampled from the logits as they are, then those from penalised ones."""
+    """Sampling records [S, WIDTH]: first the rows sampled from the original logits, then those from penalised logits."""
     order = np.concatenate((plain, penalised))
     records = state.records[rows[order]]
     records[:, columns.TARGET] = order
@@ -74,7 +75,7 @@ def _records(state: SamplingState, rows: Ints, lens: Ints, plain: Ints, penalise
 
 
 def _penalties(state: SamplingState, rows: Ints, lens: Ints, at: Ints) -> Floats:
-    """[P, WIDTH]"""
+    """Penalty records [P, WIDTH]."""
     records = np.zeros((len(at), columns.WIDTH))
     if len(at):
         there = rows[at]
@@ -88,15 +89,15 @@ def _penalties(state: SamplingState, rows: Ints, lens: Ints, at: Ints) -> Floats
     return records
 
 
-def _there(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+def _to_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     here = torch.from_numpy(values)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def _send(parts: list[Floats | Ints], device: torch.device) -> list[torch.Tensor]:
-    """The parts on the device as float64, all in one copy that nobody waits for."""
+    """Copy the parts to the device as float64, in one asynchronous copy."""
     ends = np.cumsum([part.size for part in parts]).tolist()
-    # Pinned memory is handed out again only when the copy out of it is done.
+    # torch reuses pinned memory only after the copy out of it is done.
     host = torch.empty(ends[-1], dtype=torch.float64, pin_memory=device.type == "cuda")
     np.concatenate([part.reshape(-1) for part in parts], out=host.numpy(), casting="same_kind")
     there = host.to(device, non_blocking=True)

@@ -1,5 +1,4 @@
-"""A bit for each token of a vocabulary, 32 to a word, as llguidance fills them: asked, set and counted out.
-Knows nothing of grammars, nor of what a bit that is set means."""
+"""Token bitmasks as llguidance fills them: one bit per token of the vocabulary, 32 to a word."""
 
 from collections.abc import Sequence
 
@@ -7,18 +6,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Words = NDArray[np.int32]  # [ceil(V / 32)]: bit i % 32 of word i / 32 is token i's
+Words = NDArray[np.int32]  # [ceil(V / 32)]: bit i % 32 of word i // 32 belongs to token i
 
-WORD = 32  # tokens that a word has bits for
-_FEW = 64  # words that are looked at one by one
+WORD = 32  # tokens per word
+_FEW = 64  # up to this many nonzero words are unpacked one by one, instead of the whole mask
 
 
 def tokens_of(bits: Words, vocab_size: int, without: Sequence[int] = ()) -> Ints:
-    """Those whose bits are set, in their order."""
+    """The tokens whose bits are set, ascending."""
     words = np.flatnonzero(bits)
     if len(words) > _FEW:
         tokens = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
-    else:  # most have no word of theirs set: only a few need be looked at
+    else:
         found = np.unpackbits(bits[words].view(np.uint8).reshape(-1, WORD // 8), axis=1, bitorder="little")
         rows, places = np.nonzero(found)
         tokens = words[rows] * WORD + places
@@ -30,8 +29,8 @@ def is_set(bits: Words, token: int) -> bool:
     return bool(bits.view(np.uint32)[token // WORD] >> np.uint32(token % WORD) & 1)
 
 
-def leave(bits: Words, tokens: Sequence[int]) -> None:
-    """These, and no others."""
+def keep_only(bits: Words, tokens: Sequence[int]) -> None:
+    """Set the bits of these tokens and clear all others."""
     bits[:] = 0
     for token in tokens:
         bits.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)

@@ -1,10 +1,11 @@
-"""How near to the end of an answer a token's characters lead: the lower the rank, the nearer.
-Knows nothing of grammars or tokens: of JSON, which characters close something and which open it."""
+"""Rank a token by how near its characters bring a JSON answer to its end: the lower the rank, the nearer."""
 
 import re
 
 SIGNS = b"@:/.-+0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"  # in the order in which they are tried
-_OPENERS = re.compile(rb"[{\[,\\]")  # every token of a vocabulary is looked at: a generator takes five times as long
+_OPENERS = re.compile(
+    rb"[{\[,\\]"
+)  # a regex because every token of the vocabulary is tested: any() takes five times as long
 _SPACES = re.compile(rb"[ \t\r\n]")
 
 
@@ -13,7 +14,7 @@ def rank_of(piece: bytes) -> int:
     if opens(piece):
         return 800 + size
     if _SPACES.search(piece):
-        return 900 + size  # after what opens: a comma may be asked for, and space leads nowhere
+        return 900 + size  # behind openers: a comma may be required, and space never brings an end nearer
     if not piece.strip(b'"}]'):
         return -size if piece[:1] in b"}]" else 100 if piece == b'""' else 101 + size
     if not piece.strip(b'"}],:'):
@@ -22,7 +23,7 @@ def rank_of(piece: bytes) -> int:
 
 
 def text_rank(piece: bytes, signs: bytes, rank: int) -> int:
-    """`rank`: of the same piece, outside of a text."""
+    """The rank inside a string. `rank`: that of the same piece outside a string."""
     if piece[:1] == b'"' and not piece.strip(b'"}]'):
         return -len(piece)
     return signs.index(piece) if len(piece) == 1 and piece in signs else max(rank, 400)

@@ -1,10 +1,10 @@
-"""Grammars: which tokens each row's grammar leaves for its next place, as bits, and the logits without the others.
-Knows nothing of requests, nor of how a grammar came about: text/grammar/build.py has checked it.
+"""Grammar masks: the tokens that each row's grammar allows next, as bitmasks, and their application to logits.
+Grammars were checked by text/grammar/build.py.
 
-What a row may say next follows from its grammar and from the tokens that it has given so far, and from nothing else: a row
-that left and came back, or that another engine took over, stands where it stood. Every rank knows the tokens and computes
-the bits for itself. Compiling and filling go on without the interpreter's lock, in other threads; a grammar is compiled by
-prepare(), before a row that needs it enters, so that no step waits for it."""
+A row's mask follows only from its grammar and the tokens it has generated, so a row that was preempted, or resumed on another
+engine, continues in the same state. Every rank knows the tokens and computes the masks itself. Compiling and filling masks
+release the GIL and run in other threads. prepare() compiles a grammar before a row that needs it enters, so that no step
+waits for it."""
 
 import functools
 import logging
@@ -32,95 +32,96 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("octavo.grammar")
 
-_MAX_USED = 32  # matchers of one grammar that are kept for the next rows
+_MAX_USED = 32  # used matchers kept per grammar for later rows
 _WORDS = {"NoExtensionBias": "no token of the vocabulary can follow"}
 _GOOD_ENDS = ("NoExtension", "EndOfSentence")
 UNLIKELIEST = -1e30
-"""The logit of a token that the grammar leaves and somebody else has ruled out: taken only where nothing else is left."""
+"""The logit of a token that the grammar allows and a bias or ban excludes: sampled only if nothing else is left."""
 
 
 class Sampled(Protocol):
-    """The tokens [S] of a step that may still be on its way."""
+    """The sampled tokens [S] of a step that may still be running."""
 
     def tokens(self) -> Sequence[int]:
-        """Waits until they are here."""
+        """Wait for the tokens and return them."""
 
 
 @dataclass(slots=True)
 class Masks:
-    """Of the rows of a step that have a grammar."""
+    """The masks of a step's rows that have a grammar."""
 
-    at: Ints  # [G] which of the step's samples
-    bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i / 32 says whether token i may come
-    failures: dict[int, str]  # sample → why its grammar cannot go on; its bits leave every token
-    seconds: float = 0.0  # that it took to find the bits, the wait for the tokens before them aside
-    # Samples after which their rows are at their end, a little before max_tokens.
+    at: Ints  # [G] indices of the step's samples
+    bits: Words  # [G, ceil(V / 32)]: bit i % 32 of word i // 32: token i is allowed
+    failures: dict[int, str]  # sample → why its grammar cannot continue; its mask allows every token
+    seconds: float = 0.0  # time to compute the masks, without the wait for the previous step's tokens
+    # Samples that end their rows, at or shortly before max_tokens.
     last: list[int] = field(default_factory=list)
 
 
 class _Compiled(NamedTuple):
     matcher: "LLMatcher"
-    shortest: ShortestCompletion | None  # answer, where even that is long
+    shortest: ShortestCompletion | None  # if even the shortest answer is long
 
 
 @dataclass(slots=True)
 class _Row:
     compiled: Future[_Compiled] | _Compiled
     tokens: list[int]  # of the output
-    num_taken: int  # of them: those that the matcher has taken in
+    num_taken: int  # of the tokens: those that the matcher has consumed
     grammar: str
     ends: frozenset[int]  # tokens that end the row
-    stop_ids: Ints  # the same
+    stop_ids: Ints  # the same tokens as an array
     prompt_len: int
-    min_len: int  # tokens of prompt and output before which it may not end
-    max_len: int  # … at which it is cut
-    ignores_eos: bool  # it ends only where its grammar leaves nothing else
-    ends_by_eos: bool  # and by no other token
-    num_past: int  # of the tokens: those that were sampled before this row, or its matcher, was there
-    closing: BudgetedEnd = field(default_factory=BudgetedEnd)
-    may_be_used: bool = True  # its matcher may have served others before
+    min_len: int  # tokens of prompt and output below which it may not end
+    max_len: int  # tokens of prompt and output at which it is cut
+    ignores_eos: bool  # it ends only if its grammar allows nothing else
+    ends_by_eos: bool  # the request names no stop tokens of its own
+    num_past: int  # of the tokens: those sampled before this row or its matcher existed
+    ending: BudgetedEnd = field(default_factory=BudgetedEnd)
+    may_be_used: bool = True  # its matcher may have served other rows before
     ready: "LLMatcher | None" = None  # once it is compiled
-    is_over: bool = False  # what ends it has been sampled: nothing that follows counts
+    is_over: bool = False  # a token that ends it was sampled: later tokens do not count
     failure: str = ""
 
 
 @dataclass(slots=True)
 class _Latest:
-    """The step before: its tokens are taken in when somebody needs them."""
+    """The previous step. Its tokens are read when a mask needs them."""
 
     rows: list[int]
     step: Sampled
 
 
 def no_vocabulary() -> "Vocabulary":
-    raise ConfigError("there is no vocabulary here: no grammar can be kept to")
+    raise ConfigError("this engine has no vocabulary: grammars are not supported")
 
 
 class Grammars:
-    """One for a rank. enter() and leave() follow the rows; each step that samples asks for its masks() once its logits are on
-    their way, and started() is told of every step."""
+    """The grammars of one rank's rows. Call enter() and leave() as rows change, masks() in each step that samples, once its
+    logits are queued, and started() for every step."""
 
     def __init__(self, vocab_size: int, vocabulary: "Callable[[], Vocabulary]", num_threads: int) -> None:
         self._vocab_size = vocab_size
         self._open = vocabulary
         self._num_threads = num_threads
-        self.rows: dict[int, _Row] = {}  # those that have a grammar
-        self._sampling: list[int] | None = None  # rows of the step that is being started
+        self.rows: dict[int, _Row] = {}  # rows with a grammar
+        self._sampling: list[int] | None = None  # rows of the step being launched
         self._latest: _Latest | None = None
         self._begun: Future[Masks | None] | None = None
         self._pool = ThreadPoolExecutor(1, "octavo-grammar")
-        # Those that were prepared, or why that failed. Kept until somebody says that they may go.
+        # Prepared grammars, or the error. Kept until prepare() is given them in `forgets`.
         self._compiled: dict[str, _Compiled | ValueError] = {}
         self._used: dict[str, list[LLMatcher]] = {}
 
     def prepare(self, grammar: str, forgets: list[str], done: Callable[[], None]) -> None:
-        """Compile it beside the steps, and forget others. `done` is called in another thread, whatever came of it."""
+        """Compile `grammar` in another thread and drop those in `forgets`. `done` is called in another thread, also on
+        failure."""
         self._pool.submit(self._prepare, grammar, forgets).add_done_callback(lambda future: done())
 
     def enter(
         self, row: int, params: SamplingParams, prompt_len: int, output_ids: Sequence[int], stop_ids: Sequence[int]
     ) -> None:
-        """The row's new occupant, which has given `output_ids` so far."""
+        """Set the row's new occupant, which has generated `output_ids` so far."""
         self.leave(row)
         inside = np.array(sorted(i for i in {*stop_ids} if 0 <= i < self._vocab_size), dtype=np.int64)
         self.rows[row] = _Row(
@@ -143,23 +144,23 @@ class Grammars:
         if own is not None and own.ready is not None and not own.failure:
             self._pool.submit(self._keep, own.grammar, own.ready)
         if self._latest is not None:
-            # What the step before sampled for it, with a grammar or without one, is not for its next occupant.
+            # The previous step's token of this row, with a grammar or without, does not belong to its next occupant.
             self._latest.rows = [-1 if other == row else other for other in self._latest.rows]
 
     def started(self, step: Sampled) -> None:
         if self._sampling is not None:
             self._latest, self._sampling = _Latest(self._sampling, step), None
-        elif self._latest is not None:  # it had no use for masks; where tokens are kept is used again before long
+        elif self._latest is not None:  # this step used no masks; read the tokens now, before their buffer is reused
             self._take_in()
 
     def begin(self, rows: Ints, lens: Ints) -> None:
-        """Compute what masks() will be asked for, beside whatever the caller does meanwhile."""
+        """Start computing the result of masks() in another thread."""
         if self.rows and len(rows):
             self._begun = self._beside.submit(self._masks, rows, lens)
 
     def masks(self, rows: Ints, lens: Ints) -> Masks | None:
-        """For the rows [S] that sample next, which hold `lens` tokens. None: none of them has a grammar. Waits for the step
-        before."""
+        """The masks of the rows [S] that sample next and hold `lens` tokens. None: none of them has a grammar. Waits for the
+        previous step."""
         if not self.rows:
             return None
         begun, self._begun = self._begun, None
@@ -198,7 +199,8 @@ class Grammars:
                 own.tokens.append(token)
 
     def _advance(self, rows: list[_Row]) -> "list[tuple[LLMatcher, int]]":
-        """The rows' matchers, with all of their tokens taken in, and each one's number; without those whose bits no longer matter."""
+        """The rows' matchers, advanced by all tokens, each with its index in `rows`. Rows that are over or failed are left
+        out."""
         ready: list[tuple[LLMatcher, int]] = []
         for number, row in enumerate(rows):
             if row.is_over or row.failure:
@@ -209,23 +211,23 @@ class Grammars:
             is_whole = self._recalls(row, matcher)
             new = row.tokens[row.num_taken :]
             if not is_whole or (new and not matcher.consume_tokens(new)):
-                row.failure = _said(matcher)
+                row.failure = _error_of(matcher)
                 continue
             row.num_taken = len(row.tokens)
             ready.append((matcher, number))
         return ready
 
     def _recalls(self, row: _Row, matcher: "LLMatcher") -> bool:
-        """Whether the matcher takes in what the row has said before it came here; how it was to end is found again."""
+        """Advance the matcher and the budgeted end by the tokens that the row had generated before. False: one is rejected."""
         past, row.num_past = row.tokens[: row.num_past], 0
         if not past:
             return True
         row.num_taken = len(past)
-        return self._ends.recall(row.closing, matcher, past, row.max_len - row.prompt_len)
+        return self._ends.recall(row.ending, matcher, past, row.max_len - row.prompt_len)
 
     def _start_afresh(self, row: _Row, bits: Words, row_len: int) -> bool:
-        """A matcher that served others may have learned all that it can hold. One that is new shows whether that is why. True: as
-        _settle() has it."""
+        """Retry a failed row with a new matcher: a used one may have reached its lexer limits. Returns the result of
+        _settle()."""
         row.failure, row.may_be_used, row.num_taken, row.num_past = "", False, 0, len(row.tokens)
         row.compiled, row.ready = self._fresh(row.grammar, False), None
         for matcher, _ in self._advance([row]):
@@ -236,7 +238,7 @@ class Grammars:
     def _compiled_for(self, row: _Row) -> "LLMatcher | None":
         try:
             row.ready, shortest = row.compiled.result() if isinstance(row.compiled, Future) else row.compiled
-            row.closing = BudgetedEnd.of(shortest)
+            row.ending = BudgetedEnd.of(shortest)
         except Exception as error:
             row.failure = f"the grammar could not be compiled: {error}"
         return row.ready
@@ -249,34 +251,34 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * bits.itemsize, len(bits))
 
     def _settle(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> bool:
-        """What the grammar does not know of. True: what is sampled now is the row's last token, a little before max_tokens."""
+        """Apply the row's own limits to its mask. True: the token sampled now is the row's last, because of max_tokens."""
         self._settle_ends(row, matcher, bits, row_len)
-        return not row.failure and self._ends.restrict(row.closing, matcher, bits, row.max_len - row_len)
+        return not row.failure and self._ends.restrict(row.ending, matcher, bits, row.max_len - row_len)
 
     def _settle_ends(self, row: _Row, matcher: "LLMatcher", bits: Words, row_len: int) -> None:
-        """When the row may end, and by what."""
+        """Apply min_tokens, ignore_eos and stop tokens to the mask."""
         if matcher.is_stopped() and matcher.stop_reason() not in _GOOD_ENDS:
-            row.failure = _said(matcher)
+            row.failure = _error_of(matcher)
             bits[:] = -1
             return
         banned = row.stop_ids if row_len < row.min_len else self._eos_ids if row.ignores_eos else None
         if banned is None and row.ends_by_eos:
-            return  # as most do: the grammar has set the bits already
+            return  # the usual case: the grammar's bits are right
         if not row.ends_by_eos and any_set(bits, self._eos_ids):
-            # Whoever names a control token means it as an end: it may come where the grammar may end.
+            # A control token among the stop tokens is meant as an end: allow it where the grammar may end.
             set_bits(bits, row.stop_ids[np.isin(row.stop_ids, self._special_ids)])
         if banned is None or not any_set(bits, banned):
             return
         before = bits.copy()
         clear_bits(bits, banned)
-        if not bits.any():  # the grammar has come to its end, and so has the answer
+        if not bits.any():  # the grammar allows only its end: the answer ends, whatever was asked
             bits[:] = before
 
-    # ── what takes a while, and is done once ──
+    # ── done once, takes a while ──
 
     def warm_later(self, seconds: float) -> None:
-        """Read the vocabulary once the start is over, so that neither the start nor the first grammar waits for it. Whoever is
-        gone by then has read none."""
+        """Read the vocabulary after `seconds`, so that neither the start nor the first grammar waits for it. Does not keep
+        this object alive until then."""
         later = threading.Timer(seconds, _warm, [weakref.ref(self)])
         later.daemon = True
         later.start()
@@ -290,7 +292,7 @@ class Grammars:
         except ImportError:
             log.info("llguidance is not installed: requests with a grammar are refused")
         except OctavoError as error:
-            log.info("no grammars: %s", error)
+            log.info("grammars are not available: %s", error)
 
     @functools.cached_property
     def _beside(self) -> ThreadPoolExecutor:
@@ -323,7 +325,7 @@ class Grammars:
         return Ends(self._vocabulary, self._vocab_size)
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
-        """A matcher that has been somewhere knows its way: what it learned of its words serves the next row."""
+        """Keep a used matcher for the next row: its lexer has cached states."""
         if grammar not in self._compiled:
             return
         used = self._used.setdefault(grammar, [])
@@ -331,7 +333,8 @@ class Grammars:
             used.append(matcher)
 
     def _fresh(self, grammar: str, may_be_used: bool = True) -> Future[_Compiled] | _Compiled:
-        """At once, where it was prepared. Else compiled for this row alone, and the step that needs it waits."""
+        """A matcher at the grammar's beginning: at once if it was prepared, else compiled for this row, and the step that needs
+        it waits."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             return self._pool.submit(self._compile, grammar)
@@ -352,13 +355,13 @@ class Grammars:
             self._compiled[grammar] = error
 
     def _compile(self, grammar: str) -> _Compiled:
-        """Runs in the pool's one thread."""
+        """Compile in the single thread of the pool."""
         from llguidance import LLMatcher, LLParserLimits
 
-        ends = self._ends  # made here, once, and not in the middle of a step
+        ends = self._ends  # constructed here on first use, not in the middle of a step
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if compiled.is_error():
-            raise ValueError(_said(compiled))
+            raise ValueError(_error_of(compiled))
         return _Compiled(compiled, ends.shortest(compiled))
 
 
@@ -368,13 +371,13 @@ def _warm(grammars: "weakref.ref[Grammars]") -> None:
         found.warm()
 
 
-def _said(matcher: "LLMatcher") -> str:
+def _error_of(matcher: "LLMatcher") -> str:
     words = " ".join(matcher.get_error().partition("<")[0].split())[:300]
-    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'there is no saying why'}"
+    return f"the grammar cannot go on: {_WORDS.get(words, words) or 'for an unknown reason'}"
 
 
 def apply(logits: torch.Tensor, masks: Masks) -> None:
-    """By torch, in place: what a row's grammar does not leave becomes impossible, and what it leaves never is. logits [S, V]"""
+    """Apply masks to logits [S, V] in place, in torch. A banned token gets -inf, an allowed one never does."""
     words = torch.from_numpy(masks.bits).to(logits.device)
     places = torch.arange(WORD, dtype=torch.int32, device=logits.device)
     for number, at in enumerate(masks.at.tolist()):

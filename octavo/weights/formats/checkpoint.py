@@ -1,6 +1,6 @@
-"""A resolved model → its configuration and a stream of its tensors, whatever the format.
-Knows nothing of layers or ranks; opening a folder does not load torch but where its weights are quantised, opening a GGUF file
-loads its family file."""
+"""Open a resolved model: its configuration and a stream of its tensors, in any supported format.
+
+Opening a folder imports torch only if its weights are quantised. Opening a GGUF file imports the module of its family."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Weights(Protocol):
-    """One format's reader."""
+    """The reader of one format."""
 
     stored_dtype: str
-    has_packed: bool  # whether tensors(keep_packed=True) gives any Quants
-    packing: str  # what weights are packed in, for people; "": they are not
+    has_packed: bool  # whether tensors(keep_packed=True) yields any Quants
+    packing: str  # name of the packed format, for log lines; "": the weights are not packed
     num_bytes: int
 
     def held_bytes(self, itemsize: int) -> int:
-        """What tensors(keep_packed=True) take where kernels multiply packed weights and others have `itemsize` bytes."""
+        """Bytes of tensors(keep_packed=True) if kernels multiply packed weights and the others take `itemsize` bytes each."""
         ...
 
     def tensors(
@@ -40,18 +40,18 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    config: dict[str, Any]  # in the shape of a config.json, "model_type" included
+    config: dict[str, Any]  # in the form of a config.json, "model_type" included
     config_path: Path  # the file it was read from
     stored_dtype: str  # "float32", "float16" or "bfloat16": the arithmetic type nearest to what is stored
-    num_bytes: int  # of the weights as stored; 0 where there are none
-    weights: Weights | None  # None: only a configuration, opened to be filled with random weights
+    num_bytes: int  # of the weights as stored; 0 if there are none
+    weights: Weights | None  # None: only a configuration, for a model with random weights
 
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
-        """(Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
-        `keep_packed`: matrices that are packed in the file come as Quants, where the family can take them so.
-        On the device "meta" they have names and shapes, and nothing is read. One with a NaN or an infinity is refused."""
+        """Yield (Hugging Face name, tensor), one at a time. A tensor may be a view of its file: copy what you keep.
+        `keep_packed`: yield matrices that are packed in the file as Quants, if the family supports it.
+        On the device "meta" tensors have only names and shapes, and nothing is read. A NaN or infinity raises ConfigError."""
         from octavo.weights.nan_check import finite
 
         assert self.weights is not None, "opened with allow_missing_weights: fill the model with weights.dummy"
@@ -60,7 +60,7 @@ class Checkpoint:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Families read a configuration without knowing its file: what they refuse inside is raised with the file's name."""
+    """Add the file's name to a ConfigError raised inside: families read a configuration without knowing its file."""
     try:
         yield
     except ConfigError as error:
@@ -68,7 +68,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_checkpoint(source: ModelSource | Path, *, allow_missing_weights: bool = False) -> Checkpoint:
-    """Reads configuration and headers, no tensor: damaged or unreadable files are refused here, in one line."""
+    """Read configuration and headers, but no tensor. Damaged or unreadable files raise ConfigError here."""
     if isinstance(source, Path):
         source = local(source, allow_missing_weights=allow_missing_weights)
     if source.kind == "gguf":

@@ -1,5 +1,4 @@
-"""Random weights in place of a checkpoint's, for benchmarks of models whose weights are not at hand.
-Knows nothing of layers: it makes a tensor for whatever name and shape a model asks for."""
+"""Random weights for benchmarks of models whose checkpoint is not available."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -8,14 +7,14 @@ import torch
 
 from octavo.quants import Weight
 
-_SPREAD = 0.02  # as most checkpoints are initialised: activations neither vanish nor overflow 16-bit types
+_SPREAD = 0.02  # the usual standard deviation at initialisation: activations neither vanish nor overflow 16-bit types
 
 
 def dummy_tensors(
     shapes: Mapping[str, tuple[int, ...]], device: torch.device | str, dtype: torch.dtype, seed: int = 0
 ) -> Iterator[tuple[str, Weight]]:
-    """One whole tensor per name, and never packed. Its values depend on name, shape, device, dtype and seed alone: ranks agree
-    on them."""
+    """Yield one full tensor per name, never packed. Its values depend only on name, shape, device, dtype and seed, so that
+    all ranks get the same."""
     for name, shape in shapes.items():
         generator = torch.Generator(device=device).manual_seed(_seed_of(name, seed))
         yield name, torch.empty(shape, device=device, dtype=dtype).normal_(0.0, _SPREAD, generator=generator)

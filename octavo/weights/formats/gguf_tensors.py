@@ -1,5 +1,5 @@
-"""The tensors of a GGUF file → torch tensors, decoded where they will be used, or packed as they are.
-Knows nothing of models: names and layouts are translated by the family file it is given."""
+"""Read the tensors of a GGUF file: decoded on the target device, or packed as they are. The model family's module
+translates names and layouts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from octavo.gguf import GGUFFile, TensorEntry
 from octavo.quants import PACKED_TYPES, PLAIN_TYPES, Quants, SameWeight, Weight, dequantise
 from octavo.quants.exact import held_bytes
 
-# What a layer computes with. Frequencies of the rotation are in some old files, and follow from the metadata.
+# A tensor that a layer computes with. Some old files also hold RoPE frequencies, which follow from the metadata.
 _LAYER = re.compile(r"blk\.\d+\.(?!attn_rot_embd\b)")
 
 
 class GGUFTensors:
-    """`family` gives gguf_name(name) -> str | None (None: not a weight of the model) and gguf_fix(name, tensor, config).
-    GGUF_ROWS_STAY_WHOLE, where it has that: its gguf_fix moves whole rows at most, so that it takes Quants too."""
+    """A reader of GGUF tensors. `family` provides gguf_name(name) -> str | None (None: not a weight of the model) and
+    gguf_fix(name, tensor, config). If it sets GGUF_ROWS_STAY_WHOLE, its gguf_fix only moves whole rows and accepts Quants."""
 
     def __init__(self, file: GGUFFile, family: ModuleType, config: dict[str, Any]) -> None:
         self._file, self._family, self._config = file, family, config
         for name in file.tensors:
             if _LAYER.match(name) and family.gguf_name(name) is None:
                 raise ConfigError(
-                    f"{file.path}: {name[:80]!r} is no tensor of this architecture's layers as they are known here: without it "
-                    "answers would be wrong"
+                    f"{file.path}: {name[:80]!r} is no tensor of this architecture's layers that Octavo supports: "
+                    "without it answers would be wrong"
                 )
         self._plan = [
             (translated, entry)
@@ -54,12 +54,12 @@ class GGUFTensors:
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
-        """A tensor, or Quants, may be a view of the file: copy what you keep. None has more than two dimensions."""
+        """Yield (name, weight). A weight may be a view of the file: copy what you keep. None has more than two dimensions."""
         if str(device) == "meta":
             for name, entry in self._plan:
                 yield name, self._fixed(name, torch.empty(_matrix(entry.shape), dtype=dtype, device="meta"))
             return
-        # A private mapping: nothing is read before it is decoded, and nothing can be written back.
+        # A private mapping: bytes are read when they are decoded, and writes never reach the file.
         whole = torch.from_file(str(self._file.path), shared=False, size=self._file.size, dtype=torch.uint8)
         for name, entry in self._plan:
             packed = whole[entry.offset : entry.offset + entry.num_bytes].to(device)
@@ -78,7 +78,7 @@ class GGUFTensors:
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Stacked matrices, as of many experts, come as one of all their rows."""
+    """Flatten stacked matrices (experts) into one matrix with all their rows."""
     return shape if len(shape) < 3 else (math.prod(shape[:-1]), shape[-1])
 
 
@@ -91,7 +91,8 @@ def _require_decodable(file: GGUFFile, entry: TensorEntry) -> None:
 
 
 def _stored_dtype(entries: list[TensorEntry]) -> str:
-    """Of the largest share of the bytes. Quants were cut from 16-bit weights, whose range only bfloat16 surely holds."""
+    """The arithmetic type of most of the bytes. Quants were made from 16-bit weights, whose range only bfloat16 surely
+    holds."""
     names = {"F32": "float32", "F16": "float16"}
     shares: dict[str, int] = {}
     for entry in entries:

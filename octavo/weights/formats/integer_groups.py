@@ -1,7 +1,7 @@
-"""Whole numbers in groups, each group with a scale and a zero: weight = scale · (code − zero).
-Knows nothing of the ways in which methods lay them out, but for numbers packed into words.
+"""Integer codes in groups, each group with a scale and a zero point: weight = scale · (code − zero).
 
-Where kernels multiply packed weights and every number fits one of their types exactly, it becomes that: nothing is rounded."""
+If kernels multiply packed weights and the numbers fit one of their types exactly, the weight is repacked into that type
+without rounding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _GROUP = 32  # weights that share a scale in the kernels' types
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """[N, W] int32 → [N, W · 32 / bits] uint8: of each word the lowest bits first. `bits`: 2, 4 or 8."""
+    """[N, W] int32 → [N, W · 32 / bits] uint8, the lowest bits of each word first. `bits`: 2, 4 or 8."""
     assert bits in (2, 4, 8)
-    # Bytes of a word lie lowest first, as on every machine that Octavo runs on.
+    # Relies on little-endian words; Octavo runs on no other machine.
     found = words.contiguous().view(torch.uint8)
     if bits == 8:
         return found
@@ -28,12 +28,12 @@ def unpacked(words: Tensor, bits: int) -> Tensor:
 
 def weight_of(
     codes: Tensor,  # [N, K] uint8 or int8
-    zeros: Tensor | int,  # [N, G], or one for all
+    zeros: Tensor | int,  # [N, G], or one number for all
     scales: Tensor,  # [N, G] of a floating-point type
-    group_of: Tensor | None,  # [K]: the group of each column; None: K / G neighbours each
+    group_of: Tensor | None,  # [K] the group of each column; None: K / G neighbouring columns each
     keep_packed: bool,
 ) -> Weight:
-    """Quants where kernels take such and that is asked for, else float32 [N, K]."""
+    """Make the weight: Quants if `keep_packed` is set and a packed type fits exactly, else float32 [N, K]."""
     num_rows, width = codes.shape
     num_groups = scales.shape[1]
     is_even = width % num_groups == 0
@@ -58,20 +58,20 @@ def weight_of(
 
 
 def _numbers(codes: Tensor, zeros: Tensor | int, group_of: Tensor | None, num_groups: int) -> Tensor:
-    """code − zero, int16 [N, K]: a difference of two bytes fits that."""
+    """code − zero as int16 [N, K], which holds any difference of two bytes."""
     wide = codes.to(torch.int16)
     return wide - (zeros if isinstance(zeros, int) else _spread(zeros.to(torch.int16), codes.shape[1], group_of))
 
 
 def _spread(values: Tensor, width: int, group_of: Tensor | None) -> Tensor:
-    """[N, G] → [N, K]: every column gets its group's."""
+    """[N, G] → [N, K]: the group's value for every column."""
     if group_of is not None:
         return values[:, group_of.long()]
     return values.repeat_interleave(width // values.shape[1], dim=1)
 
 
 def _packed(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> Weight | None:
-    """None: a scale is no float16, or the numbers are too far apart."""
+    """Repack as Q4_0, Q5_0 or Q8_0; None: a scale is not exact in float16, or the numbers span too wide a range."""
     halves = scales.to(torch.float16)
     if not torch.equal(halves.float(), scales.float()):
         return None
@@ -87,7 +87,7 @@ def _packed(codes: Tensor, zeros: Tensor | int, scales: Tensor) -> Weight | None
 
 
 def held_as(bits: int, is_centred: bool, group_size: int) -> str:
-    """What weight_of probably gives where it keeps weights packed. `is_centred`: the zero is in the middle."""
+    """The type that weight_of probably returns with keep_packed; "": float32. `is_centred`: the zero is in the middle."""
     if group_size % _GROUP:
         return ""
     if bits == 8:

@@ -1,5 +1,5 @@
-"""Safetensors files whose weights are quantised → the weights that an unquantised checkpoint would hold.
-Knows nothing of any method: methods/ says which tensors belong together and what they make."""
+"""Read quantised safetensors files as the weights that an unquantised checkpoint would hold. A method in quantised/
+plans which tensors belong together and how they make a weight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE = 1 << 24  # weights decoded together
 
 
 class QuantisedFiles:
-    """`files` were opened for quantised types; `settings` is config.json's quantization_config."""
+    """A reader of quantised weights. `files` were opened with is_quantised; `settings` is config.json's quantization_config."""
 
     def __init__(self, files: SafetensorsFiles, settings: Any) -> None:
         self._files = files
@@ -51,7 +51,8 @@ class QuantisedFiles:
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, Weight]]:
-        """A weight comes when the last of its parts does: they lie side by side, so that few ever wait."""
+        """Yield (name, weight). A weight is made once its last part is read; parts lie side by side, so few are held at a
+        time."""
         import torch
 
         if str(device) == "meta":
@@ -89,7 +90,7 @@ class QuantisedFiles:
 
 
 def _decoded(weight: Quants, dtype: torch.dtype) -> torch.Tensor:
-    """Row by row, so that only a few are ever held in float32."""
+    """Decode some rows at a time, so that only those are held in float32."""
     import torch
 
     decoded = torch.empty(weight.shape, dtype=dtype, device=weight.stored.device)

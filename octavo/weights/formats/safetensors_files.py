@@ -1,5 +1,5 @@
-"""Safetensors files, one or many, as a stream of named tensors: mapped on a CPU, read ahead for a GPU.
-Knows nothing of models; until tensors() is called, nothing of torch either."""
+"""Read safetensors files as a stream of named tensors: mapped on a CPU, through pinned buffers for a GPU. Torch is imported
+by the methods that return tensors, not on construction."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from octavo.device import Device
     from octavo.weights.pinned_reader import Region
 
-# stored type → (bytes in an element, torch's name, the arithmetic type that holds it; "" for what is no weight)
+# stored type → (bytes of an element, torch's name, the arithmetic type that holds it; "": not a weight)
 _TYPES = {
     "F64": (8, "float64", "float32"), "F32": (4, "float32", "float32"),
     "F16": (2, "float16", "float16"), "BF16": (2, "bfloat16", "bfloat16"),
     "I64": (8, "int64", ""), "I32": (4, "int32", ""), "I16": (2, "int16", ""), "I8": (1, "int8", ""),
     "U8": (1, "uint8", ""), "BOOL": (1, "bool", ""),
 }  # fmt: skip
-# … and those that mean nothing without what else a quantised checkpoint holds
+# … and types that are weights only together with other tensors of a quantised checkpoint
 QUANTISED_TYPES = {"F8_E4M3": (1, "float8_e4m3fn", ""), "F8_E5M2": (1, "float8_e5m2", "")}
 _KNOWN_TYPES = _TYPES | QUANTISED_TYPES
-_SMALL = 1 << 20  # bytes of a tensor that is read when files are opened, at most
+_SMALL = 1 << 20  # bytes: the largest tensor that small() reads
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a header says of one tensor."""
+    """The header entry of one tensor."""
 
     type: str  # of _KNOWN_TYPES
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def arithmetic(self) -> str:
-        """The arithmetic type that holds it; "": it is no weight by itself."""
+        """The arithmetic type that holds it; "": not a weight by itself."""
         return _KNOWN_TYPES[self.type][2]
 
     @property
@@ -55,8 +55,8 @@ class Entry:
 
 
 class SafetensorsFiles:
-    """Headers are read, and sizes checked, on construction: a damaged file is refused before memory is taken.
-    `is_quantised`: types are allowed, too, that must not be taken for weights as they are."""
+    """A reader of safetensors files. The constructor reads headers and checks sizes, so that a damaged file is refused
+    before memory is allocated. `is_quantised`: allow QUANTISED_TYPES too."""
 
     has_packed, packing = False, ""
 
@@ -87,10 +87,12 @@ class SafetensorsFiles:
         return sum(math.prod(entry.shape) * itemsize for entry in self.entries.values() if entry.arithmetic)
 
     def small(self, name: str) -> bytes:
-        """The bytes of a small tensor, for one who has to know them before weights are read."""
+        """The bytes of a small tensor that is needed before weights are read."""
         entry = self.entries[name]
         if entry.num_bytes > _SMALL:
-            raise ConfigError(f"{entry.path}: tensor {name} has {entry.num_bytes} bytes where few are expected")
+            raise ConfigError(
+                f"{entry.path}: tensor {name} has {entry.num_bytes} bytes, more than the {_SMALL} expected"
+            )
         with open(entry.path, "rb") as file:
             file.seek(entry.offset)
             return file.read(entry.num_bytes)
@@ -98,12 +100,12 @@ class SafetensorsFiles:
     def tensors(
         self, device: torch.device | str, dtype: torch.dtype, keep_packed: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is not floating point keeps its type. A tensor may be a view of the file: copy what you keep.
-        `keep_packed` changes nothing: none of these files holds packed weights."""
+        """Yield (name, tensor), floating-point tensors converted to `dtype`. A tensor may be a view of the file: copy what
+        you keep. `keep_packed` has no effect: none of these files holds packed weights."""
         return _converted(self.stored(device), dtype)
 
     def stored(self, device: torch.device | str) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the types they are stored in."""
+        """Yield (name, tensor) in the stored types."""
         from octavo.device import device_of
 
         if str(device) == "meta":
@@ -126,11 +128,12 @@ class SafetensorsFiles:
     def read_ahead(
         self, device: Device, dtype: torch.dtype, chunk_bytes: int = 0
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same through a ring of pinned buffers, on to any device. `chunk_bytes`: of one buffer; 0: as it is best."""
+        """Like tensors(), through a ring of pinned buffers to any device. `chunk_bytes`: size of one buffer; 0: the
+        default."""
         return _converted(self._read_ahead(device, chunk_bytes), dtype)
 
     def regions(self) -> list[Region]:
-        """Where each tensor lies, as they lie in their files: neighbours are read at once."""
+        """The place of each tensor, in file order, so that neighbours are read together."""
         from octavo.weights.pinned_reader import Region
 
         ordered = sorted(self.entries.items(), key=lambda named: (named[1].path, named[1].offset))
@@ -164,8 +167,8 @@ def _opened(path: Path, framework: str) -> Any:
 
 
 def _entries(path: Path) -> dict[str, Entry]:
-    """A length, a JSON header, then the tensors' bytes."""
-    with _opened(path, "numpy"):  # refuses whatever is out of place, sizes and offsets included
+    """Read a file's header. A file is a length of 8 bytes, a JSON header, then the tensors' bytes."""
+    with _opened(path, "numpy"):  # the library checks sizes and offsets
         pass
     try:
         with open(path, "rb") as file:
@@ -183,7 +186,7 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of two entries of one name each reader could take another."""
+    """Refuse duplicate names: readers could disagree on which entry counts."""
     found = dict(pairs)
     if len(found) != len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

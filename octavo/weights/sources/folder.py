@@ -1,5 +1,4 @@
-"""A model folder in the Hugging Face layout: which files it must hold, and which of them are the weights.
-Knows nothing of tensors, of torch or of where the folder came from."""
+"""A model folder in the Hugging Face layout: the files it must hold, and which of them are the weights."""
 
 import json
 import re
@@ -20,14 +19,14 @@ _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-(?P<total>\d+)\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """`names` maps each file to the tensors wanted of it; None: all of them, the folder has no index."""
+    """The safetensors files to read. `names`: the tensors to read from each file; None: all, the folder has no index."""
 
     paths: tuple[Path, ...]
     names: dict[Path, tuple[str, ...]] | None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with the model_type that its architectures stand for where it names none."""
+    """Read config.json. If it names no model_type, add the one that its architectures imply."""
     path = folder / CONFIG
     if not path.is_file():
         raise ConfigError(f"{folder} holds no {CONFIG}: pass a model folder in Hugging Face layout{_gguf_hint(folder)}")
@@ -41,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def quantisation(folder: Path, config: dict[str, Any]) -> Any:
-    """What config.json says of it, or a file beside it, where older tools wrote that; None: nothing."""
+    """The quantization settings in config.json, or in a file beside it as older tools wrote them; None: not quantised."""
     if config.get("quantization_config"):
         return config["quantization_config"]
     for name, method in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
@@ -51,13 +50,13 @@ def quantisation(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def find_weights(folder: Path) -> WeightFiles:
-    """The safetensors files to read. Raises ConfigError where there are none, or where one is missing."""
+    """Find the safetensors files to read. Raises ConfigError if there are none or one is missing."""
     if (folder / INDEX).is_file():
         return _from_index(folder)
     if (folder / SINGLE).is_file():
         return WeightFiles((folder / SINGLE,), None)
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    # Adapters change a model, they are none; consolidated files repeat the weights under other names.
+    # Adapters are not models, and consolidated files repeat the weights under other names.
     wanted = [path for path in found if not path.name.startswith(("adapter_model", "consolidated"))]
     if not wanted:
         raise ConfigError(_no_weights(folder, found))
@@ -82,7 +81,7 @@ def _from_index(folder: Path) -> WeightFiles:
 
 
 def _require_all_shards(folder: Path, found: list[Path]) -> None:
-    """Without an index a missing shard shows only in the others' names: ...-00001-of-00003.safetensors."""
+    """Raise if a shard is missing. Without an index only the file names tell: ...-00001-of-00003.safetensors."""
     for path in found:
         if shard := _SHARD.fullmatch(path.name):
             total = int(shard["total"])
@@ -120,7 +119,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # malformed JSON or UTF-8, or nested too deeply
         raise ConfigError(f"{path} is truncated or corrupt ({error}): fetch it again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is corrupt: it holds no JSON object; fetch it again")

@@ -1,18 +1,18 @@
-"""A model repository on a Hugging Face style hub → a local folder.
-Knows nothing of what the files mean; the library it wraps reads HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE."""
+"""Download a model repository from a Hugging Face hub. The hub library reads HF_ENDPOINT, HF_TOKEN, HF_HOME and
+HF_HUB_OFFLINE."""
 
 import re
 from pathlib import Path
 
 from octavo.errors import ConfigError
 
-# One segment is a repository of the hub's early days ("gpt2"), two are owner/name.
+# "gpt2" (an early repository without owner) or "owner/name".
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", re.ASCII)
 
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 _WEIGHTS = ["*.safetensors"]
-# Subfolders and consolidated files hold the same weights again, in other layouts. Templates alone are wanted from a
-# subfolder, additional_chat_templates; a pattern cannot except one folder, so that subfolders are refused by kind of file.
+# Subfolders and consolidated files hold the same weights again, in other layouts. The only files wanted from a subfolder
+# are the templates in additional_chat_templates; a pattern cannot exempt one folder, so these list file types instead.
 _NOT_WANTED = ["*/*.json", "*/*.model", "*/*.txt", "*/*.safetensors", "consolidated*", "adapter_model*"]
 
 
@@ -21,7 +21,7 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def fetch(hub_id: str, revision: str = "", *, weights: bool = True) -> Path:
-    """The folder that holds the repository's files, downloaded as far as they are not in the hub's cache."""
+    """Return the folder with the repository's files. Files that are not in the hub's cache are downloaded."""
     folder = _snapshot(hub_id, revision, _SMALL_FILES + (_WEIGHTS if weights else []))
     if weights and not any(folder.glob(_WEIGHTS[0])):
         raise ConfigError(
@@ -51,7 +51,7 @@ def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
                 ignore_patterns=_NOT_WANTED,
             )
         )
-    except GatedRepoError as error:  # a RepositoryNotFoundError too: first
+    except GatedRepoError as error:  # a subclass of RepositoryNotFoundError, so it comes first
         raise ConfigError(
             f"{hub_id} is gated: accept its terms at {endpoint}/{hub_id} and set HF_TOKEN to a token that may read it"
         ) from error
@@ -64,7 +64,7 @@ def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
         raise ConfigError(f"{hub_id} has no revision {revision!r} at {endpoint}: change --revision") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise ConfigError(_unreachable(hub_id, endpoint, constants.HF_HUB_OFFLINE, error)) from error
-    except Exception as error:  # the library lets through whatever its HTTP stack raises, which differs by version
+    except Exception as error:  # the library passes on what its HTTP stack raises, which differs by version
         raise ConfigError(
             f"cannot fetch {hub_id} from {endpoint} ({_first_line(error)}): try again, or pass a local model folder"
         ) from error
@@ -73,12 +73,12 @@ def _snapshot(hub_id: str, revision: str, patterns: list[str]) -> Path:
 def _unreachable(hub_id: str, endpoint: str, offline: bool, error: Exception) -> str:
     if offline:
         return (
-            f"{hub_id!r} is no file or folder here and not (or not wholly) in the hub cache, and HF_HUB_OFFLINE is set: "
+            f"{hub_id!r} is not a file or folder here and not (completely) in the hub cache, and HF_HUB_OFFLINE is set: "
             "unset it once to download the model, or pass a local model folder"
         )
     cause = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
     return (
-        f"{hub_id!r} is no file or folder here, and fetching it from {endpoint} failed{cause}: "
+        f"{hub_id!r} is not a file or folder here, and fetching it from {endpoint} failed{cause}: "
         "check the connection (or HF_ENDPOINT), or pass a local model folder or .gguf file"
     )
 

@@ -1,5 +1,4 @@
-"""A checksum of a model's files that takes milliseconds: sizes, headers and samples of the weights, all of the small files.
-Knows nothing of torch, formats or what the files mean."""
+"""Checksums of a model's files that take milliseconds: sizes, headers and samples of the weights, all of the small files."""
 
 import hashlib
 from pathlib import Path
@@ -8,10 +7,10 @@ from octavo.weights.sources.folder import CONFIG
 from octavo.weights.sources.source import ModelSource
 
 _DIGITS = 16
-_HEAD = 64 * 2**10  # bytes of a large file that are read from its beginning, and from its end
-_NUM_SAMPLES, _SAMPLE = 256, 1024  # and evenly between them: a matrix of a few megabytes is met in any file
-_SMALL = 64 * 2**20  # read whole
-# Of a folder: tokenizer, template, and the sampling its makers advise.
+_HEAD = 64 * 2**10  # bytes read from the beginning of a large file, and from its end
+_NUM_SAMPLES, _SAMPLE = 256, 1024  # samples evenly between them, and bytes of each
+_SMALL = 64 * 2**20  # a file of at most an eighth of this is read entirely
+# In a folder: tokenizer, template, and the makers' default sampling.
 _WORDS = (
     "tokenizer*",
     "vocab*",
@@ -27,7 +26,7 @@ _WORDS = (
 
 
 def weights_identity(source: ModelSource, is_dummy: bool) -> str:
-    """Of what the numbers are computed from. `is_dummy`: random weights, the same for every start."""
+    """Checksum of configuration and weights. `is_dummy`: random weights, the same for every start."""
     if source.kind == "gguf":
         return _digest([source.path])
     weights = [] if is_dummy else sorted(source.path.glob("*.safetensors"))
@@ -35,7 +34,7 @@ def weights_identity(source: ModelSource, is_dummy: bool) -> str:
 
 
 def words_identity(source: ModelSource, tokenizer: str, chat_template: str) -> str:
-    """Of what makes tokens of a text and a text of tokens. `tokenizer`, `chat_template`: files named in place of the model's."""
+    """Checksum of tokenizer and template files. `tokenizer`, `chat_template`: files given in place of the model's own."""
     paths = _words_of(source.path)
     for named in (tokenizer, chat_template):
         paths += _words_of(Path(named).expanduser()) if named else []
@@ -51,7 +50,7 @@ def _digest(paths: list[Path]) -> str:
     for path in paths:
         if path.is_file():
             size = path.stat().st_size
-            # The name of what a person passed is the person's own; inside a folder it says which file this is.
+            # Without the name: users name files and folders as they like.
             whole.update(f"{path.suffix} {size}\n".encode())
             with path.open("rb") as file:
                 for offset, length in _pieces(size):

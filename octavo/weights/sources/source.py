@@ -1,5 +1,5 @@
-"""What a person names (nothing, a folder, a .gguf file, a hub id) → files on this machine.
-Knows nothing of torch or of what is inside the files: every process may import it."""
+"""Resolve --model (nothing, a folder, a .gguf file, a hub id) to files on this machine. Does not import torch: every
+process may import this."""
 
 import os
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from octavo.weights.sources.default_model import cache_folder as cache_folder
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     path: Path  # a folder in Hugging Face layout, or one .gguf file
-    name: str  # what clients call the model
+    name: str  # the model name in the API
     kind: Literal["folder", "gguf"]
     default_sampling: Mapping[str, float] = field(
         default_factory=dict
-    )  # what its makers advise, where no file of it says
+    )  # the makers' advice, if none of its files holds it
 
 
 def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = False) -> ModelSource:
-    """Find or fetch a model; "" is the embedded one. A folder needs no weights where random ones will do."""
+    """Find or fetch a model; "" is the default model. `allow_missing_weights`: random weights will be used."""
     path = _existing(name) if name else None
     is_hub_id = bool(name) and path is None and hub.looks_like_hub_id(name)
     if revision and not is_hub_id:
         raise ConfigError(
-            f"--revision {revision} is for hub ids, and {name or 'the embedded model'!r} is none: drop it"
+            f"--revision {revision} is only for hub ids, and {name or 'the embedded model'!r} is not one: drop it"
         )
     if not name:
         return ModelSource(
@@ -48,8 +48,8 @@ def resolve(name: str, revision: str = "", *, allow_missing_weights: bool = Fals
 
 
 def local(path: Path, *, allow_missing_weights: bool = False) -> ModelSource:
-    """A folder or .gguf file that exists."""
-    path = Path(os.path.abspath(path))  # a link keeps its own name
+    """Resolve an existing folder or .gguf file."""
+    path = Path(os.path.abspath(path))  # not resolved: a link keeps its own name
     if path.is_dir():
         _check_folder(path, allow_missing_weights)
         return ModelSource(path, path.name, "folder")
@@ -64,7 +64,7 @@ def _existing(name: str) -> Path | None:
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     try:
         return path if path.exists() else None
-    except OSError as error:  # a folder on the way may not be entered, or the name is too long
+    except OSError as error:  # a parent folder is not accessible, or the name is too long
         raise ConfigError(f"cannot look for {name}: {error.strerror}") from error
 
 
@@ -79,7 +79,7 @@ def _check_folder(path: Path, allow_missing_weights: bool) -> None:
 
 
 def _starts_as_gguf(path: Path) -> bool:
-    """Files in the hub's own cache have a hash for a name."""
+    """Check the magic bytes: files in the hub's cache are named by a hash, without .gguf."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"GGUF"

@@ -1,5 +1,5 @@
-"""Cuts a decode step's rows into items of about equal work, on the device, and says how the kernels over them are compiled.
-Knows nothing of queries, keys or pages: lengths in, positions out."""
+"""Split the rows of a decode step into items of about equal work, on the device, and choose the compile-time configuration
+of the kernels that run over them."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton.runtime.chip import starts_early
 
-# int32 numbers per item, of which five are used: row, begin, end, the row's first item, its number of items.
+# int32 numbers per item. Five are used: row, begin, end, the row's first item, its number of items.
 FIELDS = tl.constexpr(8)
-# Chunks are whole multiples of this, so that rounding never leaves a row with fewer chunks than were counted for it.
+# Chunks are multiples of this many positions, so that rounding never gives a row fewer chunks than were counted for it.
 GRAIN = tl.constexpr(16)
-# A shorter chunk costs more to merge than it saves.
+# In positions. A shorter chunk costs more to merge than it saves.
 MIN_CHUNK = 64
-# Two programs for each of an H200's 132 multiprocessors.
+# Two programs for each of the 132 multiprocessors of an H200.
 _PROGRAMS = 264
-# A prefix is not memory-bound: about one program per multiprocessor, and no more parts to fold in than that takes.
+# Attention over a prefix is not memory-bound: about one program per multiprocessor, and no more parts to merge than needed.
 _PREFIX_PROGRAMS = 128
 _MAX_PREFIX_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How the kernels are compiled. Changes speed only."""
+    """Compile-time parameters of the kernels. They change only speed."""
 
     tile: int = 64  # keys at a time
     num_warps: int = 4
@@ -38,30 +38,30 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """One step's rows, cut into items. Valid until the next plan into the same items."""
+    """The rows of one step, split into items. Valid until the next plan into the same items tensor."""
 
     items: torch.Tensor  # [num_items or more, FIELDS] int32; row −1: nothing to do
     num_rows: int
     num_items: int
-    prefix_len: torch.Tensor | None  # [1] int32: the items leave that many first positions out; None: none
+    prefix_len: torch.Tensor | None  # [1] int32: the items skip that many first positions; None: no prefix
 
 
 def num_chunks(num_rows: int, num_kv_heads: int) -> int:
-    """Into about how many chunks a step's keys are cut, at most: few rows into enough programs to keep the whole chip
-    reading; rows that fill it by themselves only where one is twice as long as the average, so that nobody waits for it."""
+    """About the largest number of chunks for a step's keys. Few rows are split into enough programs to keep the whole GPU
+    reading. Rows that fill the GPU by themselves are split only if one is twice as long as the average."""
     enough = -(-_PROGRAMS // num_kv_heads)
     return num_rows // 2 if num_rows >= 3 * enough // 4 else enough
 
 
 def num_prefix_splits(num_rows: int, num_heads: int, num_kv_heads: int, tile: int = 64) -> int:
-    """Into how many parts a shared prefix is cut: a power of two that gives every multiprocessor something to do."""
+    """The number of parts of a shared prefix: a power of two that gives every multiprocessor work."""
     programs = -(-num_rows * (num_heads // num_kv_heads) // tile) * num_kv_heads
     return min(_MAX_PREFIX_SPLITS, 1 << (-(-_PREFIX_PROGRAMS // programs) - 1).bit_length())
 
 
 def decode_config(kv: torch.Tensor, num_rows: int) -> DecodeConfig:
-    """The fastest of those that benchmarks/kernels/paged_decode.py timed on an H200 with heads of 128; by the bytes of a
-    head's keys at one position: what does not fit into shared memory is cut smaller."""
+    """The fastest configuration that benchmarks/kernels/paged_decode.py measured on an H200 with heads of 128, chosen by the
+    bytes of one head's key at one position: larger heads get smaller tiles, to fit into shared memory."""
     row_bytes = triton.next_power_of_2(kv.shape[4]) * kv.element_size()
     if kv.element_size() == 1:
         return DecodeConfig(num_warps=2)
@@ -82,8 +82,8 @@ def plan_rows(
     prefix_len: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> DecodeWork:
-    """Rows with seq_lens [B] int32 into items: a share of all positions is total / chunks, and a row that has more is cut
-    evenly. Their number is at most B + chunks, whatever the lengths: that many programs can be baked into a graph."""
+    """Split rows with seq_lens [B] int32 into items. A row with more than total / chunks positions is split evenly. There
+    are at most B + chunks items for any lengths, so that number of programs can be captured in a graph."""
     assert min_chunk % GRAIN.value == 0 and seq_lens.is_contiguous()
     num_rows = seq_lens.shape[0]
     num_items = num_rows + chunks
@@ -112,7 +112,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row finds where its items begin by counting those of the rows before it."""
+    """One program per row: finds the index of its first item by counting the items of the rows before it."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -132,7 +132,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     count = tl.sum(tl.where(rows == row, counts, 0))
     begin = tl.sum(tl.where(rows == row, begins, 0))
     end = tl.sum(tl.where(rows == row, ends, 0))
-    share = tl.cdiv(tl.cdiv(end - begin, count), GRAIN) * GRAIN  # of the row, evenly
+    share = tl.cdiv(tl.cdiv(end - begin, count), GRAIN) * GRAIN  # positions per item, evenly
     for start in range(0, count, 64):
         part = start + tl.arange(0, 64)
         item = items + (first + part) * FIELDS

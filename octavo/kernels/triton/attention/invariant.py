@@ -1,10 +1,10 @@
-"""Causal attention over KV pages whose bits for a query depend on its own cells alone: not on batch, chunks or prefixes.
-Knows nothing of requests and batches: a list of tiles, as paged_prefill's, says which tokens belong together.
+"""Causal attention over KV pages whose result for a query depends, bit for bit, only on its own cells: not on the batch, nor
+on chunks or prefixes. A list of tiles, as in paged_prefill, says which tokens belong together.
 
-Decoding and prefill take this one kernel. Cells are cut at fixed positions into splits; each is attended to from nothing, block by
-block, and the splits are folded in their order: by one program, or, where rows are few, by a second kernel, from what several
-programs left of one split each. The numbers are the same, and so is their order. A cell that a query does not see, or a
-split of such cells, weighs 0 and changes no bit, so it does not matter which queries share a tile."""
+Decode and prefill use this one kernel. Cells are divided into splits at fixed positions. Each split is attended from scratch,
+block by block, and the splits are folded in order: by one program, or, if rows are few, by a second kernel from the results
+of several programs. The numbers and their order are the same either way. A cell that a query does not see, or a split of
+such cells, has weight 0 and changes no bit, so it does not matter which queries share a tile."""
 
 from dataclasses import dataclass
 
@@ -16,23 +16,23 @@ from octavo.kernels.triton.runtime.chip import shared_bytes
 from octavo.kernels.triton.runtime.launch import Launcher
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SPLIT = 256  # cells; a whole multiple of every block
-_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
+SPLIT = 256  # cells; a multiple of every block size
+_PROGRAMS = 264  # two for each of the 132 multiprocessors of an H200
 _MAX_PARTS = 64
 _SCRATCH_NUMBERS = 1 << 24  # float32: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class InvariantTile:
-    """How the kernel is compiled, by a model's shape alone: the one tile that decoding and prefill share."""
+    """Compile-time parameters, chosen by the model's shape alone: decode and prefill share one tile."""
 
-    block_m: int  # pairs of a query token and a head of one KV head
+    block_m: int  # (query token, head) pairs of one KV head
     block_n: int
     num_warps: int
     num_stages: int
 
     def heads(self, group: int) -> int:
-        """Query heads of one KV head in a tile: all of them, or equal shares where it has too few rows."""
+        """Query heads of one KV head in a tile: all of them, or equal shares if the tile has too few rows."""
         return -(-group // -(-group // self.block_m))
 
     def tokens(self, group: int) -> int:
@@ -40,7 +40,7 @@ class InvariantTile:
 
 
 def choose_tile(head_size: int, dtype: torch.dtype) -> InvariantTile:
-    """64 rows: what one matrix instruction of compute capability 9 takes."""
+    """Choose a tile. It has 64 rows: one matrix instruction of compute capability 9."""
     if dtype.itemsize == 4:
         return InvariantTile(64, 32, 8, 1)
     return InvariantTile(64, 64, 8, 2) if head_size > 128 else InvariantTile(64, 64, 4, 3)
@@ -48,8 +48,8 @@ def choose_tile(head_size: int, dtype: torch.dtype) -> InvariantTile:
 
 @triton.jit
 def _fold(acc, largest, total, part, part_largest, part_total):  # type: ignore[no-untyped-def]
-    """One more split into what was attended to before: weighted values, largest exponent, sum of powers. Written as fused
-    operations: a compiler that chose by itself which products to fuse might choose otherwise in the other kernel."""
+    """Fold one more split into the running state: weighted values, largest exponent, sum of powers. Written with explicit
+    fused multiply-adds: left to the compiler, it might fuse other products in the other kernel."""
     higher = tl.maximum(largest, part_largest)
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     keep = tl.exp2(largest - shift)
@@ -60,9 +60,9 @@ def _fold(acc, largest, total, part, part_largest, part_total):  # type: ignore[
 
 @triton.jit
 def _finish(acc, largest, total, sinks, is_head):  # type: ignore[no-untyped-def]
-    """The output; zeros where nothing was seen."""
+    """The output; zeros for a query that has seen nothing."""
     if sinks is not None:
-        # A sink of a query that has seen nothing has nothing to take from.
+        # A query that has seen nothing has no largest exponent: its output is 0 with or without a sink.
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         total += tl.exp2(tl.load(sinks, mask=is_head, other=0.0) * LOG2E - shift)
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -74,8 +74,8 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The cells first … last − 1 of one split → weighted values [M, D], largest exponent (base 2) and sum of powers [M].
-    Every block is masked: one way for all."""
+    """Attend to the cells first … last − 1 of one split → weighted values [M, D], largest exponent (base 2) and sum of powers
+    [M]. Every block is masked, so that all blocks take the same code."""
     column = tl.arange(0, q.shape[1])
     factor: tl.constexpr = LOG2E if SOFTCAP > 0.0 else SCALE * LOG2E
     acc = tl.zeros(q.shape, tl.float32)
@@ -114,7 +114,7 @@ def _first_seen(first_position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  #
         return first_position * 0
 
 
-# The same binary for decoding and prefill, wherever tables and lists lie.
+# One binary for decode and prefill, whatever the alignment of tables and lists.
 @triton.jit(do_not_specialize=["table_stride", "max_splits"], do_not_specialize_on_alignment=["page_table", "tiles"])
 def _tiles(  # type: ignore[no-untyped-def]
     q,  # [T, H, D], tokens q_stride apart
@@ -122,7 +122,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     page_table,  # [B, M], rows table_stride apart
     tiles,  # [N, 4]: row, first token in T, its position (−1: padding), tokens from it to the row's end
     out,  # [T, H * D]
-    partial,  # [N, max_splits, H, HEAD] float32, where several programs share a tile's splits
+    partial,  # [N, max_splits, H, HEAD] float32, used if several programs share a tile's splits
     states,  # [N, max_splits, 2, H] float32: largest exponents, sums of powers
     sinks,  # [H] float32 or None
     q_stride,
@@ -144,7 +144,7 @@ def _tiles(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr = BLOCK_M // PACK
     SHARES: tl.constexpr = (GROUP + PACK - 1) // PACK
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
-    kv_head = tl.program_id(0) // SHARES  # heads vary fastest: the heaviest tiles of all heads start first
+    kv_head = tl.program_id(0) // SHARES  # heads vary fastest, so that the heaviest tiles of all heads start first
     number = tl.program_id(1)
     part = tl.program_id(2)
     num_parts = tl.num_programs(2)
@@ -205,7 +205,7 @@ def _join(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The splits of one token's heads of one KV head, folded as _tiles folds them."""
+    """Fold the splits of one token's query heads of one KV head, in the same way as _tiles."""
     NUM_HEADS: tl.constexpr = KV_HEADS * GROUP
     number = tl.program_id(1)
     token = tl.load(tiles + number * 4 + 1)
@@ -235,20 +235,21 @@ _launch_tiles, _launch_join = Launcher(_tiles), Launcher(_join)
 
 
 def decode_tiles(seq_lens: torch.Tensor) -> torch.Tensor:
-    """Tiles of rows of one token each with seq_lens [B] int32 (0: padding), made on the device: a graph serves all lengths."""
+    """Tiles of decode rows with seq_lens [B] int32 (0: padding), made on the device so that one graph serves all lengths."""
     rows = torch.arange(seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
     return torch.stack((rows, rows, seq_lens - 1, torch.ones_like(rows)), dim=1)
 
 
 class InvariantAttention:
-    """Scratch memory and launches. One instance serves all layers, one launch after another: two streams must not share it."""
+    """Scratch memory and launches. One instance serves all layers, one launch after another; two streams must not share
+    it."""
 
     def __init__(self, device: torch.device, scratch_numbers: int = _SCRATCH_NUMBERS) -> None:
         self._partial = torch.empty(scratch_numbers, dtype=torch.float32, device=device)
         self._states = torch.empty(scratch_numbers // 8, dtype=torch.float32, device=device)
 
     def _num_parts(self, num_tiles: int, num_programs: int, max_splits: int, num_heads: int, size: int) -> int:
-        """Programs that share a decode tile's splits. Changes speed only."""
+        """Programs that share a decode tile's splits. Changes only speed."""
         slots = num_tiles * max_splits * num_heads
         if slots * size > self._partial.numel() or 2 * slots > self._states.numel():
             return 1
@@ -256,19 +257,19 @@ class InvariantAttention:
 
     def run(
         self,
-        heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q, k, v; tokens may lie further apart
-        pages: torch.Tensor,  # [num_pages, 2, Hkv, page_size, D], the step's own keys and values in them
+        heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q, k, v; any token stride
+        pages: torch.Tensor,  # [num_pages, 2, Hkv, page_size, D], with the step's own keys and values stored
         page_table: torch.Tensor,  # [B, M] int32
         tiles: torch.Tensor,  # [N, 4] int32: decode_tiles(…), or plan_tiles(…, tile.tokens(group)) on the device
-        out: torch.Tensor,  # [T, H * D], written where tiles say
+        out: torch.Tensor,  # [T, H * D], written for the tokens in tiles
         tile: InvariantTile,
         *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,  # [H] float32: scores beside those of the keys, whose weight is lost
+        sinks: torch.Tensor | None = None,  # [H] float32: per head, one more score in the softmax, without a value
         is_decode: bool = False,  # every tile is one token
-        num_parts: int = 0,  # for tests; 0: chosen
+        num_parts: int = 0,  # for tests; 0: automatic
     ) -> None:
         num_kv_heads, page_size, size = pages.shape[2:]
         group = heads.shape[1] // num_kv_heads - 2
@@ -287,7 +288,7 @@ class InvariantAttention:
             num_parts = 1
         elif num_parts == 0:
             num_parts = self._num_parts(num_tiles, num_tiles * width, max_splits, group * num_kv_heads, size)
-        # Queries, and keys and values of a block for each stage.
+        # Shared memory holds the queries, and for each stage the keys and values of a block.
         row_bytes = padded * heads.element_size()
         room = shared_bytes(heads.device) - tile.block_m * row_bytes
         stages = max(1, min(tile.num_stages, room // (2 * tile.block_n * row_bytes)))

@@ -1,5 +1,4 @@
-"""Joins what was attended to in parts: partial outputs weighted by the log2 of the sums of their exponentials.
-Knows nothing of keys, pages or who computed the parts."""
+"""Merge partial attention outputs, weighted by their log2-sum-exp."""
 
 import triton
 import triton.language as tl
@@ -7,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def fold(acc, largest, total, part, part_lse):  # type: ignore[no-untyped-def]
-    """One more part [M, D] with lse [M] into a running softmax: weighted values, largest exponent, sum of powers."""
+    """Fold one more part [M, D] with lse [M] into a running softmax: weighted values, largest exponent, sum of powers."""
     higher = tl.maximum(largest, part_lse)
     keep = tl.exp2(largest - higher)
     add = tl.exp2(part_lse - higher)
@@ -16,8 +15,8 @@ def fold(acc, largest, total, part, part_lse):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def with_sinks(largest, total, sinks, is_head):  # type: ignore[no-untyped-def]
-    """The sum of powers [M] relative to the largest exponent, with that of each head's sink, which has no value. One far
-    above all keys makes it infinite, and the output 0."""
+    """Add each head's sink, which has no value, to the sum of powers [M] relative to the largest exponent. A sink far above
+    all keys makes the sum infinite and the output 0."""
     LOG2E: tl.constexpr = 1.4426950408889634
     return total + tl.exp2(tl.load(sinks, mask=is_head, other=0.0) * LOG2E - largest)
 
@@ -26,16 +25,16 @@ def with_sinks(largest, total, sinks, is_head):  # type: ignore[no-untyped-def]
 def join(  # type: ignore[no-untyped-def]
     partial_out,  # [items, H, D] float32, each normalised
     partial_lse,  # [items, H] float32, log2
-    first,  # the parts of this row are first … first + count − 1
+    first,  # the row's parts are first … first + count − 1
     count,
-    out,  # where the output of head first_head begins
+    out,  # points to the output of head first_head
     sinks,  # [H] float32 or None
     first_head,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,  # how many are loaded at once: their latencies overlap
+    PARTS: tl.constexpr,  # parts loaded together, so that their latencies overlap
 ):
     """Write the outputs of GROUP heads of one row from its parts."""
     GROUP_PADDED: tl.constexpr = triton.next_power_of_2(GROUP)
@@ -50,7 +49,7 @@ def join(  # type: ignore[no-untyped-def]
         place = (first + part)[None, :] * NUM_HEADS + heads[:, None]  # [GROUP, PARTS]
         is_part = (part < count)[None, :]
         mask = is_part[:, :, None] & (dims < D)[None, None, :]
-        # Past the first-level cache: other programs wrote these during this launch.
+        # .cg bypasses the L1 cache: other programs wrote these during this launch.
         lse = tl.load(partial_lse + place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         block = tl.load(
             partial_out + place[:, :, None] * D + dims[None, None, :], mask=mask, other=0.0, cache_modifier=".cg"

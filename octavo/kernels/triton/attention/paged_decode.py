@@ -1,12 +1,12 @@
-"""Attention of rows of one token each over keys and values in pages: what a decode step spends most of its time on.
-Knows nothing of batches, layers or graphs: tensors in, tensors out, nothing waits for the device.
+"""Attention of decode rows, one query token each, over KV pages. A decode step spends most of its time here. The host never
+waits for the device.
 
-A step is planned once, on the device: the rows are cut into chunks of about equal work, whatever their lengths, and each
-chunk is one item of a list whose length depends on the number of rows alone. So one captured graph serves all lengths,
-one long row among short ones is spread over the chip, and a row that is one chunk needs no merging. Then each layer runs
-one kernel over the items; the last program to finish a row's chunks merges them.
+A step is planned once, on the device: rows are split into chunks of about equal work, and each chunk is one item of a list
+whose length depends only on the number of rows. So one captured graph serves all lengths, one long row among short ones is
+spread over the GPU, and a row of one chunk needs no merging. Each layer then runs one kernel over the items; the last program
+to finish a row's chunks merges them.
 
-Where all rows begin with the same pages, a kernel before it attends to those once for all rows, as a matrix product."""
+If all rows begin with the same pages, a kernel before it attends to those once for all rows, as a matrix product."""
 
 from typing import Any
 
@@ -31,15 +31,15 @@ from octavo.kernels.triton.runtime.chip import starts_early
 
 @triton.jit
 def _pages(table, position, end, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The page of each position before end; beyond it 0, which nothing reads."""
+    """The page of each position before `end`; 0 beyond it, which is never read."""
     return tl.load(table + position // PAGE, mask=position < end, other=0)
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q,  # [M, D_PADDED]
-    page,  # [TILE] of the first positions: the caller looks them up before it waits for q
-    keys,  # where this head's keys are in page 0
+    page,  # [TILE] pages of the first positions: the caller loads them before it waits for q
+    keys,  # points to this head's keys in page 0
     table,  # the row's pages
     begin,
     end,
@@ -51,19 +51,19 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A running softmax over positions begin … end − 1 → weighted values [M, D_PADDED], largest exponent (base 2) and sum
-    of powers [M]. Nothing is read outside these positions. With none: 0, -inf, 0."""
+    """Running softmax over positions begin … end − 1 → weighted values [M, D_PADDED], largest exponent (base 2) and sum of
+    powers [M]. Nothing is read outside these positions. Without positions: 0, -inf, 0."""
     M: tl.constexpr = q.shape[0]
     D_PADDED: tl.constexpr = q.shape[1]
     LOG2E: tl.constexpr = 1.4426950408889634
     dims = tl.arange(0, D_PADDED)
     acc = tl.zeros([M, D_PADDED], tl.float32)
     largest = tl.full([M], float("-inf"), tl.float32)
-    # With few rows the warps share a row's keys: powers are then summed once, at the end, and not across warps each turn.
+    # With few rows the warps share a row's keys: sum the powers once at the end, not across warps in each iteration.
     SUM_LATE: tl.constexpr = M <= 16
     total = tl.zeros([M, TILE] if SUM_LATE else [M], tl.float32)
-    # Pages are looked up one tile ahead, in registers: inside the tile's own turn the compiler would spend pipeline stages
-    # on the look-up, and keys and values would have a single buffer.
+    # Page numbers are loaded one tile ahead, into registers: in the tile's own iteration the compiler would spend pipeline
+    # stages on that load, and keys and values would have a single buffer.
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         is_inside = position < end
@@ -76,7 +76,7 @@ def _attend(  # type: ignore[no-untyped-def]
         k = tl.load(place, mask=mask, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, TILE]
         if SOFTCAP > 0:
-            # cap * tanh(x) with x = score / cap, from powers of two: exact at both ends, where they are 0 or infinite.
+            # cap * tanh(score / cap) by exp2: exact at both ends, where the power is 0 or infinite.
             scores = SOFTCAP * LOG2E * (1 - 2 / (1 + tl.exp2(scores * (2 * LOG2E * SCALE / SOFTCAP))))
         else:
             scores = scores * (SCALE * LOG2E)
@@ -98,8 +98,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _matching(q, kv):  # type: ignore[no-untyped-def]
-    """q in the type that products are computed in. 8-bit keys become float16 in one instruction and bfloat16 in several,
-    and every number they hold is a float16. No sane query is beyond its range; clamped, others stay finite."""
+    """q in the type of the products. 8-bit keys convert to float16 in one instruction and to bfloat16 in several, and
+    float16 holds them exactly. Queries beyond its range do not occur in practice; the clamp keeps them finite."""
     if kv.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     return q
@@ -107,7 +107,7 @@ def _matching(q, kv):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _prefix_share(prefix_len, num_splits, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many positions of the shared prefix one split takes."""
+    """Positions of the shared prefix per split."""
     return tl.maximum(tl.cdiv(tl.cdiv(prefix_len, num_splits), TILE) * TILE, TILE)
 
 
@@ -133,9 +133,9 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """QUERIES queries of one KV head, of as many rows as that takes, over one split of the prefix that all rows share."""
+    """QUERIES queries of one KV head, from consecutive rows, over one split of the prefix that all rows share."""
     if PDL:
-        # In this order: once the decode kernel starts, what came before this kernel is complete, and it need not wait.
+        # In this order: when the decode kernel starts, all work before this kernel is complete, so it need not wait for it.
         gdc_wait()
         gdc_launch_dependents()
     head = tl.program_id(1)
@@ -171,7 +171,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     out,  # [B, H * D], rows out_stride apart
     partial_out,  # [num_items, H, D] float32
     partial_lse,  # [num_items, H] float32
-    arrived,  # [B, Hkv] int32: chunks of the row that are done; 0 before and after
+    arrived,  # [B, Hkv] int32: finished chunks of the row; 0 before and after the launch
     prefix_len,  # [1] or None
     prefix_out,
     prefix_lse,
@@ -195,7 +195,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The GROUP query heads of one KV head over one item; the last of a row's items merges them."""
+    """The GROUP query heads of one KV head over one item; the last item of a row to finish merges all of them."""
     if PDL:
         if prefix_len is None:
             gdc_wait()
@@ -216,7 +216,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     mask = (group < GROUP)[:, None] & (dims < D)[None, :]
     table = page_table + row * table_stride
     page = _pages(table, begin + tl.arange(0, TILE), end, PAGE)
-    # Past the first-level cache: after a prefix kernel nothing was waited for that would have cleared it of older queries.
+    # .cg bypasses the L1 cache: after a prefix kernel there was no wait that would have invalidated older queries in it.
     place = q + row * q_stride + heads[:, None] * D + dims[None, :]
     q_tile = tl.load(place, mask=mask, other=0.0, cache_modifier=".cg")
     acc, largest, total = _attend(
@@ -227,16 +227,16 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         if PDL:
             gdc_wait()
         length = tl.load(prefix_len)
-        # The row's first chunk takes the prefix in. A padding row begins at 0 and takes nothing.
+        # The row's first chunk folds in the prefix. A padding row begins at 0 and folds in nothing.
         used = tl.cdiv(length, _prefix_share(length, num_prefix_splits, PREFIX_TILE))
         for split in range(tl.where(begin == length, used, 0)):
             slot = (split * num_rows + row) * NUM_HEADS + heads
             part = tl.load(prefix_out + slot[:, None] * D + dims[None, :], mask=mask, other=0.0)
             part_lse = tl.load(prefix_lse + slot, mask=group < GROUP, other=0.0)
             acc, largest, total = fold(acc, largest, total, part, part_lse)
-    if sinks is not None:  # those of several items are counted once, where they are merged
+    if sinks is not None:  # for a row of several items, the merge adds the sinks once
         total = tl.where(count == 1, with_sinks(largest, total, sinks + heads, group < GROUP), total)
-    result = acc / tl.where(total == 0, 1, total)[:, None]  # a padding row has no keys: zeros
+    result = acc / tl.where(total == 0, 1, total)[:, None]  # zeros for a padding row, which has no keys
     if count == 1:
         cells = out + row * out_stride + heads[:, None] * D + dims[None, :]
         tl.store(cells, result.to(out.dtype.element_ty), mask=mask)
@@ -244,7 +244,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         mine = tl.program_id(1) * NUM_HEADS + heads
         tl.store(partial_out + mine[:, None] * D + dims[None, :], result, mask=mask)
         tl.store(partial_lse + mine, largest + tl.log2(total), mask=group < GROUP)
-        # All threads have stored; the addition releases that to whoever comes last and lets it see what others stored.
+        # All threads have stored. The atomic add publishes the stores to the last program, and acquires those of the others.
         tl.debug_barrier()
         counter = arrived + row * NUM_KV_HEADS + head
         if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
@@ -257,8 +257,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 
 class DecodeAttention:
-    """Scratch memory and launches for rows of one token. One instance serves all layers, one launch after another: two
-    streams must not share it. Everything that a captured graph refers to is allocated once and never moves."""
+    """Scratch memory and launches for decode rows. One instance serves all layers, one launch after another; two streams
+    must not share it. Everything that a captured graph refers to is allocated once and never moves."""
 
     def __init__(
         self,
@@ -293,11 +293,11 @@ class DecodeAttention:
         min_chunk: int = MIN_CHUNK,
         pdl: bool = False,
     ) -> DecodeWork:
-        """Cut rows with seq_lens [B] int32 (0: padding) into items: once a step for each window that a layer has.
+        """Split rows with seq_lens [B] int32 (0: padding) into items: once per step for each window size of the layers.
 
-        window: only the last `window` positions count, the token's own included; 0: all do. prefix_len [1] int32, a
-        multiple of the page size: every row that is not padding begins with the same pages, that many tokens long; 0 on
-        the device: none. Rows, chunks and whether there is a prefix_len are baked into a graph; lengths are not."""
+        window: only the last `window` positions count, the token's own included; 0: all. prefix_len [1] int32, a multiple
+        of the page size: every row that is not padding begins with the same pages for that many tokens; 0 on the device: no
+        prefix. A captured graph fixes the number of rows, the chunks and whether prefix_len is given, but not the lengths."""
         assert not (window and prefix_len is not None), "a shared prefix is not supported under a sliding window"
         assert seq_lens.shape[0] <= self._max_rows
         if window not in self._items:
@@ -323,10 +323,11 @@ class DecodeAttention:
         prefix_splits: int = 0,
         pdl: bool = False,
     ) -> None:
-        """q [B, H, D] (any row stride) over kv [pages, 2, Hkv, page_size, D] by page_table [B, M] int32 → out [B, H * D].
+        """Attend with q [B, H, D] (any row stride) over kv [pages, 2, Hkv, page_size, D] by page_table [B, M] int32 → out
+        [B, H * D].
 
-        The rows' own keys and values are in kv already. softcap: softcap * tanh(score / softcap); 0: none.
-        sinks [H] float32: scores beside those of the keys, whose weight is lost."""
+        The step's keys and values are already in kv. softcap: softcap * tanh(score / softcap); 0: none.
+        sinks [H] float32: per head, one more score in the softmax, without a value."""
         num_rows, num_heads, head_size = q.shape
         assert (num_rows, num_heads, head_size) == (work.num_rows, self._num_heads, self._head_size)
         assert kv.shape[1:3] == (2, self._num_kv_heads) and kv.shape[4] == head_size and kv[0].is_contiguous()
@@ -347,7 +348,7 @@ class DecodeAttention:
             GROUP_PADDED=max(16, group),
             TILE=config.tile,
             PREFIX_TILE=config.prefix_tile,
-            PARTS=max(1, 1024 * config.num_warps // (shared["D_PADDED"] * group)),  # 32 registers of each thread
+            PARTS=max(1, 1024 * config.num_warps // (shared["D_PADDED"] * group)),  # 32 registers per thread
             **_launch_options(config.num_warps, config.num_stages, pdl),
         )
 
@@ -362,7 +363,7 @@ class DecodeAttention:
         shared: dict[str, Any],
         pdl: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each row's attention over the shared prefix, in parts: outputs [splits, B, H, D] and lse [splits, B, H]."""
+        """Attend to the shared prefix, in parts: outputs [splits, B, H, D] and lse [splits, B, H]."""
         num_rows, num_heads, head_size = q.shape
         if self._prefix is None:
             slots = max(rows * self._prefix_splits(rows, config) for rows in range(1, self._max_rows + 1))
@@ -380,7 +381,7 @@ class DecodeAttention:
         return self._prefix
 
     def _shared(self, kv: torch.Tensor, scale: float, softcap: float) -> dict[str, Any]:
-        """What both kernels are compiled for."""
+        """Compile-time constants of both kernels."""
         return {
             "SCALE": scale,
             "SOFTCAP": softcap,

@@ -1,5 +1,5 @@
-"""Causal attention of rows of several query tokens over their KV pages, or over the keys and values of the step itself.
-Knows nothing of requests and batches: a list of tiles, made on the host, says which tokens belong together."""
+"""Causal attention of rows with several query tokens over their KV pages, or directly over the keys and values of this step.
+A list of tiles, made on the host, says which tokens belong together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ MAX_HEAD_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program holds: `block_m` pairs (query token, head of one KV group) against `block_n` cells at a time.
+    """The work of one program: `block_m` (query token, head of one KV head) pairs against `block_n` cells at a time.
 
-    All query heads of a KV head lie in the same tile, so that a group reads its keys and values once, however short
-    the row is, and the diagonal, of which half is wasted, is `tokens` wide instead of `block_m`."""
+    All query heads of a KV head share a tile, so that they read their keys and values once, however short the row is, and
+    the diagonal, half of which is wasted, is only `tokens` wide instead of `block_m`."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    is_specialised: bool = False  # the kernel of paged_prefill_hopper.py, whose blocks are fixed
+    is_specialised: bool = False  # use the kernel of paged_prefill_hopper.py, whose block sizes are fixed
 
     def heads(self, group: int) -> int:
-        """Query heads of one KV head in a tile: all of them, or equal shares where a tile has too few rows."""
+        """Query heads of one KV head in a tile: all of them, or equal shares if the tile has too few rows."""
         if self.is_specialised:
             return 1 << (group - 1).bit_length()
         return -(-group // -(-group // self.block_m))
@@ -49,13 +49,13 @@ def choose_tile(
     kv_dtype: torch.dtype,
     *,
     capability: tuple[int, int] = (0, 0),
-    is_plain: bool = False,
+    needs_general: bool = False,
 ) -> Tile:
-    """By shape alone, the fastest of those that benchmarks/kernels/paged_prefill.py timed on an H200.
+    """Choose a tile by shape: the fastest that benchmarks/kernels/paged_prefill.py measured on an H200.
 
-    `is_plain`: some layer has a window, a soft cap or sinks, which the specialised kernel does not know."""
+    `needs_general`: the layer has a window, a soft cap or sinks, which the specialised kernel does not support."""
     padded = triton.next_power_of_2(head_size)
-    if capability == (9, 0) and not is_plain:
+    if capability == (9, 0) and not needs_general:
         from octavo.kernels.triton.attention import paged_prefill_hopper  # needs Gluon, which other GPUs do not
 
         if paged_prefill_hopper.fits(head_size, group, page_size, dtype, kv_dtype):
@@ -70,11 +70,11 @@ def choose_tile(
 def plan_tiles(
     query_lens: Sequence[int], seq_lens: Sequence[int], first_row: int, block_m: int
 ) -> npt.NDArray[np.int32]:
-    """[N, 4]: row, first token in T, its position, tokens from it to the row's end; zeros may pad it. `block_m` tokens
-    make a tile.
+    """Tiles [N, 4]: row, first token in T, its position, tokens from it to the row's end; callers may pad with zeros. A tile
+    holds `block_m` tokens.
 
-    Rows before `first_row` get none. The tiles that see most cells come first, so that the last programs to start are
-    the short ones."""
+    Rows before `first_row` get no tiles. Tiles that see the most cells come first, so that the last programs to start are
+    short."""
     lens = np.array(query_lens, dtype=np.int32)  # [B], a copy
     starts = np.cumsum(lens, dtype=np.int32) - lens
     lens[:first_row] = 0
@@ -95,8 +95,8 @@ def _block(  # type: ignore[no-untyped-def]
     kv, table, at, cells, end, column,
     HEAD: tl.constexpr, PAGE: tl.constexpr, KV_HEADS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[block_n, D] of the keys or values of a row's cells; what lies behind its end is 0. `at`: where this KV head's
-    keys or values begin in a page."""
+    """Load keys or values [block_n, D] of a row's cells; 0 beyond its end. `at`: offset of this KV head's keys or values
+    in a page."""
     is_own = cells < end
     page = tl.load(table + cells // PAGE, mask=is_own, other=0) if MASKED else tl.load(table + cells // PAGE)
     place = page.to(tl.int64) * (2 * KV_HEADS * PAGE * HEAD) + (cells % PAGE) * HEAD + at
@@ -115,7 +115,7 @@ def _attend(  # type: ignore[no-untyped-def]
     HEAD: tl.constexpr, KV_HEADS: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     SCALE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the cells first … last − 1. MASKED: some of them are not seen by all of the tile's rows."""
+    """Attend to the cells first … last − 1. MASKED: some of them are not seen by all rows of the tile."""
     column = tl.arange(0, acc.shape[1])
     factor: tl.constexpr = LOG2E if SOFTCAP > 0.0 else SCALE * LOG2E
     for start in tl.range(first, last, BLOCK_N):
@@ -133,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 is_seen &= cells[None, :] > position[:, None] - WINDOW
             scores = tl.where(is_seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1) * factor)
-        if MASKED and WINDOW > 0:  # a row may have seen nothing yet: exp2(-inf - -inf) would be NaN
+        if MASKED and WINDOW > 0:  # a row may have seen nothing so far, and exp2(-inf - -inf) is NaN
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         else:
             shift = new_largest
@@ -152,8 +152,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _runs(first_position, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where three runs of cells begin and end: left edge of the window, seen by all rows of the tile, diagonal. Only the
-    middle one needs no mask."""
+    """Begins and ends of three runs of cells: the left edge of the window, cells seen by all rows of the tile, the diagonal.
+    Only the middle one needs no mask."""
     all_see = (first_position + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -166,14 +166,14 @@ def _runs(first_position, last, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):  #
 
 @triton.jit
 def _heads_at(kv_head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PAGE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where a KV head's keys and values begin: in a token's heads, or in a page."""
+    """Offsets of a KV head's keys and values: in a token's heads, or in a page."""
     if PAGE == 0:
         return (KV_HEADS * GROUP + kv_head) * HEAD, (KV_HEADS * (GROUP + 1) + kv_head) * HEAD
     else:
         return kv_head * (PAGE * HEAD), (KV_HEADS + kv_head) * (PAGE * HEAD)
 
 
-# One binary for all page tables and tile lists, wherever they lie: a start compiles nothing twice.
+# One binary whatever the alignment of page table and tile list, so that a start compiles nothing twice.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["page_table", "tiles"])
 def _prefill(  # type: ignore[no-untyped-def]
     q,  # [T, H, D], tokens q_stride apart
@@ -189,7 +189,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // PACK
     SHARES: tl.constexpr = (GROUP + PACK - 1) // PACK
-    # Heads vary fastest: the heaviest tiles of all heads start first.
+    # Heads vary fastest, so that the heaviest tiles of all heads start first.
     kv_head = tl.program_id(0) // SHARES
     tile = tiles + tl.program_id(1) * 4
     row = tl.load(tile)
@@ -207,7 +207,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     mask = is_query[:, None] & (column < HEAD)[None, :]
     at = (token + pair // PACK).to(tl.int64)
     query = tl.load(q + (at * q_stride + head)[:, None] + column[None, :], mask=mask, other=0.0)  # [BLOCK_M, D]
-    # Pairs that are no query see what the last one sees: nothing divides by 0.
+    # Padding pairs get the position of the last query, so that nothing divides by 0.
     position = tl.minimum(first_position + pair // PACK, first_position + tl.minimum(count, TOKENS) - 1)
 
     end = first_position + count  # of the row, this step's tokens included
@@ -215,7 +215,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     table = page_table + row.to(tl.int64) * table_stride
     key_at, value_at = _heads_at(kv_head, KV_HEADS, GROUP, HEAD, PAGE)
     acc = tl.zeros((BLOCK_M, HEAD_PADDED), tl.float32)
-    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # of the scores, times log2(e)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # score, times log2(e)
     total = tl.zeros((BLOCK_M,), tl.float32)
     starts, ends = _runs(first_position, last, WINDOW, BLOCK_N)
     for run in tl.static_range(3):
@@ -236,23 +236,23 @@ _blocks = Descriptors(TensorDescriptor)
 
 
 def paged_prefill(
-    heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q, k, v; tokens may lie further apart
+    heads: torch.Tensor,  # [T, H + 2 Hkv, D]: q, k, v; any token stride
     pages: torch.Tensor,  # [num_pages, 2, Hkv, page_size, D]
     page_table: torch.Tensor,  # [B, M] int32
     tiles: torch.Tensor,  # [N, 4] int32: plan_tiles(…, tile.tokens(group)), on the device; zeros are skipped
-    out: torch.Tensor,  # [T, H * D], written where tiles say
+    out: torch.Tensor,  # [T, H * D], written for the tokens in tiles
     tile: Tile,
     *,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,  # [H] float32: scores beside those of the keys, whose weight is lost
+    sinks: torch.Tensor | None = None,  # [H] float32: per head, one more score in the softmax, without a value
     is_whole: bool = False,
 ) -> None:
-    """Each query token sees the cells of its row up to its own position, or the last `window` of them.
+    """Attend: each query token sees the cells of its row up to its own position, or the last `window` of them.
 
-    `is_whole`: no row has a prefix, and heads hold keys and values as the pages do (normed, turned, finite): they are
-    read from there, in whole blocks instead of page by page. Needs a head size that is a power of two."""
+    `is_whole`: no row has a prefix, and `heads` holds keys and values as the pages do (normalised, rotated, finite): read
+    them from there, in blocks instead of page by page. Needs a head size that is a power of two."""
     num_kv_heads, page_size, size = pages.shape[2:]
     group = heads.shape[1] // num_kv_heads - 2
     padded = max(16, 1 << (size - 1).bit_length())
@@ -283,7 +283,7 @@ def paged_prefill(
 
 
 def whole_blocks(heads: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """Blocks [block_n, D] of any head of consecutive tokens; behind the last token they are 0."""
+    """Descriptor of blocks [block_n, D] of any head of consecutive tokens; 0 beyond the last token."""
     num_tokens, num_heads, size = heads.shape
     assert size & (size - 1) == 0
     return _blocks(heads, (num_tokens, num_heads * size), (heads.stride(0), 1), (block_n, size))

@@ -1,5 +1,5 @@
 """Prefill attention for the tensor cores of compute capability 9: one warp fetches, two groups of four warps multiply.
-Knows nothing of requests and batches, nor of windows, soft caps, sinks and 8-bit stores: paged_prefill.py has those."""
+Windows, soft caps, sinks and 8-bit stores are supported only by paged_prefill.py."""
 
 import functools
 
@@ -13,28 +13,28 @@ from triton.language.core import _aggregate as aggregate
 from octavo.kernels.triton.runtime.launch import Descriptors, Launcher, knows_gluon
 
 LOG2E = 1.4426950408889634
-ROWS = gl.constexpr(64)  # (token, head) pairs of one consumer: what one matrix instruction takes
+ROWS = gl.constexpr(64)  # (token, head) pairs of one consumer: the rows of one matrix instruction
 PANEL = gl.constexpr(64)  # columns: 128 bytes, the widest swizzle
 PANEL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers take what the producer gives back
+MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers get what the producer gives up
 
 
 @aggregate
 class Shape:
-    """What is known when the kernel is compiled."""
+    """Compile-time constants."""
 
     KV_HEADS: gl.constexpr
     GROUP: gl.constexpr  # query heads of a KV head
-    PACK: gl.constexpr  # the same, rounded up to a power of two
+    PACK: gl.constexpr  # GROUP, rounded up to a power of two
     HEAD: gl.constexpr
-    PAGE: gl.constexpr  # 0: keys and values lie in the heads, token after token
-    PIECE: gl.constexpr  # cells that one copy fetches
+    PAGE: gl.constexpr  # 0: read keys and values from the heads, token after token
+    PIECE: gl.constexpr  # cells per copy
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
     FACTOR: gl.constexpr  # of the scores, log2(e) included
-    IN_TURN: gl.constexpr  # consumers issue their products in turn, so that one's softmax runs under the other's
+    IN_TURN: gl.constexpr  # consumers issue products alternately, so that one's softmax overlaps the other's products
 
     @gluon.constexpr_function
     def __init__(self, KV_HEADS, GROUP, PACK, HEAD, PAGE, PIECE, BLOCK_N, STAGES, FACTOR, IN_TURN):  # type: ignore[no-untyped-def]
@@ -52,7 +52,8 @@ class Shape:
 
 @gluon.jit
 def _lane(step):  # type: ignore[no-untyped-def]
-    """Tiles come heaviest first: programs take them there and back, so that nobody gets the heaviest of every round."""
+    """This program's tile of a round. Tiles come heaviest first; the direction alternates between rounds, so that no program
+    gets the heaviest of every round."""
     last = gl.num_programs(0) - 1
     return gl.program_id(0) if step % 2 == 0 else last - gl.program_id(0)
 
@@ -65,7 +66,7 @@ def _num_steps(num_items):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _read_tile(tiles, item, shape):  # type: ignore[no-untyped-def]
-    """Row, first token, its position, tokens to the row's end, blocks of cells its tokens see."""
+    """Row, first token, its position, tokens to the row's end, and number of cell blocks that its tokens see."""
     tile = tiles + item // shape.KV_HEADS * 4
     position = gl.load(tile + 2)
     count = gl.load(tile + 3)
@@ -75,14 +76,14 @@ def _read_tile(tiles, item, shape):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fetch(kv, table, ring, number, block, last_cell, token, column, kv_head, shape):  # type: ignore[no-untyped-def]
-    """One block of keys or values, the ring's `number`-th: a copy for each piece and panel. Cells behind the row's end
-    come from its last page; nobody sees them."""
+    """Fetch one block of keys or values, the `number`-th of the ring: one copy per piece and panel. Cells beyond the row's
+    end come from its last page; the mask hides them."""
     pieces, full, empty = ring
     NUM_PIECES: gl.constexpr = shape.BLOCK_N // shape.PIECE
     NUM_PANELS: gl.constexpr = shape.HEAD // PANEL
     slot = number % shape.STAGES
     ready = full.index(slot)
-    # Where the pieces lie is read before the wait: it takes as long as a copy.
+    # Read the pieces' places before the wait: this takes as long as a copy.
     at = ()
     for piece in gl.static_range(NUM_PIECES):
         cell = block * shape.BLOCK_N + piece * shape.PIECE
@@ -102,7 +103,7 @@ def _fetch(kv, table, ring, number, block, last_cell, token, column, kv_head, sh
 
 @gluon.jit
 def _produce(q, kv, page_table, tiles, table_stride, num_items, queries, keys, values, shape):  # type: ignore[no-untyped-def]
-    """The fetching warp: queries for both consumers, then keys one block ahead of values, from right to left."""
+    """The fetching warp: queries for both consumers, then keys one block ahead of values, from the last block to the first."""
     query_panels, query_full, query_empty = queries
     TOKENS: gl.constexpr = ROWS // shape.PACK
     number = 0
@@ -138,13 +139,13 @@ def _produce(q, kv, page_table, tiles, table_stride, num_items, queries, keys, v
 
 @gluon.jit
 def _weigh(scores, largest, total, position, first_cell, shape, MASKED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores [ROWS, BLOCK_N] → weights, and how much less what came before weighs now."""
+    """Scores [ROWS, BLOCK_N] → weights, the factor for the sums so far, the new largest exponent and the new total."""
     if MASKED:
         cells = first_cell + gl.arange(0, shape.BLOCK_N, gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(cells[None, :] <= position[:, None], scores, float("-inf"))
     new_largest = gl.maximum(largest, gl.max(scores, 1) * shape.FACTOR)
     shift = new_largest
-    if MASKED:  # a row may have seen nothing yet: exp2(-inf - -inf) would be NaN
+    if MASKED:  # a row may have seen nothing so far, and exp2(-inf - -inf) is NaN
         shift = gl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = gl.exp2(scores * shape.FACTOR - shift[:, None])
     fade = gl.exp2(largest - shift)
@@ -156,7 +157,7 @@ def _advance(  # type: ignore[no-untyped-def]
     q, keys, values, turns, turn, number, acc, weights, largest, total, position, first_cell, shape,
     CONSUMER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the values of block `number` while the scores of the next one go through the softmax."""
+    """Multiply the values of block `number` while the softmax of the next block's scores runs."""
     key_blocks, key_full, key_empty = keys
     value_blocks, value_full, value_empty = values
     slot, value_slot = (number + 1) % shape.STAGES, number % shape.STAGES
@@ -208,7 +209,8 @@ def _last_values(acc, weights, values, number, shape):  # type: ignore[no-untype
 
 @gluon.jit
 def _consume(tiles, out, num_items, queries, keys, values, turns, shape, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Four warps: 64 (token, head) pairs of each tile against all cells they see, from right to left."""
+    """Four consumer warps: 64 (token, head) pairs of each tile against all cells they see, from the last block to the
+    first."""
     query_blocks, query_full, query_empty = queries
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.HEAD, 16])
@@ -284,7 +286,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     query_panels = gl.allocate_shared_memory(q.dtype, [2 * NUM_PANELS, ROWS // PACK, PACK, PANEL], q.layout)
     key_pieces = gl.allocate_shared_memory(q.dtype, [STAGES * NUM_PANELS * BLOCK_N // PIECE, PIECE, PANEL], kv.layout)
     value_pieces = gl.allocate_shared_memory(q.dtype, [STAGES * NUM_PANELS * BLOCK_N // PIECE, PIECE, PANEL], kv.layout)
-    # Pieces of a panel lie one behind the other, and so do panels: to the products they are one block.
+    # The pieces of a panel are contiguous, and so are panels: the products read them as one block.
     query_blocks = query_panels._reinterpret(q.dtype, [2, ROWS, HEAD], kv.layout)
     key_blocks = key_pieces._reinterpret(q.dtype, [STAGES, BLOCK_N, HEAD], kv.layout)
     value_blocks = value_pieces._reinterpret(q.dtype, [STAGES, BLOCK_N, HEAD], kv.layout)
@@ -311,8 +313,8 @@ _panels = Descriptors(lambda *parts: TensorDescriptor(*parts, PANEL_LAYOUT))
 
 
 def fits(head_size: int, group: int, page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> bool:
-    """Two or one panel of 64 columns; a group that fits into a consumer; pages of whole swizzle patterns. And a Triton whose
-    Gluon is the one this was written in."""
+    """Whether this kernel supports the shape: one or two panels of 64 columns, a group that fits into a consumer, pages of
+    whole swizzle patterns, and a Triton version with the right Gluon."""
     is_half = dtype in (torch.bfloat16, torch.float16) and kv_dtype == dtype
     return is_half and head_size in (64, 128) and group <= 64 and page_size >= 8 and knows_gluon()
 
@@ -335,7 +337,8 @@ def launch(
     num_stages: int = 2,
     in_turn: bool = False,
 ) -> None:
-    """paged_prefill's work, which has checked the shapes. One program per processor walks through its share of tiles."""
+    """Do the work of paged_prefill, which has checked the shapes. One program per multiprocessor loops over its share of the
+    tiles."""
     num_tokens, all_heads, size = heads.shape
     num_kv_heads, page_size = pages.shape[2:4]
     group = all_heads // num_kv_heads - 2

@@ -1,5 +1,5 @@
-"""Between the QKV product and attention, in one launch: norm each head, turn q and k, store k and v in their pages.
-Knows nothing of batches: a slot says where a token's keys and values go."""
+"""The work between the QKV product and attention in one launch: RMSNorm of each q and k head, RoPE, and storing k and v in
+their pages."""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -13,8 +13,8 @@ MAX_HEAD_SIZE = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
-    heads,  # [T, H + 2 Hkv, D], tokens token_stride apart; q (where KEEP_KEYS: and k and v as stored) written back
+def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
+    heads,  # [T, H + 2 Hkv, D], tokens token_stride apart; q is written back, with KEEP_KEYS k and v as stored too
     rotation,  # [T, D/2, 2] float32 (cos, sin), or None
     q_norm,  # [D] or None
     k_norm,  # [D] or None
@@ -37,7 +37,7 @@ def _turn(  # type: ignore[no-untyped-def]
     mask = (head < H + 2 * HKV)[:, None] & (column < D)[None, :]
     is_query = (head < H)[:, None]
     is_value = (head >= H + HKV)[:, None]
-    # Weights are written by no kernel of the step: read before waiting for the product.
+    # No kernel of the step writes the norms' weights: load them before waiting for the product.
     q_scale = tl.full((D_PADDED,), 1.0, tl.float32)
     k_scale = tl.full((D_PADDED,), 1.0, tl.float32)
     if q_norm is not None:
@@ -64,10 +64,10 @@ def _turn(  # type: ignore[no-untyped-def]
         factors = tl.load(rotation + token * D + column, mask=column < D, other=0.0)
         cosine, sine = tl.split(tl.reshape(factors, (D_PADDED // 2, 2)))
         real, imaginary = tl.split(tl.reshape(numbers, (HEADS, D_PADDED // 2, 2)))
-        turned = tl.join(
+        rotated = tl.join(
             real * cosine[None, :] - imaginary * sine[None, :], real * sine[None, :] + imaginary * cosine[None, :]
         )
-        numbers = tl.where(is_value, numbers, tl.reshape(turned, (HEADS, D_PADDED)))
+        numbers = tl.where(is_value, numbers, tl.reshape(rotated, (HEADS, D_PADDED)))
 
     rounded = numbers.to(heads.dtype.element_ty)
     numbers = rounded.to(tl.float32)
@@ -75,19 +75,19 @@ def _turn(  # type: ignore[no-untyped-def]
     finite = tl.where(is_finite, numbers, 0.0)
     if KEEP_KEYS:
         kept = tl.where(is_query, numbers, finite).to(heads.dtype.element_ty)
-        # Values are as they were, unless one is no number: then its head is written, whole, so that stores stay wide.
+        # Values are unchanged unless one is not finite. Then its whole head is written, so that stores stay wide.
         is_broken = tl.max(tl.where(is_finite, 0, 1), axis=1)[:, None] > 0
         tl.store(place, kept, mask=mask & ((head < H + HKV)[:, None] | is_broken))
     elif q_norm is not None or rotation is not None:
         tl.store(place, rounded, mask=mask & is_query)
     if kv.dtype.element_ty == tl.float8e4nv:
         finite = tl.minimum(tl.maximum(finite, -448.0), 448.0)
-    kv_head = head - H  # keys, then values: [2, Hkv] as one dimension
+    kv_head = head - H  # [2, Hkv] as one dimension: keys, then values
     cell = kv + (slot // PAGE) * page_stride + (kv_head[:, None] * PAGE + slot % PAGE) * D + column[None, :]
     tl.store(cell, finite.to(kv.dtype.element_ty), mask=mask & (head >= H)[:, None] & (slot >= 0))
 
 
-_launch_turn = Launcher(_turn)
+_launch_qk_norm_rope_store = Launcher(_qk_norm_rope_store)
 
 
 def qk_norm_rope_store(
@@ -105,14 +105,15 @@ def qk_norm_rope_store(
     is_fixed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """heads [T, H + 2 Hkv, D]: q is normed and turned in place; k so too and v as it is go to kv at their slots, NaN and
-    inf as 0. `rotation` [T, D/2, 2] float32 turns the pairs (2i, 2i + 1). `keep_keys`: k and v as stored (but for the
-    rounding to 8 bits) are also written back to heads. `is_fixed`: norms are summed in one order, however many tokens."""
+    """Normalise and rotate q of heads [T, H + 2 Hkv, D] in place; store k, normalised and rotated, and v in kv at their slots,
+    with 0 for NaN and infinity. `rotation` [T, D/2, 2] float32 rotates the pairs (2i, 2i + 1). `keep_keys`: also write k and
+    v back to heads as stored, except for the rounding to 8 bits. `is_fixed`: norms sum in one order for any number of
+    tokens."""
     num_tokens, all_heads, size = heads.shape
     page_size = kv.shape[3]
     assert all_heads == num_heads + 2 * num_kv_heads and size <= MAX_HEAD_SIZE
     assert heads.stride(1) == size and heads.stride(2) == 1
-    # A page of its own is looked at only where pages lie apart: a view takes a microsecond.
+    # kv[0] is evaluated only if pages lie apart: the view takes a microsecond.
     assert kv.shape[1:] == (2, num_kv_heads, page_size, size) and (kv.is_contiguous() or kv[0].is_contiguous())
     assert page_size & (page_size - 1) == 0 and slots.dtype == torch.int64
     if rotation is not None:
@@ -120,10 +121,10 @@ def qk_norm_rope_store(
     if num_tokens == 0:
         return
     padded = max(2, 1 << (size - 1).bit_length())
-    # One 16-byte load a thread where a step is short of programs, two where it is not.
+    # One 16-byte load per thread if the step has few programs, else two.
     heads_each = max(1, (1024 if is_fixed or num_tokens <= 64 else 2048) // padded)
     pdl = pdl and starts_early(heads.device)
-    _launch_turn(
+    _launch_qk_norm_rope_store(
         (num_tokens, -(-all_heads // heads_each), 1),
         (heads, rotation, q_norm, k_norm, kv, slots, heads.stride(0), kv.stride(0), epsilon),
         (num_heads, num_kv_heads, size, padded, page_size, heads_each, keep_keys, pdl),

@@ -1,5 +1,4 @@
-"""act(gate) * up, for a product that holds gate and up side by side, in one pass over memory.
-Knows nothing of feed-forward layers; which activations it has is written in ACTIVATIONS."""
+"""act(gate) * up for a product that holds gate and up side by side, in one pass over memory."""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -15,7 +14,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activate(x, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The activation of float32 numbers. `few_rows` applies it to its sums before they are rounded."""
+    """The activation of float32 numbers. The products apply it to their sums before rounding."""
     if NAME == "silu":
         return x * tl.sigmoid(x)
     elif NAME == "gelu_tanh":
@@ -51,16 +50,16 @@ _launch_gate_mul = Launcher(_gate_mul)
 
 
 def gate_mul(gate_up: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Tensor:
-    """[T, 2 I] → [T, I]: the named activation of the first half times the second, in float32, rounded once."""
+    """[T, 2 I] → [T, I]: the named activation of the first half, times the second half; in float32, rounded once."""
     if name not in ACTIVATIONS:
-        raise ConfigError(f"activation {name!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {name!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     num_rows, width = gate_up.shape
     inner = width // 2
     assert width == 2 * inner and gate_up.stride(1) == 1
     out = torch.empty((num_rows, inner), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel() == 0:
         return out
-    # Few rows: 8 numbers a thread, as many programs as possible. Many rows: 16, to have more bytes in flight.
+    # Few rows: 8 numbers per thread, for as many programs as possible. Many rows: 16, to have more bytes in flight.
     block = min(1 << (inner - 1).bit_length(), 512 if num_rows <= 64 else 2048)
     pdl = pdl and starts_early(gate_up.device)
     _launch_gate_mul(

@@ -1,5 +1,4 @@
-"""Rows rounded to 8-bit floats with one scale each, alone, after an RMSNorm or after a gate, in one pass over memory.
-Knows nothing of the products that multiply them, or of weights."""
+"""Round rows to 8-bit floats with one scale each, alone, after an RMSNorm or after a gate, in one pass over memory."""
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -7,12 +6,12 @@ import triton.language as tl  # type: ignore[import-untyped]
 
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, activate
 
-# One program holds whole rows: 65,536 numbers are 64 registers of each of 1,024 threads.
+# A program holds whole rows: 65,536 numbers are 64 registers in each of 1,024 threads.
 MAX_SIZE = 65536
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether this GPU multiplies 8-bit floats."""
+    """Whether this GPU can multiply 8-bit floats."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -41,7 +40,7 @@ def _quantise(  # type: ignore[no-untyped-def]
         weight = tl.load(norm + column, mask=column < D, other=0.0).to(tl.float32)
         mean = tl.sum(numbers * numbers, axis=1) / D
         numbers = numbers * tl.rsqrt(mean + epsilon)[:, None] * weight[None, :]
-    # A row of zeros needs a scale to be divided by too; 448 is the largest number of the type.
+    # At least 1e-12, so that a row of zeros does not divide by 0; 448 is the largest number of the type.
     largest = tl.maximum(tl.max(tl.abs(numbers), axis=1), 1e-12)
     rounded = (numbers * (448.0 / largest)[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * D + column[None, :], rounded, mask=mask)
@@ -49,15 +48,15 @@ def _quantise(  # type: ignore[no-untyped-def]
 
 
 def quantise_rows(x: torch.Tensor, *, is_fixed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, D] → float8 [T, D] and scales [T, 1] float32, whose product is about x; each row's largest becomes 448.
-    is_fixed: a row's numbers are the same however many rows there are."""
+    """[T, D] → float8 [T, D] and scales [T, 1] float32, whose product approximates x; each row's largest becomes 448.
+    is_fixed: a row's numbers do not depend on the number of rows."""
     return _launch(x, x.shape[1], None, 0.0, "", is_fixed)
 
 
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, is_fixed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantise_rows of x / sqrt(mean(x²) + epsilon) * weight, which is not rounded in between."""
+    """quantise_rows of x / sqrt(mean(x²) + epsilon) * weight, without rounding in between."""
     assert weight.is_contiguous() and weight.shape == x.shape[1:]
     return _launch(x, x.shape[1], weight, epsilon, "", is_fixed)
 
@@ -65,7 +64,8 @@ def rms_norm_fp8(
 def silu_mul_fp8(
     gate_up: torch.Tensor, name: str = "silu", *, is_fixed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T, 2 D] → quantise_rows of silu, or another activation by name, of the first half times the second; as above."""
+    """[T, 2 D] → quantise_rows of the named activation of the first half, times the second half, without rounding in
+    between."""
     assert name in ACTIVATIONS and gate_up.shape[1] % 2 == 0
     return _launch(gate_up, gate_up.shape[1] // 2, None, 0.0, name, is_fixed)
 
@@ -80,7 +80,7 @@ def _launch(
     if num_rows == 0:
         return out, scales
     padded = triton.next_power_of_2(size)
-    # As kernels/triton/elementwise/norm.py: few rows, all the threads there are on one; many, about 4,096 numbers a program.
+    # As in norm.py. Few rows: as many threads as possible on one row. Many: about 4,096 numbers per program.
     has_few = is_fixed or num_rows <= 256
     rows = 1 if has_few else max(1, 4096 // padded)
     num_warps = min(16, max(1, rows * padded // (256 if has_few else 1024)))

@@ -1,5 +1,4 @@
-"""The rotary factors of a step's positions in one launch.
-Knows nothing of heads, or of where the frequencies come from."""
+"""RoPE factors for a step's positions in one launch."""
 
 import torch
 import triton
@@ -26,7 +25,7 @@ _launch_rotation = Launcher(_rotation)
 
 def rotation(positions: torch.Tensor, frequencies: torch.Tensor, amplitude: float) -> torch.Tensor:
     """positions [T] int64, frequencies [D/2] float32 → [T, D/2, 2] float32: amplitude times cosine and sine of each angle.
-    A pair that does not turn, of frequency 0, is not stretched either."""
+    A pair of frequency 0 is not rotated, and not multiplied by the amplitude."""
     half = frequencies.shape[0]
     out = torch.empty((positions.shape[0], half, 2), dtype=torch.float32, device=positions.device)
     _launch_rotation(

@@ -1,5 +1,5 @@
-"""act(gate) * up of x · Wᵀ in the product's own launch, on compute capability 9.0: where that pays, and in which tiles.
-Knows nothing of layers; the kernel is in `gated_hopper`, which only those GPUs load."""
+"""act(gate) * up of x · Wᵀ in one launch on compute capability 9.0: when it pays, and with which tiles. The kernel is in
+`gated_hopper`, which is imported only for those GPUs."""
 
 from functools import cache
 from typing import NamedTuple
@@ -12,22 +12,22 @@ from octavo.kernels.triton.runtime.chip import is_hopper
 from octavo.kernels.triton.runtime.launch import knows_gluon
 
 BLOCK_K = 64  # numbers of K in a panel: 128 bytes
-SHARED_BYTES = 227 * 1024 - 1024  # less barriers and what the compiler needs
-TRADE_BYTES = 4096  # where threads trade results before they are stored
+SHARED_BYTES = 227 * 1024 - 1024  # minus room for barriers and the compiler's needs
+TRADE_BYTES = 4096  # shared memory in which threads exchange results before storing them
 MAX_STAGES = 8
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-FEW_ROWS = 8  # fewer: `few_rows` is faster
-READING_ROWS = 128  # up to here reading W decides
-MANY_ROWS = 4096  # beyond, cuBLAS has weights that are not small near the chip's limit
-# Outputs times K. cuBLAS and a gate of its own lose most where the product takes but a few µs.
+FEW_ROWS = 8  # with fewer, `skinny` is faster
+READING_ROWS = 128  # up to here the time is that of reading W
+MANY_ROWS = 4096  # beyond, cuBLAS is near the GPU's limit unless the weight is small
+# Outputs times K. cuBLAS with a separate gate loses most when the product takes only a few µs.
 SMALL, LARGE = 1 << 23, 1 << 25
-LEAST_FULL = 0.84  # of the rounds' numbers that are results
+LEAST_FULL = 0.84  # share of the computed numbers that are results
 
 
 class Tile(NamedTuple):
     block_m: int  # rows of x: 64 or 128
-    block_n: int  # rows of W: half of them gate's, half of them up's
+    block_n: int  # rows of W: half of gate, half of up
 
     @property
     def outputs(self) -> int:
@@ -35,12 +35,12 @@ class Tile(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """2: the two consumers take half of W's rows each; 1: half of x's. One matrix instruction takes 64 rows of x."""
+        """2: the two consumers split the rows of W; 1: the rows of x. One matrix instruction takes 64 rows of x."""
         return 2 if self.block_m == 64 else 1
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Rows of W of one consumer in its two products. Tensors have powers of two: 192 are 128 and 64."""
+        """Rows of W of one consumer in its two products. Tensor sizes are powers of two: 192 is 128 and 64."""
         width = self.block_n // self.sides
         wide = min(256, 1 << (width.bit_length() - 1))
         return wide, width - wide
@@ -52,14 +52,14 @@ class Tile(NamedTuple):
 
     @property
     def trades(self) -> bool:
-        """Whether threads trade results, in groups that hold 32 outputs, to store 16 bytes each. Not where a fourth stage
-        takes the room."""
+        """Whether threads exchange results, in groups that hold 32 outputs, to store 16 bytes each. Not if a fourth stage
+        takes the shared memory."""
         has_room = self.stages * (self.block_m + self.block_n) * BLOCK_K * 2 <= SHARED_BYTES - TRADE_BYTES
         return has_room and self.piece >= 32
 
     @property
     def piece(self) -> int:
-        """Rows of W that one copy fetches: all copies are of one size."""
+        """Rows of W per copy: all copies have one size."""
         wide, narrow = self.widths
         return (narrow or wide) // 2
 
@@ -67,15 +67,15 @@ class Tile(NamedTuple):
         return -(-num_rows // self.block_m) * -(-n // self.outputs)
 
 
-# Those that were the fastest somewhere, of nine; each is a kernel to compile.
+# The tiles, of nine tried, that were fastest for some shape; each is a kernel to compile.
 TILES = (Tile(64, 128), Tile(64, 256), Tile(128, 128), Tile(128, 192), Tile(128, 256))
-_TILE_COST = 8192  # what a tile takes besides its products: as long as so many numbers of it
+_TILE_COST = 8192  # fixed cost of a tile, in numbers of block_m · block_n
 
 
 @cache
 def choose_tile(num_rows: int, n: int, processors: int) -> Tile:
-    """All processors work on one tile each, round after round: the tiles that take the shortest, whatever K is. Where
-    reading W decides, small tiles keep more reads on their way."""
+    """The tile with the shortest time, independent of K: all multiprocessors compute one tile each, round after round. If
+    reading W dominates, small tiles keep more reads in flight."""
     if num_rows <= TILES[0].block_m:
         return TILES[0]
 
@@ -88,8 +88,8 @@ def choose_tile(num_rows: int, n: int, processors: int) -> Tile:
 
 
 def pays(num_rows: int, n: int, k: int, processors: int) -> bool:
-    """Whether this beats the product by cuBLAS with a gate of its own, and `few_rows`, for n outputs, by what
-    `benchmarks/kernels/gated.py` measured on an H200 for the shapes of 0.6B, 1.7B, 4B and 8B models."""
+    """Whether this beats both cuBLAS with a separate gate and `skinny` for n outputs, as measured by
+    `benchmarks/kernels/gated.py` on an H200 for the shapes of 0.6B, 1.7B, 4B and 8B models."""
     num_rows = captured_size(num_rows)
     if num_rows < FEW_ROWS:
         return False
@@ -97,14 +97,14 @@ def pays(num_rows: int, n: int, k: int, processors: int) -> bool:
         return True
     if n * k < LARGE:
         return num_rows <= READING_ROWS or (num_rows <= MANY_ROWS and _fullness(num_rows, n, processors) >= LEAST_FULL)
-    # cuBLAS is near the chip's limits here, and what is won with the gate is soon lost in a round that is half empty.
+    # cuBLAS is near the GPU's limit here, and a round that is half empty costs more than the fused gate saves.
     if num_rows <= READING_ROWS:
         return num_rows > 32
     return 192 < num_rows <= 256 and _fullness(num_rows, n, processors) >= LEAST_FULL
 
 
 def _fullness(num_rows: int, n: int, processors: int) -> float:
-    """Results over what all processors compute in whole rounds of whole tiles."""
+    """Results as a share of all numbers that the multiprocessors compute in whole rounds of whole tiles."""
     tile = choose_tile(num_rows, n, processors)
     rounds = -(-tile.num_tiles(num_rows, n) // processors)
     return num_rows * n / (rounds * processors * tile.block_m * tile.outputs)
@@ -116,21 +116,21 @@ def _can_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fits(weight: torch.Tensor, name: str) -> bool:
-    """Whether there is a kernel for this GPU, type, activation and shape: rows of x, W and results must begin at multiples
-    of 16 bytes."""
+    """Whether there is a kernel for this GPU, type, activation and shape. Rows of x, W and results must be aligned to 16
+    bytes."""
     width, k = weight.shape
     return name in ACTIVATIONS and width % 16 == 0 == k % 8 and _can_run(weight.device, weight.dtype)
 
 
 def gated_pays(num_rows: int, weight: torch.Tensor, name: str) -> bool:
-    """Whether `gated_linear` can run with this weight and is the fastest way to its result."""
+    """Whether `gated_linear` supports this weight and is the fastest way."""
     width, k = weight.shape
     return fits(weight, name) and pays(num_rows, width // 2, k, num_processors(weight.device))
 
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, name: str, *, pdl: bool = False) -> torch.Tensor:
-    """x [M, K], weight [2 N, K] with a gate's rows, then up's → [M, N] of name(gate) * up, summed in float32 and rounded
-    once. pdl: begin reading the weight before the kernel launched before has ended."""
+    """x [M, K], weight [2 N, K] with the rows of gate, then of up → [M, N] of name(gate) * up, summed in float32 and rounded
+    once. pdl: start reading the weight before the previous kernel has ended."""
     from octavo.kernels.triton.gemm.gated_hopper import product  # needs Gluon, which other GPUs do not
 
     assert fits(weight, name)
@@ -139,7 +139,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, name: str, *, pdl: bool 
 
 
 def gated_row_counts(weight: torch.Tensor, name: str, max_rows: int) -> list[int]:
-    """Numbers of rows of which every kernel is met that up to max_rows rows may take. Tiles change at multiples of 64."""
+    """Row counts that together use every kernel that up to max_rows rows may use. Tiles change at multiples of 64."""
     n, processors = weight.shape[0] // 2, num_processors(weight.device)
     found: dict[Tile, int] = {}
     for end in range(64, max_rows + 64, 64):

@@ -1,7 +1,7 @@
-"""act(gate) * up of x · Wᵀ for the tensor cores of compute capability 9: one warp fetches, two groups of four multiply.
-Knows nothing of layers, nor of when it pays: `gated` chooses.
+"""act(gate) * up of x · Wᵀ for the tensor cores of compute capability 9: one warp fetches, two groups of four warps multiply.
+`gated` decides when it is used.
 
-A tile holds as many rows of gate as of up, so that their sums meet in one thread. Each program walks through its share of
+A tile holds as many rows of gate as of up, so that a thread has the sums of both. Each program loops over its share of the
 tiles; the fetching warp runs ahead, into the next tile too."""
 
 import torch
@@ -19,21 +19,21 @@ from octavo.kernels.triton.runtime.launch import Descriptors, Launcher
 PANEL = gl.constexpr(BLOCK_K)  # numbers of K: 128 bytes, the widest swizzle
 PANEL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers take what the producer gives back
-GROUP = gl.constexpr(8)  # tiles that follow one another down the rows of x before the next rows of W
+MAX_REGISTERS = 168  # a thread's share of 65536 with 12 warps; the consumers get what the producer gives up
+GROUP = gl.constexpr(8)  # consecutive tiles along the rows of x before the next rows of W
 
 
 @aggregate
 class Shape:
-    """What is known when the kernel is compiled."""
+    """Compile-time constants."""
 
     ROWS: gl.constexpr  # rows of x in a tile
-    WIDE: gl.constexpr  # rows of W that one consumer multiplies in one go: half of them gate's, half of them up's
-    NARROW: gl.constexpr  # and in another, or 0: 192 is 128 and 64, tensors have powers of two
-    SIDES: gl.constexpr  # 1: the consumers share x's rows. 2: they share W's
+    WIDE: gl.constexpr  # rows of W in a consumer's first product: half of gate, half of up
+    NARROW: gl.constexpr  # rows of W in its second product, or 0: 192 is 128 and 64, because sizes are powers of two
+    SIDES: gl.constexpr  # 1: the consumers split the rows of x. 2: they split the rows of W
     NAME: gl.constexpr  # of the activation
     STAGES: gl.constexpr
-    TRADES: gl.constexpr  # threads trade results to store 16 bytes each
+    TRADES: gl.constexpr  # threads exchange results to store 16 bytes each
     PDL: gl.constexpr
 
     @gluon.constexpr_function
@@ -65,7 +65,7 @@ class Work:
 
 @gluon.jit
 def _place(work, tile, shape):  # type: ignore[no-untyped-def]
-    """First row of x and first output of a tile. Tiles next to one another share rows of W, then rows of x."""
+    """First row of x and first output of a tile. Consecutive tiles share rows of W, then rows of x."""
     OUTPUTS: gl.constexpr = (shape.WIDE + shape.NARROW) * shape.SIDES // 2
     down = gl.cdiv(work.num_rows, shape.ROWS)
     in_group = GROUP * gl.cdiv(work.n, OUTPUTS)
@@ -77,7 +77,7 @@ def _place(work, tile, shape):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fetch_side(w, blocks, ready, work, at, output, number, WIDTH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """WIDTH rows of W, half of gate and half of up, into the number-th block of the ring."""
+    """Fetch WIDTH rows of W, half of gate and half of up, into the number-th block of the ring."""
     PIECE: gl.constexpr = w.block_type.shape[0]
     for part in gl.static_range(2):
         for piece in gl.static_range(WIDTH // 2 // PIECE):
@@ -98,7 +98,7 @@ def _fetch_weights(w, rings, ready, work, at, output, slot, shape):  # type: ign
 
 @gluon.jit
 def _produce(x, w, work, rings, full, empty, shape):  # type: ignore[no-untyped-def]
-    """The fetching warp. What the first slots need of W is fetched before x is there."""
+    """The fetching warp. It fetches W for the first slots before x is ready."""
     inputs, _wide, _narrow = rings
     BYTES: gl.constexpr = (shape.ROWS + (shape.WIDE + shape.NARROW) * shape.SIDES) * PANEL * 2
     number = 0
@@ -127,9 +127,9 @@ def _produce(x, w, work, rings, full, empty, shape):  # type: ignore[no-untyped-
 
 @gluon.jit
 def _multiply(rings, full, empty, number, count, acc, more, shape, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums over `count` panels, the ring's from `number` on. One product is under way while the next is issued."""
+    """Sums over `count` panels of the ring from `number` on. One panel's products run while the next one's are issued."""
     inputs, wide, narrow = rings
-    # Products of one panel: what may still be under way when those of the panel before have ended.
+    # Products per panel: as many may be in flight once those of the previous panel have ended.
     PRODUCTS: gl.constexpr = 1 if shape.NARROW == 0 else 2
     for step in range(count):
         slot = (number + step) % shape.STAGES
@@ -147,7 +147,7 @@ def _multiply(rings, full, empty, number, count, acc, more, shape, CONSUMER: gl.
             acc, more = warpgroup_mma_wait(PRODUCTS, deps=[acc, more])
         else:
             acc = warpgroup_mma_wait(PRODUCTS, deps=[acc])
-        # At the first step nothing was before; its slot is freed by the step after it.
+        # The first step has no previous panel to free; its own slot is freed by the next step.
         mbarrier.arrive(empty.index((number + step + shape.STAGES - 1) % shape.STAGES), count=1, pred=step > 0)
     if shape.NARROW > 0:
         acc, more = warpgroup_mma_wait(0, deps=[acc, more])
@@ -159,14 +159,14 @@ def _multiply(rings, full, empty, number, count, acc, more, shape, CONSUMER: gl.
 
 @gluon.jit
 def _halves(acc):  # type: ignore[no-untyped-def]
-    """[ROWS, 2 · H] → its left and its right half."""
+    """[ROWS, 2 · H] → its left and right halves."""
     HALF: gl.constexpr = acc.shape[1] // 2
     return acc.reshape([acc.shape[0], 2, HALF]).permute((0, 2, 1)).split()
 
 
 @gluon.constexpr_function
 def _wide_layout(rows, columns):  # type: ignore[no-untyped-def]
-    """Eight neighbours of a row to a thread: four threads that hold pairs of 32 neighbours trade them."""
+    """A layout with eight neighbours of a row per thread: four threads that hold pairs of 32 neighbours exchange them."""
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]]
     registers += [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
     registers += [[1 << bit, 0] for bit in range(6, rows.bit_length() - 1)]
@@ -196,7 +196,7 @@ def _store(out, acc, work, row, output, shape):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(out, work, rings, full, empty, shape, CONSUMER: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Four warps: their half of each tile, by rows of x or by rows of W."""
+    """Four consumer warps: half of each tile, split by rows of x or by rows of W."""
     ROWS: gl.constexpr = shape.ROWS if shape.SIDES == 2 else shape.ROWS // 2
     SECOND: gl.constexpr = 16 if shape.NARROW == 0 else shape.NARROW
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.WIDE, 16])
@@ -209,7 +209,7 @@ def _consume(out, work, rings, full, empty, shape, CONSUMER: gl.constexpr):  # t
         else:
             output += CONSUMER * ((shape.WIDE + shape.NARROW) // 2)
         acc = gl.zeros((ROWS, shape.WIDE), gl.float32, layout)
-        more = gl.zeros((ROWS, SECOND), gl.float32, other_layout)  # not used where all is one product
+        more = gl.zeros((ROWS, SECOND), gl.float32, other_layout)  # unused if there is no second product
         acc, more = _multiply(rings, full, empty, number, work.depth, acc, more, shape, CONSUMER)
         number += work.depth
         _store(out, acc, work, row, output, shape)
@@ -242,7 +242,7 @@ def _product(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, PANEL], x.layout)
     wide = gl.allocate_shared_memory(x.dtype, [STAGES * SIDES * WIDE // PIECE, PIECE, PANEL], w.layout)
-    # Pieces lie one behind the other: to the products they are one block.
+    # The pieces are contiguous: the products read them as one block.
     wide_blocks = wide._reinterpret(x.dtype, [STAGES * SIDES, WIDE, PANEL], w.layout)
     narrow = wide
     narrow_blocks = wide_blocks
@@ -277,11 +277,11 @@ def product(
     num_processors: int,
     pdl: bool,
 ) -> torch.Tensor:
-    """[M, N]; `gated` has checked types and sizes."""
+    """Launch the product → [M, N]. `gated` has checked types and sizes."""
     num_rows, k = x.shape
     n = weight.shape[0] // 2
     assert x.dtype == weight.dtype and weight.shape[1] == k and weight.is_contiguous()
-    assert x.stride(1) == 1 and x.stride(0) % 8 == 0  # a copy's rows begin at multiples of 16 bytes
+    assert x.stride(1) == 1 and x.stride(0) % 8 == 0  # rows of a copy are aligned to 16 bytes
     out = torch.empty((num_rows, n), dtype=x.dtype, device=x.device)
     if num_rows == 0:
         return out

@@ -1,10 +1,10 @@
-"""y = x · Wᵀ whose bits for a row do not depend on the other rows or on how many there are: one order of sums for all.
-Knows nothing of layers; norm, bias, gate, residual and 8-bit scales come with the product, as `few_rows` has them.
+"""y = x · Wᵀ whose bits for a row do not depend on the other rows or their number: one order of sums for all batches.
+Norm, bias, gate, residual and 8-bit scales are fused, as in `skinny`.
 
-W is the tall side of every tile, so that all row counts take the same matrix instruction and differ in its width alone, which
-leaves the order of a sum as it is: along K, sixteen numbers at a time. Where N has too few tiles to fill the chip, K is cut into
-shares, by N and K alone, which are summed apart and added up in their order: by several programs where rows are few, by one, one
-share after the other, where they are many. Both give the same bits."""
+W is the tall side of every tile, so all row counts use the same matrix instruction and differ only in its width, which does
+not change the order of a sum: along K, sixteen numbers at a time. If N has too few tiles to fill the GPU, K is divided into
+shares, depending on N and K only. Shares are summed separately and added up in order: by several programs if rows are few, by
+one program, share after share, if they are many. Both give the same bits."""
 
 from functools import cache
 from typing import NamedTuple
@@ -14,31 +14,38 @@ import triton
 import triton.language as tl
 
 from octavo.errors import ConfigError
-from octavo.kernels.triton.elementwise.activation import ACTIVATIONS, activate
+from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.norm import rms_norm
+from octavo.kernels.triton.gemm.tall_tile import (
+    MAX_SHARED_TILES,
+    SCRATCH_NUMBERS,
+    add_shares,
+    finish,
+    leave_share,
+    scratch_of,
+    sums_over,
+)
 from octavo.kernels.triton.runtime.chip import shared_bytes
 from octavo.kernels.triton.runtime.launch import Launcher
 
-_PROGRAMS = 132  # multiprocessors of an H200: about so many shares of a weight keep it reading
+_PROGRAMS = 132  # multiprocessors of an H200: about as many shares of a weight keep it reading
 _MIN_SHARE, _MAX_SHARES = 256, 8
-_GRAIN = 128  # shares are whole multiples, whatever the tiles
-_SCRATCH_NUMBERS = 1 << 22  # float32: 16 MiB for each device
-_MAX_TILES = 8192
-_TOGETHER = 8  # tiles of x that are taken together, so that W's stay in the cache
+_GRAIN = 128  # columns; shares are multiples of it for all tiles
+_TOGETHER = 8  # consecutive tiles of x, so that W's tiles stay in the cache
 
 
 class Tile(NamedTuple):
-    """How a product is cut. Changes speed only."""
+    """How a product is tiled. Changes only speed."""
 
     rows: int  # of x
-    block_n: int  # rows of W; of gate and of up each so many
+    block_n: int  # rows of W; with a gate, of gate and of up each
     block_k: int
     num_warps: int
     num_stages: int
 
 
 def choose_tile(num_rows: int, is_gated: bool) -> Tile:
-    """Few rows: what keeps the most reads of W on their way. Many: what reads least for each product."""
+    """Few rows: the tile that keeps the most reads of W in flight. Many: the one that reads least per product."""
     for rows in (16, 32, 64):
         if num_rows <= rows:
             return Tile(rows, 64, 128 if rows <= 32 else 64, 4, 4)
@@ -49,7 +56,7 @@ def choose_tile(num_rows: int, is_gated: bool) -> Tile:
 
 @cache
 def num_shares(n: int, k: int) -> int:
-    """Into how many shares K is cut: by the weight alone, never by the rows."""
+    """The number of shares of K: by the weight's shape alone, never by the rows."""
     tiles, shares = -(-n // 64), 1
     while tiles * shares < _PROGRAMS and shares < _MAX_SHARES and k // (2 * shares) >= _MIN_SHARE:
         shares *= 2
@@ -60,68 +67,17 @@ def share_size(k: int, shares: int) -> int:
     return -(-k // (shares * _GRAIN)) * _GRAIN
 
 
-@triton.jit
-def _share_sums(  # type: ignore[no-untyped-def]
-    x, place, part_stride, row, x_stride, first,
-    K: tl.constexpr, SHARE: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Sums [BLOCK_N, ROWS] of each part over SHARE columns from the first."""
-    column = tl.arange(0, BLOCK_K)
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for start in range(0, SHARE, BLOCK_K):
-        at = first + start + column
-        weights = place[:, None] + at[None, :]
-        inputs = x + row[None, :] * x_stride + at[:, None]
-        if not HAS_TAIL:
-            numbers = tl.load(inputs)
-            tile = tl.load(weights)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride)
-        else:
-            numbers = tl.load(inputs, mask=(at < K)[:, None], other=0.0)
-            tile = tl.load(weights, mask=(at < K)[None, :], other=0.0)
-            if PARTS == 2:
-                up_tile = tl.load(weights + part_stride, mask=(at < K)[None, :], other=0.0)
-        sums = tl.dot(tile, numbers, sums, input_precision="ieee")
-        if PARTS == 2:
-            up_sums = tl.dot(up_tile, numbers, up_sums, input_precision="ieee")
-    return sums, up_sums
-
-
-@triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, output, row, GATED: tl.constexpr,
-):  # fmt: skip
-    """What comes after the product, number by number, and the store."""
-    mask = (output < n)[:, None] & (row < num_rows)[None, :]
-    if row_scales is not None:
-        sums *= tl.load(row_scales + row, mask=row < num_rows, other=0.0)[None, :]
-        sums *= tl.load(output_scales + output, mask=output < n, other=0.0)[:, None]
-    if bias is not None:
-        sums += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-        if GATED != "":
-            up_sums += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
-    if GATED != "":
-        sums = activate(sums, GATED) * up_sums
-    place = row.to(tl.int64)[None, :] * n + output[:, None]
-    if residual is not None:
-        sums += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])
 def _product(  # type: ignore[no-untyped-def]
     x,  # [M, K], rows x_stride apart
     weight,  # [PARTS · n, K]
-    out,  # [M, n]; where residual is there, the same tensor
+    out,  # [M, n]; the same tensor as residual, if there is one
     residual,  # [M, n] or None
     bias,  # [PARTS · n] or None
     row_scales,  # [M] float32 of an 8-bit product, or None
     output_scales,  # [n] float32
-    scratch,  # [tiles, SHARES, PARTS, BLOCK_N, ROWS] float32, or None: one program takes all shares of its tile
-    arrivals,  # [tiles] int32, zeros before and after
+    scratch,  # [tiles, SHARES, PARTS, BLOCK_N, ROWS] float32, or None: one program computes all shares of its tile
+    arrivals,  # [tiles] int32, zero before and after the launch
     num_rows,
     num_blocks,  # tiles of x
     n,
@@ -132,11 +88,13 @@ def _product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,  # of each part
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,  # tiles of x that are taken together
+    GROUP: tl.constexpr,  # consecutive tiles of x
     GATED: tl.constexpr,  # an activation's name, or ""
 ):
     PARTS: tl.constexpr = 1 if GATED == "" else 2
+    COUNT: tl.constexpr = SHARE // BLOCK_K  # tiles of K in a share
     HAS_TAIL: tl.constexpr = SHARES * SHARE != K
+    tl.static_assert(SHARE % BLOCK_K == 0)
     number = tl.program_id(0)
     tiles_across = tl.cdiv(n, BLOCK_N)
     first_block = number // (GROUP * tiles_across) * GROUP
@@ -144,60 +102,40 @@ def _product(  # type: ignore[no-untyped-def]
     within = number % (GROUP * tiles_across)
     first_row = (first_block + within % together) * ROWS
     first = within // together * BLOCK_N
-    # Rows beyond the last, of x and of W, are read as the last: what comes of them is dropped.
+    # Rows of x and W beyond the last repeat the last one: their results are not stored.
     output = tl.arange(0, BLOCK_N)
     place = weight + first.to(tl.int64) * K + tl.minimum(output, n - 1 - first) * K
     row = tl.minimum(first_row + tl.arange(0, ROWS), num_rows - 1).to(tl.int64)
+    target_row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
     part_stride = n.to(tl.int64) * K
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     if scratch is None:
+        sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
         for share in range(SHARES):
-            more, more_up = _share_sums(
-                x, place, part_stride, row, x_stride, share * SHARE,
-                K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS,
-            )  # fmt: skip
+            more, more_up = sums_over(
+                x, place, part_stride, row, x_stride, share * COUNT, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
+            )
             sums += more
             up_sums += more_up
-        _finish(
-            sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
-            first_row + tl.arange(0, ROWS), GATED,
+        finish(
+            sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output, target_row,
+            GATED,
         )  # fmt: skip
     else:
         share = tl.program_id(1)
-        more, more_up = _share_sums(
-            x, place, part_stride, row, x_stride, share * SHARE, K, SHARE, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
+        sums, up_sums = sums_over(
+            x, place, part_stride, row, x_stride, share * COUNT, K, COUNT, HAS_TAIL, ROWS, BLOCK_N, BLOCK_K, PARTS
         )
-        cell = output[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-        tile = scratch + number.to(tl.int64) * (SHARES * PARTS * BLOCK_N * ROWS) + cell
-        mine = tile + share * (PARTS * BLOCK_N * ROWS)
-        tl.store(mine, more)
-        if PARTS == 2:
-            tl.store(mine + BLOCK_N * ROWS, more_up)
-        tl.debug_barrier()  # all threads' stores before the one thread that counts this program
-        if tl.atomic_add(arrivals + number, 1, sem="acq_rel", scope="gpu") == SHARES - 1:
-            tl.store(arrivals + number, 0)  # ready for the next launch
-            for other in range(SHARES):
-                theirs = tile + other * (PARTS * BLOCK_N * ROWS)
-                # .cg: the other programs' stores lie in the L2 cache; this one's L1 cache may hold an older launch's.
-                sums += tl.load(theirs, cache_modifier=".cg")
-                if PARTS == 2:
-                    up_sums += tl.load(theirs + BLOCK_N * ROWS, cache_modifier=".cg")
-            _finish(
-                sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output,
-                first_row + tl.arange(0, ROWS), GATED,
+        scratch += number.to(tl.int64) * (SHARES * PARTS * BLOCK_N * ROWS)
+        if leave_share(sums, up_sums, scratch, arrivals + number, share, SHARES, PARTS, BLOCK_N, ROWS):
+            sums, up_sums = add_shares(scratch, arrivals + number, SHARES, PARTS, BLOCK_N, ROWS)
+            finish(
+                sums, up_sums, out, residual, bias, row_scales, output_scales, num_rows, n, first + output, target_row,
+                GATED,
             )  # fmt: skip
 
 
 _launch_product = Launcher(_product)
-
-
-@cache
-def _scratch_of(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and arrivals, shared by all launches on a device: they must follow one another, on one stream."""
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "run a product once before a capture"
-    numbers = torch.empty(_SCRATCH_NUMBERS, dtype=torch.float32, device=device)
-    return numbers, torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
 
 
 def invariant_linear(
@@ -212,11 +150,11 @@ def invariant_linear(
     tile: Tile | None = None,
     is_apart: bool | None = None,
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once: `few_rows_linear`, of any number of rows.
+    """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once. Like `few_rows_linear`, for any number of rows.
 
-    tile, is_apart: how it is cut, for tests; the bits are the same. pdl has no effect."""
+    tile, is_apart (shares by separate programs): for tests; the bits are the same. pdl only affects the norm."""
     if gated is not None and gated not in ACTIVATIONS:
-        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {gated!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     if norm is not None:
         x = rms_norm(x, *norm, is_fixed=True, pdl=pdl)
@@ -257,17 +195,19 @@ def _launch(
         return
     tile = tile or choose_tile(num_rows, bool(gated))
     if scales is not None:
-        # Sums of 8-bit products leave the matrix unit after each block of K, to be added up more exactly: one size for all.
+        # Sums of 8-bit products leave the matrix unit after each block of K, to be added more exactly: use one block size.
         tile = tile._replace(block_k=_GRAIN)
     shares = num_shares(n, k)
     num_blocks = triton.cdiv(num_rows, tile.rows)
     num_tiles = triton.cdiv(n, tile.block_n) * num_blocks
     parts = 2 if gated else 1
-    has_room = num_tiles <= _MAX_TILES and num_tiles * shares * parts * tile.block_n * tile.rows <= _SCRATCH_NUMBERS
+    has_room = (
+        num_tiles <= MAX_SHARED_TILES and num_tiles * shares * parts * tile.block_n * tile.rows <= SCRATCH_NUMBERS
+    )
     if is_apart is None:
         is_apart = num_tiles < 2 * _PROGRAMS
     is_apart = is_apart and shares > 1 and has_room
-    scratch, arrivals = _scratch_of(x.device) if is_apart else (None, None)
+    scratch, arrivals = scratch_of(x.device) if is_apart else (None, None)
     step_bytes = (parts * tile.block_n + tile.rows) * tile.block_k * x.element_size()
     stages = max(2, min(tile.num_stages, shared_bytes(x.device) // step_bytes))
     _launch_product(

@@ -1,5 +1,5 @@
-"""y = x · Wᵀ for few rows, where the time is that of reading W: chooses a kernel and its tiles by shape.
-Knows nothing of layers; norm, bias, gate and residual come with the product because each alone costs a launch."""
+"""y = x · Wᵀ for few rows (a skinny product), where the time is that of reading W. Chooses a kernel and its tiles by shape.
+Norm, bias, gate and residual are fused because each would cost a launch."""
 
 from functools import cache
 
@@ -8,14 +8,15 @@ import torch
 from octavo.errors import ConfigError
 from octavo.kernels.triton.elementwise.activation import ACTIVATIONS
 from octavo.kernels.triton.elementwise.norm import rms_norm
-from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS, SCRATCH_NUMBERS, TileChoice, tile_product
+from octavo.kernels.triton.gemm.skinny_tile import MAX_ROWS, TileChoice, tile_product
 from octavo.kernels.triton.gemm.skinny_vector import VectorChoice, vector_product
+from octavo.kernels.triton.gemm.tall_tile import SCRATCH_NUMBERS
 from octavo.kernels.triton.runtime.batch_sizes import captured_size
 from octavo.kernels.triton.runtime.chip import starts_early
 
-# Above this, multiply-adds outside the tensor cores take longer than reading W.
+# With more rows, multiply-adds outside the tensor cores take longer than reading W.
 VECTOR_ROWS = 4
-_HEAD_ROWS = 1 << 16  # a weight with so many rows fills the chip many times over
+_HEAD_ROWS = 1 << 16  # a weight with as many rows (an LM head) fills the GPU many times over
 _SMALL = 1 << 24  # numbers
 
 
@@ -31,13 +32,13 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """x [M, K], weight [N, K] → [M, N], summed in float32 and rounded once. M is at most 128.
 
-    norm: (weight [K], epsilon) of an RMSNorm of x before the product. residual [M, N]: the product is added to it, in
-    place, and it is returned. gated: the weight holds the rows of a gate, then as many of up; the result, [M, N/2], is
-    the named activation of gate, times up. pdl: begin reading the weight before the kernel launched before has ended."""
+    norm: (weight [K], epsilon) of an RMSNorm of x before the product. residual [M, N]: the product is added to it in place,
+    and it is returned. gated: the weight holds the rows of gate, then those of up; the result [M, N/2] is the named
+    activation of gate, times up. pdl: start reading the weight before the previous kernel has ended."""
     num_rows, k = x.shape
     width = weight.shape[0]
     if gated is not None and gated not in ACTIVATIONS:
-        raise ConfigError(f"activation {gated!r} has no kernel; those that have are {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation {gated!r} has no kernel; use one of {', '.join(ACTIVATIONS)}")
     n = width // 2 if gated else width
     assert num_rows <= MAX_ROWS and x.stride(1) == 1
     assert weight.is_contiguous() and weight.shape[1] == k and x.dtype == weight.dtype
@@ -61,14 +62,14 @@ def few_rows_linear(
 
 
 def pays(num_rows: int, n: int, k: int, is_gated: bool = False) -> bool:
-    """Whether `few_rows_linear` beats torch's product with weight [n, k] and the launches it needs besides, by what
-    `benchmarks/kernels/few_rows.py` measured on an H200 for the shapes of 0.6B and 8B models."""
+    """Whether `few_rows_linear` beats torch's product with weight [n, k] and the other launches that this needs, as measured
+    by `benchmarks/kernels/few_rows.py` on an H200 for the shapes of 0.6B and 8B models."""
     num_rows = captured_size(num_rows)
     if num_rows == 1:
         return True
     if n >= _HEAD_ROWS:
         return num_rows <= 64
-    # cuBLAS is furthest from the bandwidth where a weight is small: it has too few tiles to fill the chip.
+    # cuBLAS is furthest from the memory bandwidth for small weights: it has too few tiles to fill the GPU.
     if n * k <= _SMALL:
         return num_rows <= 32
     return is_gated and 4 < num_rows <= MAX_ROWS
@@ -76,7 +77,7 @@ def pays(num_rows: int, n: int, k: int, is_gated: bool = False) -> bool:
 
 @cache
 def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -> VectorChoice | TileChoice:
-    """The kernel and its tiles for weight [n, k], or [2 n, k] where gated: the fastest measured for such a shape."""
+    """The kernel and its tiles for weight [n, k], or [2 n, k] if gated: the fastest measured for such a shape."""
     num_rows = captured_size(num_rows)
     is_tiny = n * k <= _SMALL // 2
     if num_rows == 1 or (num_rows == 2 and n < _HEAD_ROWS) or (num_rows <= VECTOR_ROWS and is_tiny):
@@ -87,7 +88,7 @@ def choose(num_rows: int, n: int, k: int, is_gated: bool, num_processors: int) -
 
 
 def choose_vector(num_rows: int, k: int) -> VectorChoice:
-    # Rows of W, warps, tiles ahead. Short rows are held whole.
+    # Arguments: rows of W, warps, tiles ahead. Short rows are held completely.
     if k <= 512:
         return VectorChoice(8, max(1, (k + 255) // 256), 1)
     if num_rows == 1:
@@ -103,7 +104,7 @@ def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: i
     block_k = 128 if num_rows <= 32 else 64
     num_tiles = -(-n // 64)
     split = 1
-    # Shares of less than two tiles of K cost more than they win, and partial sums are not free with many rows.
+    # Shares of less than two tiles of K cost more than they gain, and partial sums are not free with many rows.
     limit = min(8, k // (2 * block_k), max(1, k // (8 * max(16, num_rows))))
     while num_tiles * split < num_processors and split * 2 <= limit:
         split *= 2
@@ -115,5 +116,5 @@ def choose_tile(num_rows: int, n: int, k: int, is_gated: bool, num_processors: i
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """How many programs run side by side at least. Any number serves the interpreter, which runs them in turn."""
+    """Multiprocessors of a GPU. For the interpreter, which runs programs one by one, any number will do."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

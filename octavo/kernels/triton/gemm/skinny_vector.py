@@ -1,11 +1,11 @@
-"""y = x · Wᵀ for 1 to 8 rows: multiply-adds in float32, each program a few rows of W over the whole of K.
-Knows nothing of when it pays; `few_rows` chooses.
+"""y = x · Wᵀ for 1 to 8 rows: multiply-adds in float32; each program takes a few rows of W over the whole of K. `skinny`
+chooses when to use it.
 
-At one row a product is a race to keep enough bytes of W in flight. A program asks for its first AHEAD tiles of W at once,
-into registers, and, with programmatic dependent launch, before it waits for the kernel that makes x: W is written by
-nobody. RMSNorm's factor is one number per row, so it is applied to the finished sums, in the same pass over x."""
+With one row the task is to keep enough bytes of W in flight. A program loads its first AHEAD tiles of W into registers at
+once and, with programmatic dependent launch, before it waits for the kernel that makes x: no kernel writes W. The RMSNorm
+factor is one number per row, so it is applied to the finished sums, in the same pass over x."""
 
-# Triton knows tuple + tuple, not (*tuple, more), and lets a tuple grow.
+# Triton supports tuple + tuple but not (*tuple, more), and allows a variable's tuple to grow.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
@@ -23,14 +23,14 @@ MAX_UNROLLED = 16  # tiles
 
 
 class VectorChoice(NamedTuple):
-    block_n: int  # rows of W a program holds at a time; of gate and of up each half of them
-    num_warps: int  # side by side along K, 256 columns each: with 16-byte loads a warp reads one stretch of a row
-    ahead: int  # tiles asked for before the first is used
+    block_n: int  # rows of W per program; with a gate, half of gate and half of up
+    num_warps: int  # side by side along K, 256 columns each: with 16-byte loads a warp reads one segment of a row
+    ahead: int  # tiles loaded before the first is used
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load(pointers, column, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers at pointers, 0 where the column lies beyond K."""
+    """Load numbers, with 0 for columns beyond K."""
     if K % BLOCK_K != 0:
         return tl.load(pointers, mask=column < K, other=0.0, eviction_policy=EVICT)
     else:
@@ -41,8 +41,8 @@ def _load(pointers, column, K: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.co
 def _load_weights(  # type: ignore[no-untyped-def]
     place, part_stride, norm, column, t, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Tile t of what no kernel of the step writes: this program's rows of each part [BLOCK_N, BLOCK_K], the norm's
-    weight [BLOCK_K] behind them."""
+    """Load tile t of what no kernel of the step writes: this program's rows of each part [BLOCK_N, BLOCK_K], then the norm's
+    weight [BLOCK_K]."""
     at = t * BLOCK_K + column
     tiles = ()
     for part in tl.static_range(PARTS):
@@ -56,7 +56,7 @@ def _load_weights(  # type: ignore[no-untyped-def]
 def _load_rows(  # type: ignore[no-untyped-def]
     x, num_rows, x_stride, column, t, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Tile t of each row of x, [BLOCK_K] each. Rows that are not there repeat the last."""
+    """Load tile t of each row of x, [BLOCK_K] each. Rows beyond the last repeat the last one."""
     at = t * BLOCK_K + column
     rows = ()
     for row in tl.static_range(ROWS):
@@ -72,7 +72,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
     sums, squares, tiles, rows,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile's products. Eight neighbours of a row of W lie in one thread: they are added up there and then."""
+    """Add one tile's products. One thread holds eight neighbours of a row of W and adds them up at once."""
     new_sums = ()
     new_squares = ()
     for row in tl.static_range(ROWS):
@@ -97,7 +97,7 @@ def _sum_over_columns(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr = norm is not None
     HELD: tl.constexpr = PARTS + 1 if HAS_NORM else PARTS  # tensors of a tile of weights
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    # More rows than two would crowd the registers; by then a row's tile lies in the L1 cache.
+    # More than two rows would take too many registers; their tiles are in the L1 cache by then.
     ROWS_AHEAD: tl.constexpr = AHEAD if ROWS <= 2 else 0
     rows = ()
     for t in tl.static_range(ROWS_AHEAD):
@@ -139,7 +139,7 @@ def _sum_over_columns(  # type: ignore[no-untyped-def]
 def _vector_product(  # type: ignore[no-untyped-def]
     x,  # [M, K], rows x_stride apart
     weight,  # [PARTS · n, K]
-    out,  # [M, n]; where residual is there, the same tensor
+    out,  # [M, n]; the same tensor as residual, if there is one
     residual,  # [M, n] or None
     bias,  # [PARTS · n] or None
     norm,  # [K] or None
@@ -151,7 +151,7 @@ def _vector_product(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,  # of each part
     BLOCK_K: tl.constexpr,
     AHEAD: tl.constexpr,
-    LOOPED: tl.constexpr,  # the first of the tiles; the others are written out one by one
+    LOOPED: tl.constexpr,  # number of first tiles that run in a loop; the others are unrolled
     ROWS: tl.constexpr,
     GATED: tl.constexpr,  # an activation's name, or ""
     PDL: tl.constexpr,
@@ -159,7 +159,7 @@ def _vector_product(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr = 1 if GATED == "" else 2
     first = tl.program_id(0) * BLOCK_N
     column = tl.arange(0, BLOCK_K)
-    # Rows beyond the last are read as the last, not masked: they are dropped when results are stored.
+    # Rows of W beyond the last repeat the last one instead of a mask: their results are not stored.
     local = tl.minimum(tl.arange(0, BLOCK_N), n - 1 - first)
     place = weight + first.to(tl.int64) * K + local[:, None] * K + column[None, :]
     part_stride = n.to(tl.int64) * K
@@ -171,7 +171,7 @@ def _vector_product(  # type: ignore[no-untyped-def]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    added = ()  # asked for now, that it is there when the sums are
+    added = ()  # the residual, loaded now so that it is ready when the sums are
     for row in tl.static_range(ROWS):
         if residual is not None:
             mask = (output < n) & (row < num_rows)
@@ -211,7 +211,7 @@ def vector_product(
     choice: VectorChoice,
     pdl: bool,
 ) -> None:
-    """x [M, K] · weight [N, K]ᵀ into out [M, N or N/2]; see `few_rows.few_rows_linear`."""
+    """x [M, K] · weight [N, K]ᵀ into out [M, N or N/2]; see `skinny.few_rows_linear`."""
     num_rows, k = x.shape
     n = out.shape[1]
     assert num_rows <= MAX_ROWS and x.stride(1) == 1
@@ -220,8 +220,8 @@ def vector_product(
     block_k = 256 * choice.num_warps
     num_tiles = triton.cdiv(k, block_k)
     ahead = min(choice.ahead, num_tiles)
-    # One row's tiles are written out: in a loop's queue they would be moved from register to register. More rows are
-    # looped over: written out they leave ptxas so much to move about that it spills.
+    # With one row the tiles are unrolled: a loop would move its queue from register to register. With more rows they are
+    # looped over: unrolled, ptxas spills registers.
     looped = 0 if num_rows == 1 and num_tiles <= MAX_UNROLLED else num_tiles - ahead
     scale, epsilon = norm if norm is not None else (None, 0.0)
     options = {"launch_pdl": True} if pdl else {}

@@ -1,8 +1,8 @@
-"""Which experts a step's tokens go to, found out on the device: the choice, pairs sorted by expert, and blocks of them.
-Knows nothing of weights or products: logits in, places out. Nothing waits for the device.
+"""Route a step's tokens to experts, on the device: choose experts, sort (token, expert) pairs by expert, and form blocks of
+pairs. The host never waits for the device.
 
-How many blocks there are depends on the number of tokens alone; those that are not needed say so. So one captured graph
-serves a step whoever is sent where."""
+The number of blocks depends only on the number of tokens; unneeded ones are marked. So one captured graph serves every
+routing."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,14 +14,12 @@ import triton.language as tl
 from octavo.kernels.triton.runtime.chip import shared_bytes
 from octavo.kernels.triton.runtime.launch import Launcher
 
-FIELDS = tl.constexpr(
-    4
-)  # int32 numbers of a block, of which three are used: expert, its first place, its number of rows
-_AT_ONCE = tl.constexpr(1024)  # pairs that a program looks at together
+FIELDS = tl.constexpr(4)  # int32 numbers per block. Three are used: expert, its first place, its number of rows
+_AT_ONCE = tl.constexpr(1024)  # pairs that a program handles together
 
 
 class Tiles(NamedTuple):
-    """How the products are cut. Changes speed only."""
+    """How the products are tiled. Changes only speed."""
 
     block_m: int
     block_n: int
@@ -32,17 +30,19 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a step's tokens go. P = T · K pairs of a token and an expert; "place": where a pair stands by expert."""
+    """The routing of a step's tokens. P = T · K (token, expert) pairs; a pair's "place" is its index in the order by
+    expert."""
 
     weights: torch.Tensor  # [T, K] float32
     chosen: torch.Tensor  # [T, K] int32
-    order: torch.Tensor  # [P] int32, by place: pairs
+    order: torch.Tensor  # [P] int32: place → pair
     blocks: torch.Tensor  # [blocks, FIELDS] int32; expert −1: nothing to do
     tiles: Tiles
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """By the rows that an expert gets on average: with few the time is that of reading weights. Not yet timed on a GPU."""
+    """Choose tiles by the average number of rows per expert: with few, the time is that of reading weights. Not measured on
+    a GPU."""
     if dtype == torch.float32:
         tiles = Tiles(16, 32, 32, 4, 2)
     elif num_pairs <= 16 * num_experts:
@@ -53,7 +53,7 @@ def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype, device: t
 
 
 def fitting(tiles: Tiles, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Rows, gate and up of a step of K, as many of them in flight as there is room for."""
+    """Limit the stages to the shared memory: a stage holds rows, gate and up for one block of K."""
     step_bytes = (tiles.block_m + 2 * tiles.block_n) * tiles.block_k * dtype.itemsize
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared_bytes(device) // step_bytes)))
 
@@ -70,8 +70,8 @@ def _route(  # type: ignore[no-untyped-def]
     E_PADDED: tl.constexpr,
     K_PADDED: tl.constexpr,
 ):
-    """The K largest of one token's logits, one after the other; of equal ones the first. By whole numbers in the order of
-    the floats, so that what is taken, or no number, has a place below all that are left."""
+    """Find the K largest of one token's logits, one after the other; of equal ones the first. Compares integers in the order
+    of the floats, so that taken logits and NaN can rank below all others."""
     LOWEST: tl.constexpr = -0x80000000
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E_PADDED)
@@ -89,9 +89,9 @@ def _route(  # type: ignore[no-untyped-def]
         experts = tl.where(slot == place, best, experts)
         rank = tl.where(expert == best, LOWEST, rank)
     top = tl.max(tops)
-    powers = tl.exp(tops - top)  # 0 behind the last
+    powers = tl.exp(tops - top)  # 0 beyond the last
     total = tl.sum(powers) if NORMALISED else tl.sum(tl.exp(logit - top))
-    # One that is no number among all of them makes the token's weights none.
+    # A NaN among the logits makes all of the token's weights NaN.
     broken = tl.sum(tl.where(is_number, 0.0, float("nan")))
     at = token * K + slot
     tl.store(weights + at, powers / total + broken, mask=slot < K)
@@ -100,7 +100,7 @@ def _route(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count(chosen, counts, num_pairs):  # type: ignore[no-untyped-def]
-    """How many pairs one expert has."""
+    """Count the pairs of one expert."""
     count = 0
     for start in range(0, num_pairs, _AT_ONCE):
         pair = start + tl.arange(0, _AT_ONCE)
@@ -121,7 +121,7 @@ def _place(  # type: ignore[no-untyped-def]
     E_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """One expert's pairs, in their order, behind those of the experts before it; and its blocks."""
+    """Write one expert's pairs, in order, behind those of the experts before it; then its blocks."""
     expert = tl.program_id(0)
     others = tl.arange(0, E_PADDED)
     all_counts = tl.load(counts + others, mask=others < E, other=0)
@@ -154,11 +154,11 @@ _launch_route, _launch_count, _launch_place = Launcher(_route), Launcher(_count)
 
 
 def plan(logits: torch.Tensor, num_chosen: int, is_normalised: bool, tiles: Tiles | None = None) -> Plan:
-    """logits [T, E] → each token's experts, and the blocks of rows that they make. All of it stays on the device."""
+    """logits [T, E] → each token's experts, and blocks of pairs of one expert. Everything stays on the device."""
     num_tokens, num_experts = logits.shape
     num_pairs = num_tokens * num_chosen
     tiles = tiles or choose_tiles(num_pairs, num_experts, logits.dtype, logits.device)
-    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.block_m  # at most, whoever goes where
+    num_blocks = min(num_pairs, num_experts) + num_pairs // tiles.block_m  # the most that any routing needs
     weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((num_tokens, num_chosen), dtype=torch.int32, device=logits.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=logits.device)

@@ -1,7 +1,7 @@
-"""All experts' products in two launches on a GPU, over the blocks of rows that expert_plan.py makes.
-Knows nothing of layers or ranks: tensors in, tensors out, nothing waits for the device.
+"""The products of all experts in two launches on a GPU, over the blocks of rows from expert_plan.py. The host never waits for
+the device.
 
-Each pair of a token and an expert has its result stored by itself; they are added up in a fixed order."""
+Each (token, expert) pair has its own result; a third launch adds them up in a fixed order."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ __all__ = ["Weights", "experts", "plan"]
 
 
 class Weights(NamedTuple):
-    """All experts' [E, N, K]; MXFP4: two numbers in a byte, the low halves of 16 bytes first, and scales."""
+    """The weights [E, N, K] of all experts. MXFP4: two numbers per byte, the low halves of 16 bytes first, and scales."""
 
-    numbers: torch.Tensor  # [E, N, K] in the type of what they are multiplied with; MXFP4: uint8 [E, N, K / 2]
+    numbers: torch.Tensor  # [E, N, K] in the type of the activations; MXFP4: uint8 [E, N, K / 2]
     scales: torch.Tensor | None = None  # MXFP4: uint8 [E, N, K / 32]
     bias: torch.Tensor | None = None  # [E, N]
 
@@ -33,16 +33,16 @@ class Weights(NamedTuple):
 
 @triton.jit
 def _sums(  # type: ignore[no-untyped-def]
-    rows,  # [BLOCK_M] where each row begins
+    rows,  # [BLOCK_M] pointers to the rows
     is_row,
-    weight,  # where the expert's first output begins
+    weight,  # points to the expert's first output
     output,  # [BLOCK_N]
     N: tl.constexpr,
     DEPTH: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """rows · weightᵀ for these outputs; of gate and up, which lie N outputs apart, where PARTS is 2."""
+    """rows · weightᵀ for these outputs; with PARTS = 2, of gate and of up, which lie N outputs apart."""
     BLOCK_M: tl.constexpr = rows.shape[0]
     BLOCK_N: tl.constexpr = output.shape[0]
     column = tl.arange(0, BLOCK_K)
@@ -63,19 +63,19 @@ def _sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fp4(code, scale):  # type: ignore[no-untyped-def]
-    """Floats of 4 bits (sign, two of exponent, one of mantissa) times 2 ** (scale − 127), exactly, as float32: put together
-    from their bits."""
+    """4-bit floats (sign, two bits of exponent, one of mantissa) times 2 ** (scale − 127), exactly, as float32: assembled
+    from bits."""
     exponent = (code >> 1) & 3
     mantissa = code & 1
     size = tl.where(exponent == 0, mantissa * (126 << 23), ((exponent + 126) << 23) | (mantissa << 22))
-    power = tl.where(scale == 0, 1 << 22, scale << 23)  # the lowest is subnormal
+    power = tl.where(scale == 0, 1 << 22, scale << 23)  # the lowest power is subnormal
     number = size.to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)
     return tl.where((code & 8) != 0, -number, number)
 
 
 @triton.jit
 def _fp4_tiles(codes, scales, is_there, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """[BLOCK_K / 2, BLOCK_N] each: what the low halves of the bytes hold, and the high ones."""
+    """Decode the low halves of the bytes and the high halves, [BLOCK_K / 2, BLOCK_N] each."""
     both = tl.load(codes, mask=is_there, other=0).to(tl.int32)
     scale = tl.load(scales, mask=is_there, other=0).to(tl.int32)
     return _fp4(both & 15, scale).to(dtype), _fp4(both >> 4, scale).to(dtype)
@@ -86,8 +86,8 @@ def _fp4_sums(  # type: ignore[no-untyped-def]
     rows, is_row, codes, scales, output,
     N: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As _sums, of MXFP4 weights: 16 bytes hold 32 K-values that share a scale, the first 16 in their low halves. So no
-    tile has to be shuffled: low and high halves are multiplied with the columns that belong to them."""
+    """_sums for MXFP4 weights: 16 bytes hold 32 values of K that share a scale, the first 16 in their low halves. No tile has
+    to be shuffled: low and high halves are multiplied with their own columns."""
     BLOCK_M: tl.constexpr = rows.shape[0]
     BLOCK_N: tl.constexpr = output.shape[0]
     dtype: tl.constexpr = rows.dtype.element_ty
@@ -162,7 +162,7 @@ def _gate_up(  # type: ignore[no-untyped-def]
         at = bias + expert * (2 * INNER) + output
         gate += tl.load(at, mask=output < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(at + INNER, mask=output < INNER, other=0.0).to(tl.float32)[None, :]
-    if IS_CLAMPED:  # what is no number stays none
+    if IS_CLAMPED:  # by comparisons, so that NaN stays NaN
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     inner = gate * tl.sigmoid(alpha * gate) * (up + offset)
@@ -208,7 +208,7 @@ def _down(  # type: ignore[no-untyped-def]
 def _combine(  # type: ignore[no-untyped-def]
     pairs,  # [T, K, DEPTH]
     residual,  # [T, DEPTH] or None
-    out,  # [T, DEPTH]; where residual is there, the same tensor
+    out,  # [T, DEPTH]; the same tensor as residual, if there is one
     K: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,10 +232,11 @@ def experts(
     plan: Plan,
     gate_up: Weights,  # [E, 2 I, D]: gate, then up
     down: Weights,  # [E, D, I]
-    gate: tuple[float, float, float],  # alpha, limit (0: none) and offset, as the Gate of weights/methods has them
-    residual: torch.Tensor | None,  # [T, D], changed, and returned
+    gate: tuple[float, float, float],  # alpha, limit (0: none) and offset: gate · sigmoid(alpha · gate) · (up + offset)
+    residual: torch.Tensor | None,  # [T, D], changed and returned
 ) -> torch.Tensor:
-    """(residual +) the weighted sum of what each token's experts give, [T, D]. Sums are float32, rounded once for each product."""
+    """(residual +) the weighted sum of the outputs of each token's experts, [T, D]. Sums are float32, rounded once per
+    product."""
     num_tokens, depth = x.shape
     num_chosen, inner_size = plan.chosen.shape[1], gate_up.numbers.shape[1] // 2
     gate_up.check(2 * inner_size, depth)

@@ -1,8 +1,7 @@
-"""The numbers of rows that captured steps have, and kernels chosen by them: the same with graphs and without.
-Knows nothing of graphs or of kernels: numbers in, numbers out.
+"""The batch sizes of captured steps. Kernels are chosen by them, with graphs and without.
 
-A step of 7 rows is replayed as one of 8. Were kernels chosen by the rows alone, it would take others when it runs kernel by
-kernel, which sum in another order."""
+A step of 7 rows is replayed as one of 8. If kernels were chosen by the actual number of rows, the same step run without a
+graph would use other kernels, which sum in another order."""
 
 from functools import cache
 
@@ -10,7 +9,7 @@ _FIRST = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32)
 
 
 def ladder(max_rows: int) -> list[int]:
-    """Batch sizes that are captured: steps of an eighth or so, so that little of a batch is padding."""
+    """The batch sizes to capture, about an eighth apart, so that little of a batch is padding."""
     sizes = list(_FIRST)
     step = 8
     while sizes[-1] < max_rows:
@@ -22,5 +21,6 @@ def ladder(max_rows: int) -> list[int]:
 
 @cache
 def captured_size(num_rows: int) -> int:
-    """The smallest size of a long ladder that holds so many rows. Sizes of a ladder that ends earlier have the same."""
+    """The smallest size of a long ladder that holds num_rows. The same for a step and for the size it is padded to, also if
+    the captured ladder ends earlier."""
     return next(size for size in ladder(2 * num_rows + 1) if size >= num_rows)

@@ -1,8 +1,8 @@
-"""A decode step's inputs from the rows' tables, and its tokens back into them, on the GPU: the host sends rows and lengths.
-Knows nothing of requests or models.
+"""Build a decode step's inputs from the rows' tables on the GPU, and write its tokens back. The host sends only rows and
+lengths.
 
-Host and GPU meet in pinned memory: a ring of letters, each read once, in order, by a kernel of the step it is for, and a
-ring of answers. A copy by the copy engine would cost more than the few bytes are worth, twice a step."""
+Host and GPU exchange data through pinned memory: a ring of input slots, each read once, in order, by a kernel of its step,
+and a ring of sampled tokens. For so few bytes, two copies per step by the copy engine would cost more."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ _PAGES_AT_ONCE = 512
 _CELLS_AT_ONCE = 256
 
 NUM_SLOTS = 4
-"""Letters on their way at most; whoever writes one makes sure that the one before it in its slot was read."""
+"""Input slots in the ring. The host must not fill a slot before its previous contents were read."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """Where things are in a letter of int32 numbers, for steps of at most `max_rows` rows."""
+    """Offsets in an input slot of int32 numbers, for steps of at most `max_rows` rows. Rows are at 0."""
 
     max_rows: int
-    max_changes: int  # entries of page tables that may change before a step
+    max_changes: int  # page-table entries that may change before a step
 
     @property
     def lens(self) -> int:
@@ -38,12 +38,12 @@ class InputSlot:
 
     @property
     def cells(self) -> int:
-        """Of the flattened page tables: those that change before the step …"""
+        """Cells of the flattened page tables that change before the step …"""
         return 2 * self.max_rows + 4
 
     @property
     def pages(self) -> int:
-        """… and what they become."""
+        """… and their new pages."""
         return self.cells + self.max_changes
 
     @property
@@ -53,23 +53,23 @@ class InputSlot:
 
 @triton.jit
 def _receive(
-    letters, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
+    input_slots, slot, rows, lens, prefix_len, page_table, num_rows, size, max_rows, max_changes,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a letter is a few kilobytes, and reading it takes one trip to the host's memory and back."""
+    """Copy an input slot. One program: a slot has a few kilobytes, and reading it takes one round trip to host memory."""
     which = tl.load(slot)
-    letter = letters + which * size
+    inputs = input_slots + which * size
     for first in range(0, num_rows, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        tl.store(rows + at, tl.load(letter + at, mask=at < num_rows, other=0), mask=at < num_rows)
-        tl.store(lens + at, tl.load(letter + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
-    tl.store(prefix_len, tl.load(letter + 2 * max_rows))
-    num_changes = tl.load(letter + 2 * max_rows + 1)
+        tl.store(rows + at, tl.load(inputs + at, mask=at < num_rows, other=0), mask=at < num_rows)
+        tl.store(lens + at, tl.load(inputs + max_rows + at, mask=at < num_rows, other=0), mask=at < num_rows)
+    tl.store(prefix_len, tl.load(inputs + 2 * max_rows))
+    num_changes = tl.load(inputs + 2 * max_rows + 1)
     for first in range(0, num_changes, BLOCK):
         at = first + tl.arange(0, BLOCK)
         is_change = at < num_changes
-        cell = tl.load(letter + 2 * max_rows + 4 + at, mask=is_change, other=0)
-        page = tl.load(letter + 2 * max_rows + 4 + max_changes + at, mask=is_change, other=0)
+        cell = tl.load(inputs + 2 * max_rows + 4 + at, mask=is_change, other=0)
+        page = tl.load(inputs + 2 * max_rows + 4 + max_changes + at, mask=is_change, other=0)
         tl.store(page_table + cell, page, mask=is_change)
     tl.store(slot, (which + 1) % SLOTS)
 
@@ -104,38 +104,38 @@ def _scatter(rows, lens, sampled, tokens, answers, slot, tokens_width, max_rows,
     row = tl.load(rows + index).to(tl.int64)
     token = tl.load(sampled + index).to(tl.int32)
     tl.store(tokens + row * tokens_width + length, token, mask=length > 0)
-    # The step's letter was the one before the next.
+    # receive() has moved `slot` on: this step's slot is the previous one.
     which = (tl.load(slot) + SLOTS - 1) % SLOTS
     tl.store(answers + which * max_rows + index, token)
 
 
 def receive(
-    letters: torch.Tensor,  # [NUM_SLOTS, Letter.size] int32, pinned
-    slot: torch.Tensor,  # [1] int32: which letter is next; moved on
-    rows: torch.Tensor,  # [B] int32, filled, as all below
+    input_slots: torch.Tensor,  # [NUM_SLOTS, InputSlot.size] int32, pinned
+    slot: torch.Tensor,  # [1] int32: index of the slot to read; incremented
+    rows: torch.Tensor,  # [B] int32; this and the following are filled
     lens: torch.Tensor,  # [B] int32
     prefix_len: torch.Tensor,  # [1] int32
-    pages: torch.Tensor,  # [rows, P] int32, or several of these behind each other: the changes are made
+    pages: torch.Tensor,  # [rows, P] int32, or several of these in a row: gets the changes
     layout: InputSlot,
 ) -> None:
     _receive[(1,)](
-        letters, slot, rows, lens, prefix_len, pages, rows.shape[0], letters.shape[1], layout.max_rows, layout.max_changes,
+        input_slots, slot, rows, lens, prefix_len, pages, rows.shape[0], input_slots.shape[1], layout.max_rows, layout.max_changes,
         SLOTS=NUM_SLOTS, BLOCK=_CELLS_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
 
 def gather_inputs(
     rows: torch.Tensor,  # [B] int32
-    lens: torch.Tensor,  # [B] int32: tokens the row holds, the last of them to be computed; 0: padding
+    lens: torch.Tensor,  # [B] int32: tokens in the row, of which the last is to be computed; 0: padding
     tokens: torch.Tensor,  # [rows, W] int32
     pages: torch.Tensor,  # [rows, P] int32
     page_size: int,
     *,
-    input_ids: torch.Tensor,  # [B] int64, filled, as all below
+    input_ids: torch.Tensor,  # [B] int64; this and the following are filled
     positions: torch.Tensor,  # [B] int64
     slots: torch.Tensor,  # [B] int64; −1 for padding
     seq_lens: torch.Tensor,  # [B] int32
-    page_table: torch.Tensor,  # [B, P] int32; what lies beyond a row's length is left as it is
+    page_table: torch.Tensor,  # [B, P] int32; entries beyond a row's length are not changed
 ) -> None:
     _gather[(rows.shape[0],)](
         rows, lens, tokens, pages, input_ids, positions, slots, seq_lens, page_table,
@@ -147,9 +147,9 @@ def scatter_tokens(
     rows: torch.Tensor,  # [B] int32
     lens: torch.Tensor,  # [B] int32
     sampled: torch.Tensor,  # [B] int64
-    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token goes behind those it holds
-    answers: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and home
-    slot: torch.Tensor,  # [1] int32, as receive() left it
+    tokens: torch.Tensor,  # [rows, W] int32: each row's sampled token is appended
+    answers: torch.Tensor,  # [NUM_SLOTS, max_rows] int32, pinned: … and sent to the host
+    slot: torch.Tensor,  # [1] int32, as left by receive()
 ) -> None:
     _scatter[(rows.shape[0],)](
         rows, lens, sampled, tokens, answers, slot, tokens.stride(0), answers.stride(0), SLOTS=NUM_SLOTS, num_warps=1

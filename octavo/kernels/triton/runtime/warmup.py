@@ -1,5 +1,5 @@
-"""Compiles kernels side by side: inside a rehearsal a launch compiles its kernel in a thread instead of running it.
-Knows nothing of which kernels: whoever rehearses makes the calls that it will make in earnest."""
+"""Compile kernels in parallel: inside warmup() a launch compiles its kernel in a thread instead of running it. The caller
+makes the same calls that it will make later."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,13 +12,14 @@ from triton.runtime.jit import JITFunction
 
 @contextmanager
 def warmup(num_threads: int) -> Iterator[None]:
-    """Returns when all kernels that were called inside are compiled. Nothing that they would have written is there."""
+    """Compile all kernels launched inside, and wait for them on exit. The kernels do not run, so their outputs are not
+    written."""
     in_earnest = JITFunction.run
 
     def only_compile(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return in_earnest(self, *args, grid=grid, warmup=True, **kwargs)
 
-    # Most of a compilation runs outside Python's lock: in the compiler's own code, or in a process of the assembler.
+    # Most of a compilation runs without the GIL, in the compiler's C++ code or in an assembler process.
     with ThreadPoolExecutor(num_threads) as pool, triton.AsyncCompileMode(pool):
         JITFunction.run = only_compile
         try:

@@ -1,19 +1,18 @@
-"""The likeliest token of each row of logits, in one launch, by as many programs a row as keep the GPU busy.
-Knows nothing of temperatures or filters: those are in sampling_draw."""
+"""The likeliest token of each row of logits in one launch, with as many programs per row as keep the GPU busy."""
 
 import torch
 import triton
 import triton.language as tl
 
-_TILE = 4096  # logits a program looks at together: four 16-byte loads a thread of bfloat16
+_TILE = 4096  # logits that a program reads together: four 16-byte loads per thread for bfloat16
 _NUM_WARPS = 4
-_NUM_PROGRAMS = 528  # four for each of 132 multiprocessors; fewer rows than that are split
+_NUM_PROGRAMS = 528  # four for each of 132 multiprocessors; with fewer rows, rows are split
 _counters: dict[torch.device, torch.Tensor] = {}
 
 
 @triton.jit
 def _ordered(value):
-    """float32 → int32 of the same order; no NaN."""
+    """float32 without NaN → int32 in the same order."""
     bits = value.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -22,11 +21,11 @@ def _ordered(value):
 def _argmax(
     logits,  # [S, V], rows `stride` apart
     partial,  # [S, P] int64: each program's largest logit and its id, as one number
-    counters,  # [S or more] int32, 0: programs of the row that are done
+    counters,  # [S or more] int32: finished programs of the row; 0 before and after the launch
     out,  # [S] int64
     vocab_size,
     stride,
-    tiles,  # a program's share of the row
+    tiles,  # of the row per program
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,  # whether P > 1
     MAX_PARTS: tl.constexpr,
@@ -39,7 +38,7 @@ def _argmax(
     tile = 0
     while tile < tiles:
         at = first + tile * TILE + lane
-        # NaN is not larger than anything, so it is never taken.
+        # Comparisons with NaN are false, so NaN is never taken.
         value = tl.load(logits + row.to(tl.int64) * stride + at, mask=at < vocab_size, other=float("-inf"))
         is_larger = value.to(tl.float32) > best
         best = tl.where(is_larger, value.to(tl.float32), best)
@@ -48,12 +47,12 @@ def _argmax(
     largest = tl.max(best, 0)
     token = tl.min(tl.where(best == largest, best_at, 0x7FFFFFFF), 0)
     if SPLIT:
-        # The larger logit, then the lower id, is the larger number. Adding 0 makes -0 the equal of 0, as it is.
+        # Larger logits have larger keys; of equal logits the lower id has. Adding 0 turns -0 into 0.
         key = (_ordered(largest + 0.0).to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
         num_parts = tl.num_programs(0)
         tl.store(partial + row * num_parts + part, key)
         tl.debug_barrier()
-        # Whoever finishes last sees what all others wrote, and leaves the counter as it was found.
+        # The last program to finish sees the others' results, and resets the counter.
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == num_parts - 1:
             index = tl.arange(0, MAX_PARTS)
             keys = tl.load(
@@ -66,9 +65,9 @@ def _argmax(
 
 
 def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids [S] int64 of the largest of logits [S, V]; the lowest of equals; NaN counts as -inf; 0 if nothing is above -inf.
+    """Ids [S] int64 of the largest of logits [S, V]; of equal ones the lowest; NaN counts as -inf; 0 if none is above -inf.
 
-    Can be captured in a CUDA graph once it has run outside of one. One stream of a device at a time may be at it."""
+    Can be captured in a CUDA graph once it has run outside of one. Only one stream of a device may use it at a time."""
     num_rows = logits.shape[0]
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -81,7 +80,7 @@ def argmax(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tenso
 def _launch_argmax(logits: torch.Tensor, out: torch.Tensor, tile: int, num_warps: int, num_programs: int) -> None:
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, tile)
-    tiles = triton.cdiv(num_tiles, max(1, num_programs // num_rows))  # whole tiles each, so that parts are even
+    tiles = triton.cdiv(num_tiles, max(1, num_programs // num_rows))  # per program: whole tiles, so that parts are even
     num_parts = triton.cdiv(num_tiles, tiles)
     partial = torch.empty(num_rows * num_parts, dtype=torch.int64, device=logits.device) if num_parts > 1 else out
     _argmax[(num_parts, num_rows)](
@@ -91,10 +90,10 @@ def _launch_argmax(logits: torch.Tensor, out: torch.Tensor, tile: int, num_warps
 
 
 def _counters_on(device: torch.device) -> torch.Tensor:
-    """Zeros for every row that can be split: the kernel leaves them zero, so they are filled once."""
+    """A counter for every row that can be split. The kernel resets them to zero, so they are filled once."""
     counters = _counters.get(device)
     if counters is None:
-        # In a capture nothing runs yet, so the zeros would not be there for anybody else.
+        # A capture does not run the fill, so the counters would not be zero for other callers.
         assert not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()), (
             "run argmax before capturing it"
         )

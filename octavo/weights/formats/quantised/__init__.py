@@ -1,9 +1,8 @@
-"""Quantised safetensors: one file per method, named as config.json's quant_method: the folder is the registry.
-Knows nothing of any method but its file name, nor of how a weight is multiplied.
+"""Quantised safetensors. The folder is the registry: one module per method, named after quant_method in config.json.
 
-A method's file has plan(settings, entries, small) -> Plan: from quantization_config and the headers of all tensors, which
-of them belong together, and how they make the weight that an unquantised checkpoint would hold in their place. small(name)
-gives the bytes of a tensor that holds no numbers of the weight."""
+A method's module has plan(settings, entries, small) -> Plan. From quantization_config and the headers of all tensors it
+determines which tensors belong together, and how they make the weight that an unquantised checkpoint would hold.
+small(name) returns the bytes of a small tensor of metadata."""
 
 from __future__ import annotations
 
@@ -21,27 +20,27 @@ if TYPE_CHECKING:
     from octavo.quants import Weight
     from octavo.weights.formats.safetensors_files import Entry
 
-Parts = dict[str, "torch.Tensor"]  # what a method calls them → as stored
+Parts = dict[str, "torch.Tensor"]  # the method's name of a part → the stored tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one weight is made."""
+    """How to make one weight."""
 
     name: str  # in an unquantised checkpoint
-    parts: Mapping[str, str]  # what the method calls a part → its name in the files
+    parts: Mapping[str, str]  # the method's name of a part → the tensor's name in the files
     shape: tuple[int, ...]
-    make: Callable[[Parts, bool], Weight]  # of the parts, and whether Quants are wanted
-    held_as: str = ""  # the type of Quants it will probably be; "": it is decoded
+    make: Callable[[Parts, bool], Weight]  # (parts, keep_packed)
+    held_as: str = ""  # the type of Quants that make() probably returns with keep_packed; "": it is decoded
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tensors that are named nowhere here come as they are."""
+    """How a method turns a checkpoint's tensors into weights. Tensors it does not name are weights as they are."""
 
-    about: str  # for people: "gptq (4 bits)"
+    about: str  # for log lines: "gptq, 4 bits"
     recipes: list[Recipe]
-    unused: set[str] = field(default_factory=set)  # what nothing here needs: scales of activations, for instance
+    unused: set[str] = field(default_factory=set)  # tensors to skip: scales of activations, for instance
 
 
 def methods() -> list[str]:
@@ -52,7 +51,7 @@ Small = Callable[[str], bytes]
 
 
 def plan(settings: Any, entries: Mapping[str, Entry], small: Small) -> Plan:
-    """`settings`: config.json's quantization_config."""
+    """Plan by the method that `settings`, config.json's quantization_config, names."""
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     name = method.replace("-", "_") if isinstance(method, str) else ""
     if name not in methods():
@@ -65,11 +64,11 @@ def plan(settings: Any, entries: Mapping[str, Entry], small: Small) -> Plan:
     return found
 
 
-# ── what methods' files share ───────────────────────────────────────────────────────────────────────
+# ── shared by the methods ───────────────────────────────────────────────────────────────────────────
 
 
 def siblings(entries: Mapping[str, Entry], module: str, suffixes: Mapping[str, str]) -> dict[str, str]:
-    """What a method calls them → names, of those of a module's tensors that are there."""
+    """The module's tensors that exist: the method's name of a part → the tensor's name."""
     return {part: name for part, suffix in suffixes.items() if (name := f"{module}{suffix}") in entries}
 
 
@@ -80,13 +79,13 @@ def require(entries: Mapping[str, Entry], module: str, parts: Mapping[str, str],
 
 
 def misfit(entries: Mapping[str, Entry], module: str, parts: Mapping[str, str]) -> ConfigError:
-    """Shapes or types that do not belong together."""
+    """The error for parts whose shapes or types do not fit together."""
     shown = ", ".join(f"{part} {entries[name].type} {list(entries[name].shape)}" for part, name in parts.items())
     return ConfigError(f"the parts of {module} do not fit each other ({shown}): fetch the checkpoint again")
 
 
 def whole_number(settings: Mapping[str, Any], *keys: str, default: int = 0) -> int:
-    """The first of the keys that is there."""
+    """The value of the first key that is present."""
     for key in keys:
         value = settings.get(key)
         if value is not None:

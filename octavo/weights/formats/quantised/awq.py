@@ -1,8 +1,7 @@
-"""AWQ: 4 bits, groups with a scale and a zero, in the layout of its GEMM kernels.
-Knows nothing of its other layouts: they are refused.
+"""AWQ: 4 bits, groups with a scale and a zero point, in the "gemm" layout. Other layouts are refused.
 
-qweight [K, N / 8] int32 holds eight neighbouring columns in a word, and qzeros [G, N / 8] as well, in an order of their own;
-scales [G, N]. The weight is scale · (code − zero), turned to [N, K]."""
+qweight [K, N / 8] int32 and qzeros [G, N / 8] hold eight neighbouring columns in a word, in the order of _PLACES;
+scales [G, N]. The weight is scale · (code − zero), transposed to [N, K]."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit,
 from octavo.weights.formats.safetensors_files import Entry
 
 _PARTS = {"qweight": ".qweight", "qzeros": ".qzeros", "scales": ".scales"}
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # in which nibble of a word, from the lowest, each of its eight columns is
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the nibble of a word, from the lowest, that holds each of its eight columns
 
 
 def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
@@ -50,5 +49,5 @@ def _make(parts: Parts, keep_packed: bool) -> Weight:
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """[rows, N / 8] → [rows, N]."""
+    """Unpack [rows, N / 8] → [rows, N], columns in order."""
     return unpacked(words, 4).view(len(words), -1, 8)[:, :, _PLACES].flatten(1)

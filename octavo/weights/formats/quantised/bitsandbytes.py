@@ -1,9 +1,9 @@
-"""bitsandbytes: 4-bit codes into a table of 16 (nf4 or fp4) with a scale for each block, and int8 with one for each row.
-Knows nothing of its outliers: they are a matter of activations, which are not rounded here.
+"""bitsandbytes: 4-bit codes into a table of 16 values (nf4 or fp4) with a scale per block, and int8 with a scale per row.
+Its outlier threshold is ignored: it concerns activations, which are not rounded here.
 
-Beside weight, two codes in a byte, the high half first: weight.absmax, the blocks' scales, themselves codes into
-weight.nested_quant_map where there is one; weight.quant_map, the table; and weight.quant_state…, JSON with sizes and shape.
-Of int8, beside weight: SCB, the largest of each row."""
+4 bits: weight holds two codes in a byte, the high half first; weight.absmax the scales of the blocks, which are themselves
+codes into weight.nested_quant_map if that exists; weight.quant_map the table; weight.quant_state… JSON with sizes and shape.
+int8: weight, and SCB, the largest absolute value of each row."""
 
 import json
 import math
@@ -36,9 +36,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
         elif name.endswith(".SCB"):
             recipes.append(_int8(entries, name.removesuffix(".SCB")))
         elif name.endswith(".weight") and entry.type in ("U8", "I8") and not _has_state(entries, name):
-            raise ConfigError(
-                f"{name} is stored as {entry.type} without what it is scaled by: fetch the checkpoint again"
-            )
+            raise ConfigError(f"{name} is stored as {entry.type} without its scales: fetch the checkpoint again")
     bits = "8 bits" if settings.get("load_in_8bit") else "4 bits"
     return Plan(f"bitsandbytes, {bits}", recipes, {name for name in entries if name.endswith(".weight_format")})
 
@@ -59,7 +57,8 @@ def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any],
     fits = fits and entries[parts["absmax"]].type == ("U8" if is_nested else "F32")
     shape, block = tuple(_whole_numbers(state, "shape", module)), _whole_numbers(state, "blocksize", module)[0]
     num_weights, num_blocks = math.prod(shape), math.prod(entries[parts["absmax"]].shape)
-    block = min(block, num_weights + num_weights % 2)  # a size beyond would have room made for it
+    # A declared block may be larger than the weight: scales would be expanded to its full size.
+    block = min(block, num_weights + num_weights % 2)
     fits = (
         fits and entries[parts["weight"]].num_bytes == -(-num_weights // 2) and num_blocks == -(-num_weights // block)
     )
@@ -72,7 +71,7 @@ def _four_bits(entries: Mapping[str, Entry], module: str, state: dict[str, Any],
         make = partial(make, nested=nested, offset=offset)
     if not fits:
         raise misfit(entries, module, parts)
-    # The state is read: as a part it is only kept from coming as a tensor of its own.
+    # The state was read above. Listing it as a part keeps it from being yielded as a tensor of its own.
     return Recipe(f"{module}.weight", parts | {"state": name}, shape, make)
 
 
@@ -85,7 +84,7 @@ def _make_four_bits(
         absmax = parts["nested_table"].float()[absmax.int()].mul_(scales).add_(offset)
     num_weights, table = math.prod(shape), parts["table"].float()
     out = torch.empty(num_weights, dtype=torch.float32, device=packed.device)
-    step = 2 * block * max(1, _AT_ONCE // (2 * block))  # whole blocks, and whole bytes
+    step = 2 * block * max(1, _AT_ONCE // (2 * block))  # whole blocks and whole bytes
     for start in range(0, num_weights, step):
         bytes_now, scales = packed[start // 2 : (start + step) // 2], absmax[start // block : (start + step) // block]
         now = out[start : start + step]
@@ -98,9 +97,9 @@ def _state(data: bytes, module: str) -> dict[str, Any]:
     try:
         state = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the quant_state of {module} is no JSON: fetch the checkpoint again") from error
+        raise ConfigError(f"the quant_state of {module} is not JSON: fetch the checkpoint again") from error
     if not isinstance(state, dict):
-        raise ConfigError(f"the quant_state of {module} is no table: fetch the checkpoint again")
+        raise ConfigError(f"the quant_state of {module} is not a JSON object: fetch the checkpoint again")
     return state
 
 

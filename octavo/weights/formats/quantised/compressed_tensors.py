@@ -1,9 +1,9 @@
-"""The compressed-tensors format: 8-bit floats, and integers of 8 bits or packed into words.
-Knows nothing of activations: what they were to be scaled by is left out, they are not rounded.
+"""The compressed-tensors format: 8-bit floats, 8-bit integers, and 2, 4 or 8-bit integers packed into words.
+Scales of activations are skipped: activations are not rounded here.
 
-weight_packed [N, K · bits / 32] int32 or weight [N, K] int8 or float8; weight_scale for all, each row, each group [N, G] or
-each block; weight_zero_point [N · bits / 32, G] int32, packed along N, or as large as the scales, int8. Packed numbers are
-stored without a sign, so that the middle is 0."""
+weight_packed [N, K · bits / 32] int32, or weight [N, K] int8 or float8; weight_scale per tensor, row, group [N, G] or
+block; weight_zero_point [N · bits / 32, G] int32, packed along N, or int8 in the shape of the scales. Packed numbers are
+stored unsigned: 2^(bits − 1) stands for 0."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -59,7 +59,7 @@ def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small
 def _groups(settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     groups = settings.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise ConfigError("quantization_config's config_groups is no table of groups: fetch config.json again")
+        raise ConfigError("quantization_config's config_groups is not a table of groups: fetch config.json again")
     yield from groups.values()
 
 
@@ -96,7 +96,7 @@ def _packed_recipe(entries: Mapping[str, Entry], module: str, packed_bits: set[i
 
 
 def _width(entries: Mapping[str, Entry], parts: Mapping[str, str], small: Small, otherwise: int) -> int:
-    """What weight_shape says: the last word of a row may not be full."""
+    """K by weight_shape, if present, because the last word of a row may be partly filled; else `otherwise`."""
     if "shape" not in parts or entries[parts["shape"]].type != "I64" or entries[parts["shape"]].shape != (2,):
         return otherwise
     return int.from_bytes(small(parts["shape"])[8:], "little", signed=True)
@@ -110,7 +110,7 @@ def _make_packed(parts: Parts, keep_packed: bool, module: str, bits: int, width:
         is_packed = zeros.dtype == parts["packed"].dtype
         zeros = unpacked(zeros.t(), bits).t()[: len(codes)] if is_packed else zeros.int() + (1 << bits - 1)
     group_of = parts.get("g_idx")
-    if group_of is not None and int(group_of.min()) < 0:  # written so where no order was used
+    if group_of is not None and int(group_of.min()) < 0:  # −1 is written if act-order was not used
         group_of = None
     if group_of is not None and int(group_of.max()) >= scales.shape[1]:
         raise ConfigError(

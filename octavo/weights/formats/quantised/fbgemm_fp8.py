@@ -1,5 +1,4 @@
-"""8-bit floats with a scale for each row, as FBGEMM has them: laid out as fp8's.
-Knows nothing that fp8.py does not."""
+"""FBGEMM's 8-bit floats with a scale per row: the same layout as fp8."""
 
 from octavo.weights.formats.quantised.fp8 import plan
 

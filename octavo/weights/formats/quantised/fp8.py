@@ -1,5 +1,5 @@
-"""8-bit floats as models are published in them: a weight and its weight_scale or weight_scale_inv, for all, rows or blocks.
-Knows nothing of activations: what they were to be scaled by is left out, they are not rounded."""
+"""8-bit float checkpoints: a weight and its weight_scale or weight_scale_inv, per tensor, row or block.
+Scales of activations are skipped: activations are not rounded here."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +11,8 @@ from octavo.weights.formats import fp8_blocks
 from octavo.weights.formats.quantised import Parts, Plan, Recipe, Small, misfit, require, siblings
 from octavo.weights.formats.safetensors_files import Entry
 
-_SCALES = {"weight": ".weight", "scale": ".weight_scale", "scale_inv": ".weight_scale_inv"}  # both are multiplied by
+# The weight is multiplied by either scale: weight_scale_inv is no reciprocal, despite its name.
+_SCALES = {"weight": ".weight", "scale": ".weight_scale", "scale_inv": ".weight_scale_inv"}
 _UNUSED = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".input_scale_ub")
 
 
@@ -50,7 +51,7 @@ def _recipe(entries: Mapping[str, Entry], module: str, block: tuple[int, int] | 
 def scaled_recipe(
     entries: Mapping[str, Entry], module: str, parts: dict[str, str], block: tuple[int, int] | None
 ) -> Recipe:
-    """Of parts weight and scale."""
+    """The recipe for `parts` with a weight and a scale."""
     require(entries, module, parts, "weight", "scale")
     weight, scale = entries[parts["weight"]], entries[parts["scale"]]
     found = fp8_blocks.block_of(weight.shape, scale.shape, block)

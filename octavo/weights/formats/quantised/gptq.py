@@ -1,9 +1,9 @@
-"""GPTQ: 2, 4 or 8 bits, groups with a scale and a zero; a group's inputs need not stand side by side (act-order).
-Knows nothing of its layouts for single kernels: they are refused.
+"""GPTQ: 2, 4 or 8 bits, groups with a scale and a zero point; the inputs of a group need not be adjacent (act-order).
+Kernel-specific layouts are refused.
 
 qweight [K · bits / 32, N] int32 holds neighbouring inputs in a word, qzeros [G, N · bits / 32] neighbouring outputs;
-scales [G, N]; g_idx [K] is the group of each input. The weight is scale · (code − zero), turned to [N, K]. The first version
-of the format stores zeros less one."""
+scales [G, N]; g_idx [K] is the group of each input. The weight is scale · (code − zero), transposed to [N, K]. The first
+version of the format stores zero − 1."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -40,7 +40,7 @@ def _recipe(entries: Mapping[str, Entry], module: str, settings: Mapping[str, An
     if (weight.type, zeros.type) != ("I32", "I32") or not scales.arithmetic or any(len(shape) != 2 for shape in shapes):
         raise misfit(entries, module, parts)
     groups, num_columns = scales.shape
-    # A module may have bits of its own: what was stored says how many.
+    # Modules may differ in bits: derive them from the stored shapes.
     bits = zeros.shape[1] * 32 // num_columns if num_columns else 0
     if bits not in _BITS or groups == 0:
         raise misfit(entries, module, parts)

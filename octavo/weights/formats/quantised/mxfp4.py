@@ -1,5 +1,5 @@
-"""MXFP4: 4-bit floats, 32 of which share a power of two, in two tensors each.
-Knows nothing of models: NAME_blocks and NAME_scales come out as NAME, a matrix of all their rows, whatever is stacked in it."""
+"""MXFP4: 4-bit floats, 32 of which share a power of two. NAME_blocks and NAME_scales become NAME, one matrix with all rows
+of whatever is stacked in it."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from octavo.weights.formats.safetensors_files import Entry
 _BLOCKS = "_blocks"
 _PARTS = {"blocks": _BLOCKS, "scales": "_scales"}
 _BLOCK_BYTES = 16  # of 32 weights
-_ROWS_AT_ONCE = 4096  # bounds what is held of them in between
+_ROWS_AT_ONCE = 4096  # rows decoded together: bounds the temporaries
 
 
 def plan(settings: Mapping[str, Any], entries: Mapping[str, Entry], small: Small) -> Plan:
@@ -38,7 +38,8 @@ def _make(parts: Parts, keep_packed: bool) -> Weight:
 
 
 def _joined(blocks: Tensor, scales: Tensor) -> Quants:
-    """blocks [..., G, 16] and scales [..., G] → rows of quants. A block's bytes hold neighbours, a quant's those 16 apart."""
+    """blocks [..., G, 16] and scales [..., G] → rows of quants. A byte of a block holds two neighbours, a byte of a quant
+    two numbers 16 apart."""
     num_groups = scales.shape[-1]
     blocks, scales = blocks.reshape(-1, num_groups, _BLOCK_BYTES), scales.reshape(-1, num_groups)
     rows = torch.empty(len(scales), num_groups, 1 + _BLOCK_BYTES, dtype=torch.uint8, device=blocks.device)

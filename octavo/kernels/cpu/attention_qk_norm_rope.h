@@ -1,5 +1,5 @@
-// What comes before attention, for one instruction set: norm and turn q and k, and write k and v to their cells.
-// Knows nothing of threads. Included by attention_body.h.
+// The work before attention for one instruction set: RMSNorm and RoPE of q and k, and storing k and v in their cells. Included
+// by attention_body.h.
 #pragma once
 #include "attention.h"
 #include "attention_half.h"
@@ -28,19 +28,19 @@ static void normed(const float* x, const float* weight, float epsilon, int size,
   }
 }
 
-static void turned(const float* x, const float* rotation, int size, float* out) {
+static void rotated(const float* x, const float* rotation, int size, float* out) {
   for (int d = 0; d < size; d += W) {
-    store_up_to(out + d, turn_pairs(load_up_to(x + d, size - d), load_up_to(rotation + d, size - d)), size - d);
+    store_up_to(out + d, rotate_pairs(load_up_to(x + d, size - d), load_up_to(rotation + d, size - d)), size - d);
   }
 }
 
-// A token's place: in its page, and what lies where.
+// A token's cell: its page and its offset in it.
 struct Cell {
   char* page;
   int offset;
 };
 
-OCTAVO_INLINE Cell cell_of(const OctavoTurn& t, int64_t slot) {
+OCTAVO_INLINE Cell cell_of(const OctavoQkNormRope& t, int64_t slot) {
   return {(char*)t.pages + slot / t.page_size * t.page_stride, (int)(slot % t.page_size)};
 }
 
@@ -50,8 +50,8 @@ OCTAVO_INLINE void scatter(const T* from, int count, T* to, int step) {
   else for (int d = 0; d < count; ++d) to[(int64_t)d * step] = from[d];
 }
 
-// k or v of one token and head, finite and followed by zeros, to run `run` of its page; elements lie `step` apart.
-static void write_cell(const OctavoTurn& t, const float* x, Cell to, int run, int start, int step) {
+// Stores k or v of one token and head, finite and followed by zeros, in run `run` of its page; elements are `step` apart.
+static void write_cell(const OctavoQkNormRope& t, const float* x, Cell to, int run, int start, int step) {
   const int64_t first = (int64_t)run * t.page_size * t.head_size + start;
   if (t.is_float16) {
     alignas(64) Half halves[kMaxHeadSize + kPadding];
@@ -70,14 +70,14 @@ static void write_cell(const OctavoTurn& t, const float* x, Cell to, int run, in
   scatter(codes, t.head_size, (int8_t*)to.page + first, step);
 }
 
-static void turn_token(const OctavoTurn& t, int64_t token, float* buffer) {
+static void store_token(const OctavoQkNormRope& t, int64_t token, float* buffer) {
   const int size = t.head_size;
   float* heads = t.heads + token * t.token_stride;
   const float* rotation = t.rotation != nullptr ? t.rotation + token * size : nullptr;
   for (int head = 0; head < t.num_heads; ++head) {
     float* x = heads + head * size;
     if (t.q_norm != nullptr) normed(x, t.q_norm, t.epsilon, size, x);
-    if (rotation != nullptr) turned(x, rotation, size, x);
+    if (rotation != nullptr) rotated(x, rotation, size, x);
   }
   if (t.slots[token] < 0) return;
   const Cell cell = cell_of(t, t.slots[token]);
@@ -89,7 +89,7 @@ static void turn_token(const OctavoTurn& t, int64_t token, float* buffer) {
       x = buffer;
     }
     if (is_key && rotation != nullptr) {
-      turned(x, rotation, size, buffer);
+      rotated(x, rotation, size, buffer);
       x = buffer;
     }
     for (int d = 0; d < size; d += W) store(buffer + d, finite_or_zero(load_up_to(x + d, size - d)));
@@ -98,9 +98,9 @@ static void turn_token(const OctavoTurn& t, int64_t token, float* buffer) {
   }
 }
 
-static void turn(const OctavoTurn& t, int64_t begin, int64_t end) {
+static void qk_norm_rope_store(const OctavoQkNormRope& t, int64_t begin, int64_t end) {
   alignas(64) float buffer[kMaxHeadSize + kPadding] = {0};
-  for (int64_t token = begin; token < end; ++token) turn_token(t, token, buffer);
+  for (int64_t token = begin; token < end; ++token) store_token(t, token, buffer);
 }
 
 }  // namespace OCTAVO_VARIANT
