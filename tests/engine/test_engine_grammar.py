@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from octavo import LLM, SamplingParams, StructuredOutputsParams
-from octavo.errors import InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, Unsupported
 from octavo.messages import TokenDelta
 from octavo.observe.journeys.journal import EngineJournal
 from octavo.text.grammar.build import schema_grammar
@@ -86,7 +86,7 @@ def test_every_finished_answer_validates(folder, monkeypatch, native):
         schemas = [schema for name, schema in peoples().items() if name != "draft 7 tuple"]
         for schema in suite().values():
             try:
-                schema_grammar(schema, llm.text.vocabulary, param="schema")
+                schema_grammar(schema, llm.text.vocabulary, field=Field("schema"))
             except (InvalidRequest, Unsupported):
                 continue
             if "\\p" not in str(schema) and "\\" not in str(schema):  # patterns that Python reads otherwise

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from octavo.errors import Field
 from octavo.sampling.grammar.budgeted_end import BudgetedEnd, Ends
 from octavo.sampling.grammar.shortest_completion import ShortestCompletion
 from octavo.text.grammar.build import grammar_of, schema_grammar
@@ -24,7 +25,7 @@ ENDS = Ends(VOCABULARY, SIZE)
 
 
 def matcher(schema: object = SCHEMA) -> LLMatcher:
-    return LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
+    return LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, field=Field("schema")), log_level=0)
 
 
 def answer(
@@ -145,7 +146,7 @@ def test_a_short_answer_is_chosen_and_not_made() -> None:
 
 def test_texts_that_must_be_long_or_hold_a_certain_character_come_to_an_end() -> None:
     for schema in ({"type": "string", "minLength": 90}, {"type": "string", "format": "email"}):
-        at = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
+        at = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, field=Field("schema")), log_level=0)
         assert Ends(VOCABULARY, SIZE)._find(BudgetedEnd(), at, 120) is not None, schema
 
 
@@ -162,14 +163,14 @@ def test_texts_that_must_be_long_or_hold_a_certain_character_come_to_an_end() ->
     ],
 )
 def test_what_may_repeat_for_ever_is_left_in_time(pattern: str) -> None:
-    grammar = schema_grammar({"type": "string", "pattern": f"^{pattern}$"}, VOCABULARY, param="schema")
+    grammar = schema_grammar({"type": "string", "pattern": f"^{pattern}$"}, VOCABULARY, field=Field("schema"))
     for text, _ in words(grammar, 40, count=12):
         assert re.fullmatch(pattern, json.loads(text)), text
 
 
 def test_a_number_makes_room_for_the_next() -> None:
     numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 6, "maxItems": 6}
-    for text, _ in words(schema_grammar(numbers, VOCABULARY, param="schema"), 32, count=12):
+    for text, _ in words(schema_grammar(numbers, VOCABULARY, field=Field("schema")), 32, count=12):
         assert len(json.loads(text)) == 6
 
 
@@ -182,7 +183,7 @@ def test_the_end_that_is_looked_for_is_short() -> None:
 def test_a_text_that_has_to_be_long_harms_no_one() -> None:
     """Copies of a matcher share its lexer, which has a limit: the row's own matcher, and the next row's, must continue to work."""
     schema = {"type": "object", "properties": {"a": {"const": "xy" * 60_000}}, "required": ["a"]}
-    base = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, param="schema"), log_level=0)
+    base = LLMatcher(TOKENIZER, schema_grammar(schema, VOCABULARY, field=Field("schema")), log_level=0)
     row, bits = base.deep_copy(), np.full(-(-SIZE // 32), -1, dtype=np.int32)
     assert not Ends(VOCABULARY, SIZE).restrict(BudgetedEnd(), row, bits, 150)
     assert row.consume_tokens(list(b'{"a":"xyx')) and base.deep_copy().consume_tokens(list(b'{"a":"xyx'))
@@ -209,7 +210,7 @@ def test_little_is_done_where_no_end_is_in_reach() -> None:
             return Counted(self._matcher.deep_copy())
 
     rng, ends, closing, max_tokens = random.Random(1), Ends(VOCABULARY, SIZE), BudgetedEnd(), 100
-    at = LLMatcher(TOKENIZER, schema_grammar(PEOPLE, VOCABULARY, param="schema"), log_level=0)
+    at = LLMatcher(TOKENIZER, schema_grammar(PEOPLE, VOCABULARY, field=Field("schema")), log_level=0)
     for left in range(max_tokens, 0, -1):
         bits = np.full(-(-SIZE // 32), -1, dtype=np.int32)
         at.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
