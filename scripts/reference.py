@@ -448,7 +448,7 @@ def _why(field: Schema) -> str:
 def params_page() -> Iterator[str]:
     from octavo.config import ServerConfig
     from octavo.messages import params
-    from octavo.server.schema.shapes import ranges
+    from octavo.server.schema.fields import ranges
 
     limits = ranges(ServerConfig())
     yield "# SamplingParams and its kin"
