@@ -87,11 +87,11 @@ async def test_what_asks_for_nothing_costs_nothing(serve: Serve, fields: dict[st
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "not empty"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "non-empty"),
         ({"structured_outputs": {"grammar": "?"}}, "structured_outputs.grammar", "neither Lark"),
         ({"structured_outputs": {"json": {"const": "x" * 300}}}, "structured_outputs.json", "at most 200"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
-        ({"guided_json": {"$ref": "#"}}, "guided_json", "leads back to itself"),
+        ({"guided_json": {"$ref": "#"}}, "guided_json", "# refers to itself"),
         ({"guided_choice": "a"}, "guided_choice", "array"),
         (
             {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
