@@ -96,7 +96,7 @@ async def test_what_asks_for_nothing_costs_nothing(serve: Serve, fields: dict[st
         (
             {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
             "guided_choice",
-            "response_format and guided_choice both say",
+            "response_format and guided_choice both constrain",
         ),
     ],
     ids=lambda value: None,
