@@ -415,9 +415,9 @@ def fields_page() -> Iterator[str]:
     yield "its flags and its model; this is the default):"
     yield ""
     yield "- **honoured**: it does what its API says."
-    yield "- **refused**: 400, because an answer without it would not be the one asked for. `null` is always taken, and so are"
+    yield "- **refused**: 400, because ignoring it would change the answer. `null` is always accepted, and so are"
     yield "  the values in the last column, which ask for nothing."
-    yield "- **no effect**: taken. Labels are taken without a word; any other field is named in the answer's `ignored_fields`."
+    yield "- **no effect**: accepted. Labels are accepted silently; any other field is named in the answer's `ignored_fields`."
     yield ""
     yield f"A field of an unknown name is {compat['unknown_fields']}; `--strict-fields` refuses it."
     yield "Fields within others go by their path: `tools[].function.name`."
@@ -439,7 +439,7 @@ def _why(field: Schema) -> str:
 
     why = cell(field.get("why", ""))
     taken = ", ".join(code(json.dumps(value)) for value in field.get("taken_values", ()))
-    return f"{why} (taken: {taken})" if taken else why
+    return f"{why} (accepted: {taken})" if taken else why
 
 
 # ── Python parameters ───────────────────────────────────────────────────────────────────────────────

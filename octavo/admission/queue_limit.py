@@ -27,13 +27,14 @@ def too_much(
     """Why one more request, with a prompt of `num_new_tokens`, may not wait. None: it may. A limit of 0: any number."""
     if max_requests and num_waiting >= max_requests:
         return Excess(
-            "num_queued_reqs", f"{num_waiting} requests wait already, as many as may (--max-waiting-requests)"
+            "num_queued_reqs",
+            f"{num_waiting} requests are already waiting; at most {max_requests} may wait (--max-waiting-requests)",
         )
     if max_tokens and num_tokens + num_new_tokens > max_tokens:
         return Excess(
             "num_queued_tokens",
-            f"{num_tokens} prompt tokens wait already; with the {num_new_tokens} of this request there would be more than "
-            f"{max_tokens} (--max-waiting-tokens)",
+            f"{num_tokens} prompt tokens are already waiting; with the {num_new_tokens} of this request they would exceed the limit "
+            f"of {max_tokens} (--max-waiting-tokens)",
         )
     return None
 

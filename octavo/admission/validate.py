@@ -30,7 +30,7 @@ def admit(
     """Validate a generation request. `field` and `max_tokens_field` are the caller's fields in errors. best_of is resolved to n
     samples, from which the caller takes the likeliest."""
     if not report.can_generate:
-        raise Unsupported("this model is an encoder: it gives embeddings and generates no text", param=field)
+        raise Unsupported("this model is an encoder: it computes embeddings and does not generate text", param=field)
     check_prompt(prompt_ids, report, field)
     room = report.max_model_len - len(prompt_ids)
     if params.max_tokens is not None and params.max_tokens > room:

@@ -52,7 +52,7 @@ class PageAudits:
         self.problems = audit(self._scheduler.cache, self._scheduler.is_idle)
         self.counts["wrong" if self.problems else "right"] += 1
         for problem in self.problems:
-            log.error("pages are not conserved: %s", problem)
+            log.error("the page audit found a problem: %s", problem)
 
 
 class EngineControl:
@@ -115,7 +115,7 @@ class EngineControl:
         """The error of a request that waited for its max_queue_ms."""
         self.queue_limit.rejections["queue_time"] += 1
         waiting = self._scheduler.num_waiting
-        message = f"no row was free within the request's max_queue_ms; {waiting} requests wait"
+        message = f"no row was free within the request's max_queue_ms; {waiting} requests are waiting"
         return Overloaded(message, self.queue_limit.retry_after(waiting, self._clock()))
 
     def rest(self) -> None:

@@ -154,7 +154,7 @@ class Driver:
     def _reunite(self, recovery: Recovery) -> None:
         while group := recovery.next_group():
             if any(request.begun for request in group):
-                log.warning("going on with %d requests", len(group))
+                log.warning("continuing %d requests after an engine restart", len(group))
             for request in group:
                 self._add(request)
         if recovery.is_over:
@@ -172,7 +172,7 @@ class Driver:
             self._refuse(request.id, range(request.params.n), _overload(error))
         except Exception as error:
             log.exception("request %s could not be queued", request.id)
-            message = f"the engine could not take this request: {type(error).__name__}: {error}"
+            message = f"the engine could not queue this request: {type(error).__name__}: {error}"
             self._refuse(request.id, range(request.params.n), Finish("error", message=message))
 
     def _refuse(self, request_id: str, choices: Iterable[int], finish: Finish) -> None:
@@ -191,7 +191,7 @@ class Driver:
         assert request.params.max_tokens is not None, "resolved at admission"
         num_new = 0 if request.pooling is not None else request.params.max_tokens
         if len(request.prompt_ids) + num_new > self._report.max_model_len:
-            raise EngineUnavailable(f"the engine that took over has room for {self._report.max_model_len} tokens only")
+            raise EngineUnavailable(f"the restarted engine has room for only {self._report.max_model_len} tokens")
 
     def _send(self, deltas: list[TokenDelta]) -> None:
         """Send one message per step to each API process."""

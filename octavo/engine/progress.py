@@ -69,5 +69,5 @@ def progress_of(scheduler: Scheduler, metrics: EngineMetrics, now: float) -> Pro
 
 
 def _why_waiting(scheduler: Scheduler, num_preemptions: int) -> str:
-    reason = f"in the queue; its head waits for {scheduler.head_waits_for or 'order'}"
+    reason = f"in the queue, whose first request waits for {scheduler.head_waits_for or 'order'}"
     return f"preempted, {reason}" if num_preemptions else reason

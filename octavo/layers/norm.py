@@ -73,7 +73,7 @@ class SplitRMSNorm(nn.Module):
         self._values = device_ops.Norm(self.weight, None, epsilon)
         if context.ops.is_invariant and self.group.size > 1:
             raise ConfigError(
-                "--deterministic on GPUs is not offered with --tensor-parallel-size for models that norm all heads together"
+                "--deterministic on GPUs is not supported with --tensor-parallel-size for models that normalize all heads together"
             )
 
     def forward(self, x: torch.Tensor) -> None:

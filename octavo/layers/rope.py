@@ -54,7 +54,7 @@ def rope_settings(
     if kind == "longrope" and settings["original_max_position_embeddings"] <= 1:
         raise ConfigError("rope type 'longrope' needs an original_max_position_embeddings above 1")
     if settings["rope_theta"] <= 1 and kind == "yarn":
-        raise ConfigError(f"rope_theta is {settings['rope_theta']}: rope type 'yarn' needs one above 1")
+        raise ConfigError(f"rope_theta is {settings['rope_theta']}: rope type 'yarn' needs a value above 1")
     return settings
 
 
@@ -70,7 +70,7 @@ def rotated_size(settings: dict[str, Any], head_size: int) -> int:
     size = int(head_size * partial) if is_number else 0
     if not size or size % 2:
         raise ConfigError(
-            f"partial_rotary_factor is {str(partial)[:40]!r}: of a head of {head_size} it must leave an even number to rotate"
+            f"partial_rotary_factor is {str(partial)[:40]!r}: it must select an even number of the {head_size} elements of a head"
         )
     return size
 

@@ -35,7 +35,7 @@ def advice(standing: Standing) -> str:
     parts = []
     if standing.num_waiting:
         tell = _TOLD.get(standing.reason or "")
-        parts.append(tell(standing) if tell else f"{_many(standing)} for the step that runs, and no longer.")
+        parts.append(tell(standing) if tell else f"{_many(standing)} for the current step to end.")
     if standing.num_preempted:
         parts.append(_preempted(standing))
     return " ".join(parts)
@@ -47,43 +47,41 @@ def _many(standing: Standing) -> str:
 
 def _memory(standing: Standing) -> str:
     flags = "--kv-cache-memory-bytes" if standing.is_cpu else "--gpu-memory-utilization or --kv-cache-memory-bytes"
-    return f"Give pages more memory ({flags}), or keep them smaller (--kv-cache-dtype)"
+    return f"Give KV pages more memory ({flags}), or store them in a smaller type (--kv-cache-dtype)"
 
 
 def _rows(standing: Standing) -> str:
-    taken = f"{_many(standing)}: all {standing.max_rows:,} rows are taken"
+    taken = f"{_many(standing)}: all {standing.max_rows:,} rows are in use"
     share = standing.num_open_pages / max(1, standing.num_pages)
     if share < SCARCE:
-        return (
-            f"{taken}, and {1 - share:.0%} of the pages too: this server is full. Add another one, or memory for pages."
-        )
+        return f"{taken}, and so are {1 - share:.0%} of the pages: this server is full. Add another server, or memory for pages."
     return f"{taken}, while {share:.0%} of the pages are free. Raise --max-num-seqs (now {standing.max_rows:,})."
 
 
 def _pages(standing: Standing) -> str:
     needed = f"{standing.head_pages:,} KV pages for {standing.head_tokens:,} tokens"
     if standing.spare_pages:
-        needed += f", and leaves {standing.spare_pages:,} for the rows that grow"
+        needed += f", with {standing.spare_pages:,} more reserved for running requests"
     return (
-        f"{_many(standing)}: the next needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free. "
-        f"{_memory(standing)}; clients help with a smaller max_tokens."
+        f"{_many(standing)}: the next one needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free. "
+        f"{_memory(standing)}; a smaller max_tokens in requests also helps."
     )
 
 
 def _budget(standing: Standing) -> str:
     return (
-        f"{_many(standing)}: those who run use up the {standing.max_step_tokens:,} tokens of a step. Raise "
-        "--max-num-batched-tokens: prompts are done sooner, and tokens of the others come a little further apart."
+        f"{_many(standing)}: running requests use all {standing.max_step_tokens:,} tokens of a step. Raise "
+        "--max-num-batched-tokens: prompts are computed sooner, and the time between tokens grows a little."
     )
 
 
 def _preempted(standing: Standing) -> str:
-    times = "once" if standing.num_preempted == 1 else f"{standing.num_preempted:,} times"
-    told = f"In the last {LATELY_SECONDS:.0f} s a row had to leave {times} because pages ran out"
+    times = "1 preemption" if standing.num_preempted == 1 else f"{standing.num_preempted:,} preemptions"
+    told = f"{times} in the last {LATELY_SECONDS:.0f} s, because KV pages ran out"
     told += (
-        ", and waits in host memory or is computed again."
+        "; preempted requests wait in host memory or are recomputed."
         if standing.has_swap
-        else ", and is computed again (--swap-space would keep it in host memory)."
+        else "; preempted requests are recomputed (--swap-space would keep them in host memory)."
     )
     if standing.reason == "pages":
         return told  # what would help has been said
@@ -91,7 +89,7 @@ def _preempted(standing: Standing) -> str:
 
 
 def _grammar(standing: Standing) -> str:
-    return f"{_many(standing)} for grammars that were not seen before: they are compiled, beside the steps."
+    return f"{_many(standing)} for new grammars, which are compiled in the background."
 
 
 _TOLD: dict[str, Callable[[Standing], str]] = {"rows": _rows, "pages": _pages, "budget": _budget, "grammar": _grammar}

@@ -74,8 +74,8 @@ def _responses(shape: Shape, answer: Schema | None, error: Schema) -> Schema:
     problem = {"content": {"application/json": {"schema": shape.error or error}}}
     return {
         "200": {"description": "the answer", "content": content},
-        "4XX": {"description": "the request cannot be served as it is; the message says why", **problem},
-        "5XX": {"description": "the server cannot serve it, now or at all; the message says why", **problem},
+        "4XX": {"description": "the request is not valid or cannot be served; the message says why", **problem},
+        "5XX": {"description": "the server failed or is not available; the message says why", **problem},
     }
 
 
@@ -103,7 +103,7 @@ def _request_body(dialect: Dialect[Any], schemas: Schema, service: Service) -> S
             if kind.get("type") in ("number", "integer"):
                 kind.update(limits)
     schema["description"] = (
-        "Fields of other names are refused in strict mode, and otherwise named back: see /v1/compat."
+        "Unknown fields are refused in strict mode, and otherwise listed in ignored_fields: see /v1/compat."
     )
     schemas[model.__name__] = _tidy(schema)
     return {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(name=model.__name__)}}}}

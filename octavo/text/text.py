@@ -48,8 +48,8 @@ class Text:
         vocabulary that the model was not trained with: those are rejected when a request uses them."""
         if self._tokenizer.num_ordinary > model_vocab_size:
             raise ConfigError(
-                f"the tokenizer has {self._tokenizer.num_ordinary} tokens and the model knows {model_vocab_size}: they do "
-                "not belong together; give --tokenizer the folder or file of this model's own"
+                f"the tokenizer has {self._tokenizer.num_ordinary} tokens, but the model's vocabulary has {model_vocab_size}: "
+                "they do not belong together; give --tokenizer this model's own folder or file"
             )
 
     def encode(
@@ -188,7 +188,7 @@ class Text:
         before, found, _ = self._render([*messages[:-1], last], False, tools, variables).rpartition(_END)
         if not found:
             raise InvalidRequest(
-                "the chat template does not show the last message as it is: it cannot be continued",
+                "the chat template does not render the last message unchanged, so it cannot be continued",
                 param="continue_final_message",
             )
         return before

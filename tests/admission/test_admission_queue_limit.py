@@ -77,7 +77,7 @@ async def test_tokens_that_wait_are_limited_too_but_an_empty_queue_takes_anythin
         client.submit(second)
         ends = await asyncio.gather(end_of(client, first), end_of(client, second))
     assert ends[0] == 3 and isinstance(ends[1], Overloaded)
-    assert "9 prompt tokens wait already; with the 3 of this request" in ends[1].message
+    assert "9 prompt tokens are already waiting; with the 3 of this request" in ends[1].message
 
 
 async def test_a_deadline_ends_what_runs_and_what_waits():

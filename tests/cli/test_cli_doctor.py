@@ -170,7 +170,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str, str, str]] = {
         lambda f: change_json(f / "config.json", vocab_size=300), "tensors", "failed", "has shape [258, 32]"
     ),
     "tokenizer of another model": (
-        lambda f: write_tiny_llama(f, vocab_size=161) and None, "tokenizer", "failed", "the model knows 161"
+        lambda f: write_tiny_llama(f, vocab_size=161) and None, "tokenizer", "failed", "the model's vocabulary has 161"
     ),
     "tokenizer a little larger": (
         lambda f: write_tiny_llama(f, vocab_size=257) and None, "tokenizer", "warning", "ids from 257 on"

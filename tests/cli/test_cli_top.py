@@ -51,7 +51,7 @@ PAGES = base64.b64encode(array("H", [0, 1, 2, 9, 9, 0, 0, 0]).tobytes()).decode(
 STATES = [
     state(100.0, 0, pages=PAGES),
     state(101.0, 50, changes=[[5, [12, 12]]], rows=[[3, "my-request", 1, False, 1, 40, 30, 60, 3, 9]], num_waiting=1,
-          waiting=[["other", "rows", 1.25, 10, True, 0]], advice="1 request waits: all 4 rows are taken."),
+          waiting=[["other", "rows", 1.25, 10, True, 0]], advice="1 request waits: all 4 rows are in use."),
     state(102.0, 100, ended=[{"number": 1, "id": "my-request", "status": 200, "seconds": 2.5, "prompt_tokens": 30, "output_tokens": 30,
                               "preemptions": 0, "stages": {"decode": 2.25, "flush": 0.001}}]),
 ]  # fmt: skip
@@ -117,7 +117,7 @@ def test_rows_queue_and_ends_are_drawn_within_the_terminal() -> None:
     text = "\n".join(lines)
     assert "my-request#1" in text and "decode +1" in text and "40/60" in text
     assert "other" in text and "waits for rows" in text and "1.2 s  preempted" in text
-    assert "1 request waits: all 4 rows are taken." in lines and "·cS████·" in lines
+    assert "1 request waits: all 4 rows are in use." in lines and "·cS████·" in lines
     assert "between tokens 20 ms" in text and "first token –" in text
     screen.take(STATES[2])
     text = "\n".join(screen.draw(100, 40))

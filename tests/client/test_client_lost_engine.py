@@ -216,7 +216,7 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
         return asyncio.create_task(collect(client, name))
 
     def is_full(client: ZmqClient, words: str) -> None:
-        with pytest.raises(Overloaded, match=f"requests wait already, as many as may .*{words}") as refused:
+        with pytest.raises(Overloaded, match=f"requests are already waiting; at most .* may wait .*{words}") as refused:
             client.submit(request("refused"))
         assert refused.value.retry_after >= 1 and not client._streams._streams.get("refused")
 
@@ -247,7 +247,8 @@ async def test_what_waits_for_an_engine_that_does_not_answer_is_bounded(house, m
     answers = await asyncio.wait_for(asyncio.gather(*taken, *new, return_exceptions=True), 20)
     assert answers[:10] == [{0: list(range(3, 10))}] * 10
     assert all(
-        isinstance(answer, AssertionError) and "6 requests wait already" in str(answer) for answer in answers[10:]
+        isinstance(answer, AssertionError) and "6 requests are already waiting" in str(answer)
+        for answer in answers[10:]
     )
     assert await submit(second, "c") == {0: list(range(3, 10))} and not second._inflight_limit._num_sent_tokens
 

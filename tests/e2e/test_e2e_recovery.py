@@ -106,7 +106,7 @@ def check_interrupted(told: list[dict]) -> None:
         assert all(stage["end"] >= stage["start"] for stage in stages)
         (lost,) = [at for at, stage in enumerate(stages) if stage["name"] == "restart"]
         assert stages[lost - 1]["name"] == "engine" and stages[lost]["end"] - stages[lost]["start"] > 0.1
-        assert "an engine ended on its way" in journey["note"]
+        assert "an engine ended during this request" in journey["note"]
         if not journey["legs"]:
             assert sum(stage.get("output_tokens", 0) for stage in stages) == journey["output_tokens"]
 
@@ -212,7 +212,7 @@ def test_a_step_that_takes_far_longer_than_usual_is_told_and_goes_on(server):
                 told[path] = (status, text)
         time.sleep(0.05)
     assert set(told) == {"/health", "/health/ready", "/health/progress"}, told
-    assert all("has run for" in text and "usually" in text for _, text in told.values())
+    assert all("has been running for" in text and "usually" in text for _, text in told.values())
     Path(os.environ["OCTAVO_TEST_ENOUGH"]).touch()
     asking.join()
     assert answers[0][0] == 200 and server.engine() == engine and server.get("/health")[0] == 200

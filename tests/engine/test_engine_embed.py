@@ -150,7 +150,7 @@ def test_dimensions_are_cut_before_the_vector_is_normalised(tmp_path: Path) -> N
             llm.embed([[]])
         with pytest.raises(InvalidRequest, match="truncate_prompt_tokens must be -1 or"):
             llm.embed([[5]], truncate_prompt_tokens=65)
-        with pytest.raises(Unsupported, match="generates no text"):
+        with pytest.raises(Unsupported, match="does not generate text"):
             llm.generate([[5]])
 
 

@@ -143,7 +143,9 @@ def test_what_is_not_rotated_stays_as_it_is() -> None:
     assert rope.amplitude > 1.1 and rope.frequencies[:2].all()
     for share_rotated in (0, 0.3, -1, 1.5, "half", None):
         settings = rope_settings(config, can_be_partial=True) | {"partial_rotary_factor": share_rotated}
-        with pytest.raises(ConfigError, match=r"partial_rotary_factor is '.*': of a head of 10 it must leave an even"):
+        with pytest.raises(
+            ConfigError, match=r"partial_rotary_factor is '.*': it must select an even number of the 10"
+        ):
             Rope(settings, 10, CPU, TorchOps())
 
 

@@ -144,7 +144,7 @@ def test_gguf_rows_that_are_packed_go_where_plain_ones_go() -> None:
     [
         ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"hidden_size": 66}, "hidden_size is 66, which is no multiple of num_attention_heads, 4"),
-        ({"rotary_pct": 0.1}, "partial_rotary_factor is '0.1': of a head of 16"),
+        ({"rotary_pct": 0.1}, "partial_rotary_factor is '0.1': it must select an even number of the 16"),
         ({"rotary_pct": "some"}, "partial_rotary_factor is 'some'"),
         ({"rotary_emb_base": "big"}, "rope_theta is 'big'"),
         ({"layer_norm_eps": -1}, "layer_norm_eps is -1"),

@@ -175,7 +175,7 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         ({"rope_scaling": {"type": "longrope", "short_factor": [0] * 8}}, "short_factor must be a list of 8 numbers"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope type 'llama3' is not supported here"),
         ({"rope_scaling": "su"}, "rope_scaling is 'su'"),
-        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor is '0.7': of a head of 16"),
+        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor is '0.7': it must select an even number of the 16"),
         ({"partial_rotary_factor": 2}, "partial_rotary_factor is '2'"),
         ({"sliding_window": 0}, "sliding_window is 0"),
     ],

@@ -65,7 +65,7 @@ def test_dynamic_is_stretched_by_max_model_len(tmp_path: Path) -> None:
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "needs a high_freq_factor above its low"),
         (
             {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0},
-            "rope_theta is 1.0: rope type 'yarn' needs one above 1",
+            "rope_theta is 1.0: rope type 'yarn' needs a value above 1",
         ),
         ({"rope_type": ["yarn"]}, r"rope type \['yarn'\] is not supported"),
     ],

@@ -21,12 +21,12 @@ def ends_with(finish: Finish):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_full_queue_is_429_with_the_time_to_come_again(serve: Serve, stream: bool) -> None:
-    finish = Finish("error", message="7 requests wait already", cause="overload", retry_after=12)
+    finish = Finish("error", message="7 requests are already waiting", cause="overload", retry_after=12)
     response = await serve(ScriptedEngine(ends_with(finish))).post(
         "/v1/completions", json={"prompt": "a", "stream": stream}
     )
     error = error_of(response, 429)
-    assert error["code"] == "rate_limit_exceeded" and error["message"] == "7 requests wait already"
+    assert error["code"] == "rate_limit_exceeded" and error["message"] == "7 requests are already waiting"
     assert response.headers["retry-after"] == "12" and "x-should-retry" not in response.headers
 
 

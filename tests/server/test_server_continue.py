@@ -31,12 +31,12 @@ async def test_a_template_that_trims_and_closes(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("messages", "fields", "words"),
     [
-        (BEGUN[:1], {}, "by the assistant"),
+        (BEGUN[:1], {}, "of the assistant"),
         (BEGUN, {"add_generation_prompt": True}, "exclude each other"),
         (
             [*BEGUN[:1], {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}],
             {},
-            "no calls",
+            "without tool calls",
         ),
     ],
 )  # fmt: skip

@@ -368,7 +368,7 @@ class TestNamesInErrors:
             ({"input": "x" * 300}, "input", "input has"),
             ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format.schema is missing"),
             ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "structured_outputs",
-             "text.format and structured_outputs both say"),
+             "text.format and structured_outputs both constrain"),
         ):  # fmt: skip
             error = error_of(await client.post(RESPONSES, json={"input": "a", **fields}), 400)
             assert error["message"].startswith(words) and error["param"] == param, error

@@ -133,11 +133,11 @@ async def test_other_refusals(serve: Serve) -> None:
     client = serve(engine())
     error_of(await client.post("/v1/embeddings", json={"input": "a", "model": "another"}), 404)
     error = error_of(await client.post("/v1/completions", json={"prompt": "a"}), 400)
-    assert "it gives embeddings and generates no text" in error["message"]
+    assert "it computes embeddings and does not generate text" in error["message"]
     error = error_of(
         await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}), 400
     )
-    assert "generates no text" in error["message"]
+    assert "does not generate text" in error["message"]
     failing = serve(ScriptedEngine(fails, ENCODER))
     error = error_of(await failing.post("/v1/embeddings", json={"input": ["a", "b"]}), 500)
     assert error["message"] == "it broke"

@@ -74,11 +74,11 @@ async def test_live_ready_and_the_whole(serve: Serve, monkeypatch: pytest.Monkey
         assert (await client.get(path)).json() == {"status": "ok"}
     assert engine.num_pings == 0  # its pulse is proof enough
     heartbeat.stalled(3.0)
-    assert "neither turned nor computed" in error_of(await client.get("/health"), 503)["message"]
+    assert "the engine has made no progress" in error_of(await client.get("/health"), 503)["message"]
     assert (await client.get("/health/ready")).status_code == 200
     engine.is_recovering = True
     for path in ("/health", "/health/ready"):
-        assert "started again" in error_of(await client.get(path), 503)["message"]
+        assert "being restarted" in error_of(await client.get(path), 503)["message"]
     assert (await client.get("/health/live")).status_code == 200
 
 
@@ -122,9 +122,12 @@ async def test_a_step_that_takes_far_longer_than_usual(serve: Serve, monkeypatch
     step(5, 11)
     assert await told() == {503}
     for path in ("/health", "/health/ready"):
-        assert "step 7 has run for 11.0 s, usually 0.1 s" in error_of(await client.get(path), 503)["message"]
+        assert (
+            "step 7 has been running for 11.0 s; usually it takes at most 0.1 s"
+            in error_of(await client.get(path), 503)["message"]
+        )
     body = (await client.get("/health/progress")).json()
-    assert body["status"] == "stuck" and "usually 0.1 s" in body["without_progress"][0]["why"]
+    assert body["status"] == "stuck" and "usually it takes at most 0.1 s" in body["without_progress"][0]["why"]
     step(1, 50)
     assert await told() == {200}  # of a size that is new here: there may be something to compile
     step(1, 61)

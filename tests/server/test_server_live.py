@@ -86,7 +86,7 @@ async def test_rows_queue_pages_and_ends(served: Any) -> None:
         lambda state: state["num_waiting"] == 1 and state["blocked_by"]
     )  # a plan has looked at it
     assert [(wait[0], wait[1]) for wait in state["waiting"]] == [("third", "rows")] and state["blocked_by"] == "rows"
-    assert state["advice"].startswith("1 request waits: all 2 rows are taken, while ") and "(now 2)" in state["advice"]
+    assert state["advice"].startswith("1 request waits: all 2 rows are in use, while ") and "(now 2)" in state["advice"]
     (lane,) = state["lanes"]
     assert lane[:2] == ["new", 1] and lane[2] == pytest.approx(state["waiting"][0][2])
     metrics = (await server.http.get("/metrics")).text
@@ -201,14 +201,14 @@ STANDING = Standing(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"reason": "rows"}, ["3 requests wait: all 8 rows are taken, while 40% of the pages are free", "--max-num-seqs (now 8)"]),
-        ({"reason": "rows", "num_open_pages": 4}, ["96% of the pages too: this server is full"]),
-        ({"reason": "pages", "num_open_pages": 12}, ["up to 11 KV pages for 170 tokens, and leaves 4", "12 of 100 are free", "--gpu-memory-utilization"]),
+        ({"reason": "rows"}, ["3 requests wait: all 8 rows are in use, while 40% of the pages are free", "--max-num-seqs (now 8)"]),
+        ({"reason": "rows", "num_open_pages": 4}, ["and so are 96% of the pages: this server is full"]),
+        ({"reason": "pages", "num_open_pages": 12}, ["up to 11 KV pages for 170 tokens, with 4 more reserved", "12 of 100 are free", "--gpu-memory-utilization"]),
         ({"reason": "pages", "is_cpu": True, "num_waiting": 1}, ["1 request waits", "(--kv-cache-memory-bytes)"]),
-        ({"reason": "budget"}, ["the 512 tokens of a step", "--max-num-batched-tokens"]),
-        ({}, ["3 requests wait for the step that runs, and no longer."]),
-        ({"num_waiting": 0, "num_preempted": 2}, ["a row had to leave 2 times because pages ran out, and is computed again (--swap-space", "--max-num-seqs, now 8"]),
-        ({"num_waiting": 0, "num_preempted": 1, "has_swap": True}, ["had to leave once", "waits in host memory or is computed"]),
+        ({"reason": "budget"}, ["all 512 tokens of a step", "--max-num-batched-tokens"]),
+        ({}, ["3 requests wait for the current step to end."]),
+        ({"num_waiting": 0, "num_preempted": 2}, ["2 preemptions in the last 10 s, because KV pages ran out; preempted requests are recomputed (--swap-space", "--max-num-seqs, now 8"]),
+        ({"num_waiting": 0, "num_preempted": 1, "has_swap": True}, ["1 preemption in the last 10 s", "wait in host memory or are recomputed"]),
     ],
 )  # fmt: skip
 def test_advice_says_what_is_lacking_and_what_to_change(changed: dict[str, Any], words: list[str]) -> None:

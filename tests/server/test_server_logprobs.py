@@ -227,7 +227,7 @@ async def test_sampling_fields_reach_the_engine(serve: Serve) -> None:
         (CHAT, {"logprobs": 1}, "logprobs", "boolean"),
         (COMPLETIONS, {"logprobs": 21}, "logprobs", "between 0 and 20"),
         (COMPLETIONS, {"logprobs": True}, "logprobs", "integer"),
-        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "whole answer"),
+        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not supported with stream"),
         (COMPLETIONS, {"prompt_logprobs": -1}, "prompt_logprobs", "between 0 and 20"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "at least 1"),
         (CHAT, {"logit_bias": {"7": 1, "a": 1}}, "logit_bias", 'token ids, not "a"'),

@@ -260,7 +260,7 @@ def test_what_is_no_http_gets_an_error_as_everything_does(impatient: Server, sen
     connection = impatient.ready().connect()
     connection.sendall(sent)
     status, error = said_over(connection)
-    assert status == 400 and error["message"] == "this is no valid HTTP request" and error["code"] == "invalid_value"
+    assert status == 400 and error["message"] == "this is not a valid HTTP request" and error["code"] == "invalid_value"
 
 
 def test_what_is_no_http_does_not_end_the_request_before_it(server: Server) -> None:
@@ -273,7 +273,7 @@ def test_what_is_no_http_does_not_end_the_request_before_it(server: Server) -> N
         answer += chunk
     first, second = answer.split(b"HTTP/1.1 ")[1:]
     assert first.startswith(b"200") and b'"text":"ok"' in first
-    assert second.startswith(b"400") and b"no valid HTTP request" in second
+    assert second.startswith(b"400") and b"not a valid HTTP request" in second
 
 
 def test_where_descriptors_run_out_new_connections_are_told_so_or_wait(folder: Path) -> None:
@@ -301,7 +301,7 @@ def test_where_descriptors_run_out_new_connections_are_told_so_or_wait(folder: P
         assert again.status == 200
     finally:
         server.close()
-    assert server.complaints.count("about as many as this process may have open files (128)") == 1
+    assert server.complaints.count("close to this process's limit of open files (128)") == 1
 
 
 def ask_for_much(server: Server, is_stream: bool) -> socket.socket:

@@ -208,7 +208,7 @@ class TestResuming:
         assert done.content == b"id: %d\ndata: [DONE]\n\n" % last
         beyond = await client.get(path, params={"stream": spelled, "starting_after": "99"})
         error = error_of(beyond, 400)
-        assert error["param"] == "starting_after" and f"has come to event {last}" in error["message"]
+        assert error["param"] == "starting_after" and f"the last event is {last}" in error["message"]
 
     @pytest.mark.parametrize("num_processes", [1, 2])
     async def test_one_that_is_made_without_its_client_is_cancelled_or_deleted(

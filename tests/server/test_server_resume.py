@@ -161,7 +161,7 @@ class TestErrors:
         await call.done()
         again = get(app, call.headers["x-stream-id"], "?from=1000")
         await again.done()
-        assert again.status == 400 and b"has come to event 3" in again.sent[0]
+        assert again.status == 400 and b"the last event is 3" in again.sent[0]
 
     async def test_an_unknown_stream(self, serve: Serve) -> None:
         error = error_of(await serve().get("/v1/stream/cmpl-00?from=0"), 404)
@@ -242,7 +242,7 @@ class TestBounds:
         assert len(data) < 200
         late = get(app, stream_id, "?from=0")
         await late.done()
-        assert late.status == 400 and b"are not kept any more" in late.sent[0]
+        assert late.status == 400 and b"is no longer kept" in late.sent[0]
 
     async def test_what_could_be_read_when_it_was_asked_for_and_is_gone_when_it_is_read(
         self, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +262,7 @@ class TestBounds:
         second = log.read(0)  # nothing runs before its first event is asked for
         for _ in range(20):
             await anext(first)
-        with pytest.raises(InvalidRequest, match="are not kept any more"):
+        with pytest.raises(InvalidRequest, match="is no longer kept"):
             await anext(second)
         assert await anext(first), "whoever read reads on"
         filling.cancel()

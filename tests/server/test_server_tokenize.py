@@ -63,7 +63,12 @@ async def test_there_and_back(serve: Serve) -> None:
         ("/tokenize", {"prompt": "a", "messages": HI}, "prompt", "either prompt or messages"),
         ("/tokenize", {"prompt": ["a"]}, "prompt", "string"),
         ("/tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens", "boolean"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt", "for messages"),
+        (
+            "/tokenize",
+            {"prompt": "a", "add_generation_prompt": True},
+            "add_generation_prompt",
+            "only supported with messages",
+        ),
         ("/tokenize", {"messages": []}, "messages", "empty"),
         ("/tokenize", {"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "one of"),
         ("/tokenize", {"messages": HI, "add_special_tokens": True}, "add_special_tokens", "template"),

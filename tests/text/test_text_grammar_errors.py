@@ -31,4 +31,4 @@ from tests.doubles import byte_text
 def test_complaints(wish: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         grammar_of(wish, byte_text().vocabulary)
-    assert raised.value.message.partition(" cannot be kept to: ")[2] == words
+    assert raised.value.message.partition(" cannot be compiled: ")[2] == words

@@ -330,7 +330,7 @@ def test_a_tokenizer_that_is_larger_than_the_model_does_not_belong_to_it(folder:
     """The model must know all of the vocabulary's own tokens; tokens added behind them may be beyond its size."""
     text = load_text(folder)
     text.require_fit(400)
-    with pytest.raises(ConfigError, match=r"400 tokens and the model knows 399.*--tokenizer") as raised:
+    with pytest.raises(ConfigError, match=r"400 tokens, but the model's vocabulary has 399.*--tokenizer") as raised:
         text.require_fit(399)
     one_line(raised.value)
 

@@ -64,7 +64,7 @@ ENORMOUS = [
 @pytest.mark.parametrize("source", [*ENDLESS, *ENORMOUS])
 def test_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.text.chat.template_limits.MAX_SECONDS", 0.2)
-    with pytest.raises(InvalidRequest, match=r"the chat template .*which is refused") as raised:
+    with pytest.raises(InvalidRequest, match=r"the chat template .*which is not allowed") as raised:
         render(source, tools=[{"a": 1}])
     assert "\n" not in raised.value.message
     assert raised.value.param == "messages"

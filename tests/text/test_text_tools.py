@@ -83,11 +83,11 @@ def test_a_required_call_makes_no_parameters_up() -> None:
     [
         ({}, "tools must be a list"),
         (["now"], r"tools\[0\] must be an object"),
-        ([{"type": "web_search"}], r"tools\[0\].type is 'web_search'; only 'function' is offered"),
+        ([{"type": "web_search"}], r"tools\[0\].type is 'web_search'; only 'function' is supported"),
         ([{"type": "function"}], r"tools\[0\].function must be an object"),
         ([function("")], r"tools\[0\].function.name must be 1 to 64 letters"),
         ([function("now"), function("a b")], r"tools\[1\].function.name must be"),
-        ([function("now"), function("now")], r"tools\[1\].function.name 'now' is there twice"),
+        ([function("now"), function("now")], r"tools\[1\].function.name 'now' is used twice"),
         ([function("now", [])], r"tools\[0\].function.parameters must be a JSON schema"),
         ([function("now", {"type": "string"})], r"tools\[0\].function.parameters.type must be 'object'"),
         ([function("now", description=1)], r"tools\[0\].function.description must be a string"),

@@ -200,8 +200,8 @@ class OpenJourney:
     def _note(self, num_told: int) -> str:
         if self._losses:
             many = "an engine" if len(self._losses) == 1 else f"{len(self._losses)} engines"
-            return f"{many} ended on its way: what was done for it there cannot be told"
-        return "" if num_told == len(self.requests) else "the engine did not tell what it did"
+            return f"{many} ended during this request: the stages there are unknown"
+        return "" if num_told == len(self.requests) else "the engine did not report its stages"
 
     def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
         if not self.ended or self.making == "going on":
@@ -225,7 +225,7 @@ def tell_live(journey: EngineJourney, now: float) -> Journey:
         seconds=_round(now - received),
         stages=_relative(_cut(last.stages, "before", received, now), received),
         api_process=journey.origin,
-        note=f"API process {journey.origin} knows what came before the engine, and tells it when the request is over",
+        note=f"API process {journey.origin} has the stages before the engine, and reports them when the request is over",
         **_totals([journey], received, {}),
     )
 

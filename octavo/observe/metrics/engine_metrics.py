@@ -267,7 +267,7 @@ class EngineMetrics(StepObserver):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self._prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", self._prefix_hits),
             ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed.", self._prefix_hits),
-            ("octavo:steps", "Steps carried out.", self._num_steps),
+            ("octavo:steps", "Steps computed.", self._num_steps),
             ("octavo:device_busy_seconds", "Time in which a step was being computed.", self.pace.busy_seconds),
         ):
             scrape.counter(name, help, [({}, value)])
@@ -292,25 +292,29 @@ class EngineMetrics(StepObserver):
 
     def _write_histograms(self, scrape: Scrape) -> None:
         for name, help, histogram in (
-            ("time_to_first_token_seconds", "From arrival to a choice's first token.", self._first_token),
-            ("inter_token_latency_seconds", "Between two deliveries to one choice.", self._inter_token),
+            ("time_to_first_token_seconds", "Time from arrival to a choice's first token.", self._first_token),
+            ("inter_token_latency_seconds", "Time between two deliveries of tokens to one choice.", self._inter_token),
             # vLLM's former name, which dashboards still use.
-            ("time_per_output_token_seconds", "Between two deliveries to one choice.", self._inter_token),
+            (
+                "time_per_output_token_seconds",
+                "Time between two deliveries of tokens to one choice.",
+                self._inter_token,
+            ),
             (
                 "request_time_per_output_token_seconds",
                 "A finished choice's mean time per token after its first.",
                 self._per_output_token,
             ),
-            ("e2e_request_latency_seconds", "From arrival to the end of a choice.", self._end_to_end),
-            ("request_queue_time_seconds", "From arrival to a row.", self._queue),
-            ("request_inference_time_seconds", "From a row to the last token.", self._inference),
-            ("request_prefill_time_seconds", "From a row to the first token.", self._prefill),
-            ("request_decode_time_seconds", "From the first token to the last.", self._decode),
+            ("e2e_request_latency_seconds", "Time from arrival to the end of a choice.", self._end_to_end),
+            ("request_queue_time_seconds", "Time from arrival to admission to a row.", self._queue),
+            ("request_inference_time_seconds", "Time from admission to the last token.", self._inference),
+            ("request_prefill_time_seconds", "Time from admission to the first token.", self._prefill),
+            ("request_decode_time_seconds", "Time from the first token to the last.", self._decode),
             ("request_prompt_tokens", "Prompt tokens of a finished request.", self._prompt_lens),
             ("request_generation_tokens", "Tokens of a finished choice.", self._generation_lens),
             ("iteration_tokens_total", "Tokens computed in a step.", self._iteration),
-            ("request_params_n", "n of a finished request.", self._params_n),
-            ("request_params_max_tokens", "max_tokens of a finished request.", self._params_max_tokens),
+            ("request_params_n", "Parameter n of a finished request.", self._params_n),
+            ("request_params_max_tokens", "Parameter max_tokens of a finished request.", self._params_max_tokens),
             ("request_max_num_generation_tokens", "Tokens of a request's longest choice.", self._most_generated),
             ("request_num_preemptions", "Times that a finished request was preempted.", self._preempted),
             (

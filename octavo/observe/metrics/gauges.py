@@ -53,13 +53,13 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         ("vllm:num_requests_waiting", "Requests in the queue.", [({}, state.num_waiting)]),
         (
             "vllm:num_requests_waiting_by_reason",
-            "Requests in the queue: for room (capacity), or for something that must be there first (deferred).",
+            "Requests in the queue that wait for room (capacity) or for their grammar (deferred).",
             [({"reason": "capacity"}, state.num_waiting - deferred), ({"reason": "deferred"}, deferred)],
         ),
         ("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", [({}, use)]),
         # The name that vLLM gave it before; boards and autoscalers still ask for it.
         ("vllm:gpu_cache_usage_perc", "Share of KV pages in use, 0 to 1.", [({}, use)]),
-        ("vllm:cache_config_info", "The KV store's layout; always 1.", [(config, 1)]),
+        ("vllm:cache_config_info", "Layout of the KV cache, as labels; always 1.", [(config, 1)]),
         ("octavo:kv_pages", "KV pages by state.", [({"state": key}, value) for key, value in states.items()]),
         (
             "octavo:kv_slot_use_ratio",
@@ -68,7 +68,7 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         ),
         (
             "octavo:memory_bytes",
-            "Memory by what takes it. On a CPU a KV page takes none before it is first used.",
+            "Memory in use by kind. On a CPU a KV page takes none before it is first used.",
             [({"kind": "weights"}, report.weights_bytes), ({"kind": "pages"}, taken * report.page_bytes)],
         ),
         ("octavo:host_pages_used", "Pages of the swap space in use.", [({}, state.num_host_pages_used)]),
@@ -81,17 +81,17 @@ def write_gauges(scrape: Scrape, report: EngineReport, state: EngineState) -> No
         scrape.gauge(name, help, samples)
     scrape.counter(
         "octavo:queue_blocked_seconds",
-        "Time in which the first request of the queue could not enter, by what it lacked.",
+        "Time for which the first request of the queue could not be admitted, by what it lacked.",
         [({"reason": reason}, state.blocked_seconds.get(reason, 0.0)) for reason in ("rows", "pages", "budget")],
     )
     scrape.counter(
         "octavo:page_audits",
-        "Looks at the books of the KV pages while nothing ran, by what they found.",
+        "Audits of the KV pages while the engine was idle, by result.",
         [({"found": found}, count) for found, count in state.audits.items()],
     )
     scrape.counter(
         "octavo:restarts",
-        "Processes that were started again, by which and why.",
+        "Restarts of processes, by process and cause.",
         [({"process": process, "cause": cause}, count) for (process, cause), count in state.restarts.items()],
     )
 
@@ -101,7 +101,7 @@ def rejections(model_name: str, state: EngineState) -> str:
     scrape = Scrape({"model_name": model_name})
     scrape.counter(
         "vllm:admission_rejections",
-        "Requests that were refused because too much waits, or that would wait no longer (max_queue_ms).",
+        "Requests that were refused because the queue was full or their max_queue_ms had passed.",
         [({"reason": reason}, count) for reason, count in state.rejections.items()],
     )
     return scrape.text()

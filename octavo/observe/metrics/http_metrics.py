@@ -35,12 +35,12 @@ class HttpMetrics:
         scrape.counter("http_requests", "HTTP requests by route, method and status.", counts)
         scrape.histograms(
             "http_request_duration_seconds",
-            "From an HTTP request's first byte to its answer's last, by route.",
+            "Time from an HTTP request's first byte to its response's last byte, by route.",
             [({"handler": handler, "method": method}, seconds) for (handler, method), seconds in self._seconds.items()],
         )
         scrape.histogram(
             "http_request_duration_highr_seconds",
-            "From an HTTP request's first byte to its answer's last, in fine steps.",
+            "Time from an HTTP request's first byte to its response's last byte, in fine buckets.",
             self._all_seconds,
         )
         return scrape.text()

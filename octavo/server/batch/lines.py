@@ -106,7 +106,9 @@ def _body(raw: bytes, custom_id: str, url: str, rules: Rules) -> bytes:
         raise _Bad("request_too_large", f"body is over the limit of {rules.max_body_bytes} bytes", "body")
     members = _object(raw, "body")
     if bytes(members.get("stream", b"false")) not in (b"false", b"null"):
-        raise _Bad("invalid_value", "body.stream: answers of a batch are not streamed, leave stream out", "body.stream")
+        raise _Bad(
+            "invalid_value", "body.stream: responses of a batch are not streamed: leave stream out", "body.stream"
+        )
     if rules.seed is None or url not in rules.seeded or bytes(members.get("seed", b"null")) != b"null":
         return raw
     return msgspec.json.encode({**members, "seed": msgspec.Raw(str(_seed(rules.seed, custom_id)).encode())})

@@ -207,4 +207,4 @@ def read_back(file: BinaryIO, name: str, seen: Seen, tally: Tally) -> None:
 
 
 def _not_records(name: str, number: int) -> ConfigError:
-    return ConfigError(f"{name} line {number} is not a record of a batch: name another output, or move that file away")
+    return ConfigError(f"{name} line {number} is not a batch record: choose another output, or move that file away")

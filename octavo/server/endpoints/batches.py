@@ -98,7 +98,7 @@ def router(service: Service) -> APIRouter:
         if not 1 <= limit <= MAX_LIMIT:
             raise InvalidRequest(f"limit must be between 1 and {MAX_LIMIT}, got {limit}", param="limit")
         if after is not None and not BATCH_ID.fullmatch(after):
-            raise InvalidRequest("after must be a batch's id", param="after")
+            raise InvalidRequest("after must be the id of a batch", param="after")
         batches = await asyncio.to_thread(stores().batches.newest_first)
         if after is not None:
             batches = [batch for batch in batches if batch.id < after]
@@ -164,7 +164,7 @@ def _create(stores: Stores, fields: BatchRequest, owner: bytes) -> Batch:
     check_metadata(fields.metadata or {})
     file = stores.files.get(fields.input_file_id)
     if file.purpose != "batch":
-        raise InvalidRequest(f"the file's purpose must be batch, it is {file.purpose}", param="input_file_id")
+        raise InvalidRequest(f"the file's purpose must be batch, got {file.purpose}", param="input_file_id")
     expiry = None
     if fields.output_expires_after is not None:
         expiry = OutputExpiry(check_expiry(fields.output_expires_after.seconds, "output_expires_after.seconds"))

@@ -18,7 +18,7 @@ from octavo.server.state.ignored_fields import json_response
 from octavo.server.state.service import Service
 
 Status = Literal["honoured", "refused", "accepted_without_effect"]
-_WRONG_WITHOUT = "not offered, and an answer without it would not be the one asked for"
+_WRONG_WITHOUT = "not supported, and ignoring it would change the answer"
 
 
 class Field(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -123,7 +123,9 @@ def _inputs(given: Any) -> dict[str, str | list[int]]:
     if not given:
         raise InvalidRequest("input is empty: at least one text is needed", param="input")
     if len(given) > MAX_INPUTS:
-        raise InvalidRequest(f"input has {len(given)} entries; at most {MAX_INPUTS} are taken at once", param="input")
+        raise InvalidRequest(
+            f"input has {len(given)} entries; at most {MAX_INPUTS} are allowed in one request", param="input"
+        )
     for at, item in enumerate(given):
         if not isinstance(item, str) and not (isinstance(item, list) and all(type(token) is int for token in item)):
             raise _wrong_input(f"input[{at}]")
@@ -132,7 +134,8 @@ def _inputs(given: Any) -> dict[str, str | list[int]]:
 
 def _wrong_input(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{param}: an input is a string or a list of token ids; several are a list of either", param=param
+        f"{param}: an input must be a string or a list of token ids; several inputs must be a list of these",
+        param=param,
     )
 
 

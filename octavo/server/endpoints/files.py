@@ -127,7 +127,7 @@ def _check_page(limit: int, order: str, after: str | None) -> None:
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be asc or desc, got {order[:20]!r}", param="order")
     if after is not None and not FILE_ID.fullmatch(after):
-        raise InvalidRequest("after must be a file's id", param="after")
+        raise InvalidRequest("after must be the id of a file", param="after")
 
 
 def _page(newest_first: list[StoredFile], limit: int, order: str, after: str | None) -> FileList:
@@ -158,7 +158,7 @@ def _purpose(form: Form) -> Literal["batch"]:
         raise InvalidRequest("purpose is missing", param="purpose")
     if purpose != "batch":
         raise Unsupported(
-            f"purpose must be batch, got {purpose[:40]!r}: files serve nothing else here", param="purpose"
+            f"purpose must be batch, got {purpose[:40]!r}: no other purpose is supported", param="purpose"
         )
     return "batch"
 

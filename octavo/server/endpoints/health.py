@@ -69,7 +69,7 @@ def router(service: Service) -> APIRouter:
 def check_ready(service: Service) -> None:
     service.accept()
     if service.engine.is_recovering:
-        raise EngineUnavailable("the engine has ended and is being started again; requests wait for it", 2)
+        raise EngineUnavailable("the engine has ended and is being restarted; requests wait for it", 2)
     check_step(service)
 
 
@@ -82,7 +82,7 @@ def check_step(service: Service) -> None:
     age = _age(heartbeat.beat)
     if age > max(seconds if is_known else FIRST_TIMES * seconds, SLOW_TIMES * longest):
         raise EngineUnavailable(
-            f"step {heartbeat.num_steps} has run for {age:.1f} s, usually {longest:.1f} s at most", 5
+            f"step {heartbeat.num_steps} has been running for {age:.1f} s; usually it takes at most {longest:.1f} s", 5
         )
 
 
@@ -100,7 +100,7 @@ async def check_turning(service: Service) -> None:
 def _is_seen_turning(heartbeat: Heartbeat, step_timeout: float) -> bool:
     """Whether the heartbeat proves it. False: the engine must be queried. Raises EngineUnavailable where that is in vain."""
     if (stalled := heartbeat.stalled_seconds) > STALLED_SECONDS:
-        raise EngineUnavailable(f"the engine has neither turned nor computed anything for {stalled:.1f} s", 5)
+        raise EngineUnavailable(f"the engine has made no progress for {stalled:.1f} s", 5)
     age = _age(heartbeat.beat)
     if age <= FRESH_SECONDS:
         return True

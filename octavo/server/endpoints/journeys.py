@@ -50,7 +50,7 @@ async def _find(service: Service, request_id: str) -> Journey:
     found = _journeys.decode(await service.query(ReadJourneys(call=0, request_id=request_id)))
     if not found:
         raise NotFound(
-            f"no request {request_id[:200]!r} is on its way here, nor among the last that are kept (--journey-bytes)"
+            f"no request {request_id[:200]!r} is running here or among the latest that are kept (--journey-bytes)"
         )
     return found[0]
 
@@ -67,7 +67,9 @@ def _query(request: Request) -> tuple[str, int]:
     query = request.query_params
     for name in query:
         if name not in PARAMETERS:
-            raise InvalidRequest(f"unknown parameter {name[:60]!r}: there are {', '.join(PARAMETERS)}", param=name[:60])
+            raise InvalidRequest(
+                f"unknown parameter {name[:60]!r}; supported are {', '.join(PARAMETERS)}", param=name[:60]
+            )
     state, limit = query.get("state", ""), query.get("limit", "100")
     if state and state not in STATES:
         raise InvalidRequest(f"state must be one of {', '.join(STATES)}, got {state[:60]!r}", param="state")

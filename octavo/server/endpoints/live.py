@@ -26,16 +26,16 @@ def router(service: Service) -> APIRouter:
     async def live() -> Response:
         service.accept()
         if service.engine.is_recovering:
-            raise EngineUnavailable("the engine has ended and is being started again", retry_after=2)
+            raise EngineUnavailable("the engine has ended and is being restarted", retry_after=2)
         if service.live.is_full:
-            raise Overloaded(f"{MAX_WATCHERS} watch already", retry_after=10)
+            raise Overloaded(f"{MAX_WATCHERS} clients are already watching, which is the limit", retry_after=10)
         return EventStream(service, service.live.watch())
 
     @router.get("/v1/live/pages/{page}")
     async def page_owners(page: str) -> Response:
         num_pages = service.report.num_pages
         if not (page.isascii() and page.isdigit() and len(page) < 12 and int(page) < num_pages):
-            raise NotFound(f"there is no page {page[:60]!r}: they go from 0 to {num_pages - 1}", param="page")
+            raise NotFound(f"page {page[:60]!r} does not exist: pages go from 0 to {num_pages - 1}", param="page")
         owners = await service.query(ReadPage(call=0, page=int(page)))
         body = PageOwners(int(page), msgspec.json.decode(owners, type=list[str]))
         return Response(msgspec.json.encode(body), media_type="application/json")

@@ -49,7 +49,7 @@ def router(service: Service) -> APIRouter:
     @router.get("/pages/{name}")
     async def part(name: str) -> Response:
         if name not in found or name in PAGES.values():
-            raise NotFound(f"there is no page part {name[:60]!r}")
+            raise NotFound(f"no such file: {name[:60]!r}")
         return _file(found, name)
 
     return router

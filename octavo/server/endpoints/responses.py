@@ -130,8 +130,8 @@ def router(service: Service) -> APIRouter:
             return HttpResponse(cancelled, media_type="application/json")
         await _found(kept, response_id, request)
         raise InvalidRequest(
-            f"response {response_id[:100]!r} is finished: a response can be cancelled while it is made, and where its stream "
-            "can be resumed; closing the connection ends any other"
+            f"response {response_id[:100]!r} is finished: only a running response with a resumable stream can be cancelled; "
+            "any other ends when its connection is closed"
         )
 
     @router.get("/v1/responses/{response_id}/input_items")
@@ -155,7 +155,7 @@ async def _found(kept: KeptResponses, response_id: str, request: Request) -> Sto
 def _check_query(request: Request, known: set[str]) -> None:
     for name, value in request.query_params.multi_items():
         if name not in known:
-            raise Unsupported(f"the query's {name[:60]} is not supported here", param=name[:60])
+            raise Unsupported(f"query parameter {name[:60]} is not supported here", param=name[:60])
         if name in ("include", "include[]") and value not in INCLUDABLE:
             raise InvalidRequest(f"include: {value[:60]!r} is not one of {', '.join(INCLUDABLE)}", param="include")
 
@@ -164,7 +164,7 @@ def _first_event(request: Request) -> int | None:
     """The first event to send of a resumed stream, by sequence_number. None: the whole response is requested."""
     after, is_stream = request.query_params.get("starting_after"), _switch(request, "stream")
     if _switch(request, "include_obfuscation"):
-        raise Unsupported("include_obfuscation: streams are sent as they are", param="include_obfuscation")
+        raise Unsupported("include_obfuscation is not supported: events are not padded", param="include_obfuscation")
     if after is not None and not is_stream:
         raise InvalidRequest("starting_after is only for streams: set stream to true", param="starting_after")
     if after is not None and not (after.isascii() and after.isdigit() and len(after) <= MAX_NUMBER_LEN):

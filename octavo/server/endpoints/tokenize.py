@@ -102,7 +102,7 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
         return await _encode_prompt(service, fields, fields.prompt)
     if fields.add_special_tokens:
         raise Unsupported(
-            "add_special_tokens = true is not supported with messages: their template writes what the model needs",
+            "add_special_tokens = true is not supported with messages: the chat template adds the special tokens",
             param="add_special_tokens",
         )
     tools = parse_tools(fields.tools or [])
@@ -118,6 +118,6 @@ async def _encode(service: Service, fields: TokenizeRequest) -> list[int]:
 async def _encode_prompt(service: Service, fields: TokenizeRequest, prompt: str) -> list[int]:
     for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "chat_template"):
         if getattr(fields, name) is not None:
-            raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
+            raise InvalidRequest(f"{name} is only supported with messages, not with prompt", param=name)
     encode, around = service.text.encode, fields.add_special_tokens is not False
     return await asyncio.to_thread(encode, prompt, around) if len(prompt) > LONG_TEXT else encode(prompt, around)

@@ -77,14 +77,14 @@ def check_choice(choice: ToolChoice, service: Service) -> None:
     if choice.mode == "auto" and not service.config.server.enable_auto_tool_choice:
         raise Unsupported(
             Field("tool_choice")
-            + " 'auto' is switched off here (--no-enable-auto-tool-choice): use 'required' or name a tool"
+            + " 'auto' is disabled on this server (--no-enable-auto-tool-choice): use 'required' or name a tool"
         )
 
 
 def check_variables(variables: Mapping[str, Any], field: Field) -> None:
     for name in variables:
         if name in RESERVED or not name.isidentifier():
-            raise InvalidRequest(field + f" may not set {name[:60]!r}")
+            raise InvalidRequest(field + f" must not set {name[:60]!r}")
 
 
 def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: bool | None) -> Ending:
@@ -98,7 +98,7 @@ def read_ending(messages: list[dict[str, Any]], opens: bool | None, continues: b
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str) or last.get("tool_calls"):
         raise InvalidRequest(
-            Field("continue_final_message") + " needs a last message by the assistant, with text and no calls"
+            Field("continue_final_message") + " needs a last message of the assistant, with text and without tool calls"
         )
     return "open"
 
@@ -135,7 +135,7 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
         return wished
     if wished and response_format is None:
         raise InvalidRequest(
-            Field("tool_choice") + " and structured_outputs both say what the answer must be: give one of them"
+            Field("tool_choice") + " and structured_outputs both constrain the output: give only one of them"
         )
     frame = chat.required_format(service.text).frame
     schema = (calls_schema if frame is None else call_schema)(chat.tools, chat.choice)

@@ -37,7 +37,7 @@ def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def parse_message(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
     role = message.get("role")
     if role == "function":
-        raise Unsupported(where / "role" + " 'function' is the older form of 'tool': send that")
+        raise Unsupported(where / "role" + " 'function' is not supported: use 'tool'")
     if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequest(where / "role" + f" must be one of {', '.join(ROLES)}")
     content = message.get("content")
@@ -60,7 +60,7 @@ def _check_role(message: Mapping[str, Any], where: Field) -> None:
     for role, names in _OF_ROLE.items():
         for name in names if message["role"] != role else ():
             if message.get(name) not in (None, [], ""):
-                raise InvalidRequest(where / name + f" does not belong to a message of role {message['role']!r}")
+                raise InvalidRequest(where / name + f" is not allowed in a message of role {message['role']!r}")
 
 
 def _with_refusals(message: Mapping[str, Any], content: object, where: Field) -> object:
@@ -110,7 +110,7 @@ def _arguments(value: object, where: Field) -> dict[str, Any]:
     if not value:
         value = {} if value is None or isinstance(value, str | dict) else value
     if not isinstance(value, dict):
-        raise InvalidRequest(where + " must be the text of a JSON object")
+        raise InvalidRequest(where + " must be a JSON object as a string")
     return value
 
 

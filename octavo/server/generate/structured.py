@@ -29,7 +29,7 @@ async def read_grammar(service: Service, fields: SamplingFields, response_format
         return ""
     if len(found) > 1:
         names = sum((" and " + field for field, _, _ in found[1:]), Sentence((found[0][0],)))
-        raise InvalidRequest(names + " both say what the answer must look like: give one of them", param=found[1][0])
+        raise InvalidRequest(names + " both constrain the output: give only one of them", param=found[1][0])
     field, where, wish = found[0]
     vocabulary = _vocabulary(service, field)
     return await _beside(

@@ -87,7 +87,7 @@ class Connection(HttpToolsProtocol):
             pass
         elif self._head_begun is not None:
             if now - max(self._head_begun, self._answered) > patience.request:
-                self.refuse(RequestTimeout(f"the request's head has not come whole within {patience.request:g} s"))
+                self.refuse(RequestTimeout(f"the request head did not arrive completely within {patience.request:g} s"))
         elif now - max(self._opened, self._answered) > KEEP_ALIVE_SECONDS:
             self.transport.close()
 
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_nonsense()
 
     def _refuse_nonsense(self) -> None:
-        self.refuse(InvalidRequest("this is no valid HTTP request"))
+        self.refuse(InvalidRequest("this is not a valid HTTP request"))
 
     def refuse(self, error: OctavoError) -> None:
         """Send an error response and close. Only before a response has started."""
@@ -138,7 +138,7 @@ class Connection(HttpToolsProtocol):
 
 
 async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "this server has no room for another connection (open files, ulimit -n): try again"
+    message = "this server has too many open connections (limit of open files, ulimit -n): try again later"
     error = EngineUnavailable(message, NO_ROOM_RETRY_AFTER)
     request_id = new_request_id()
     response = error_response(error, request_id, scope["method"], scope["path"])
@@ -232,7 +232,7 @@ class HttpServer(uvicorn.Server):
         if time.monotonic() - self._complained > COMPLAINT_SECONDS:
             self._complained = time.monotonic()
             log.error(
-                "%d connections are open, about as many as this process may have open files (%d): new ones get status 503, or "
+                "%d connections are open, close to this process's limit of open files (%d): new ones get status 503 or "
                 "wait; raise the hard limit (ulimit -Hn)",
                 len(self.server_state.connections),
                 self._limit,

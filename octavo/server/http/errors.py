@@ -59,11 +59,11 @@ def describe(error: Exception, request_id: str, route: str = "") -> tuple[int, E
         case HTTPException(status_code=404):
             return 404, ErrorBody(ErrorDetail(f"no such route: {route[:200]}", "not_found_error", None, "not_found"))
         case HTTPException(status_code=405):
-            message = f"this route does not take that method: {route[:200]}"
+            message = f"this route does not support that method: {route[:200]}"
             return 405, ErrorBody(ErrorDetail(message, "invalid_request_error", None, "method_not_allowed"))
         case HTTPException(status_code=status, detail=detail) if status < 500:
             return status, ErrorBody(ErrorDetail(str(detail), "invalid_request_error", None, None))
-    message = f"internal error; the server's log has it under request id {request_id}"
+    message = f"internal error; see the server's log for request id {request_id}"
     return 500, ErrorBody(ErrorDetail(message, "server_error", None, "internal_error"))
 
 

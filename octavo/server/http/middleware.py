@@ -145,7 +145,7 @@ class _Passage:
                 return await self._receive()
         except TimeoutError:
             raise RequestTimeout(
-                f"the request's body has not come: fewer than {BODY_STEP} bytes of it within {self._patience:g} s"
+                f"the request body did not arrive in time: fewer than {BODY_STEP} bytes within {self._patience:g} s"
             ) from None
         finally:
             self._waited += time.monotonic() - began
@@ -220,7 +220,7 @@ def _unauthorized(scope: Scope, *, is_wrong: bool) -> Unauthorized:
     """For a page the challenge asks for a password, which browsers prompt for."""
     route = route_of(scope)
     is_page = scope["method"] == "GET" and (route in PAGES or route.startswith(PAGES_FOLDER))
-    how = "give it as the password, under any name" if is_page else "send the header 'Authorization: Bearer KEY'"
+    how = "give it as the password, with any user name" if is_page else "send the header 'Authorization: Bearer KEY'"
     error = Unauthorized("the API key is wrong" if is_wrong else f"this server needs an API key: {how}")
     if is_page:
         error.challenge = 'Basic realm="octavo"'

@@ -77,7 +77,7 @@ class Form:
         if not self._name:
             raise _malformed("a part has no name")
         if self._name in self.fields or (self._name == self._file_field and self.filename is not None):
-            raise InvalidRequest(f"{self._name} is there twice", param=self._name)
+            raise InvalidRequest(f"{self._name} is given twice", param=self._name)
         if self._name == self._file_field:
             if b"filename" not in options:
                 raise InvalidRequest(f"{self._name} must be a file, with a filename", param=self._name)

@@ -208,7 +208,8 @@ class SearchFields(BaseModel):
                 raise InvalidRequest(f"{name} must be at most {server.max_n} (--max-n), got {count}", param=name)
         if getattr(self, "stream", None) and (self.num_kept or 0) and (self.best_of or 0) > (self.n or 1):
             raise InvalidRequest(
-                "the best of several is known when all have ended: leave stream or best_of out", param="best_of"
+                "best_of cannot be streamed, since the best is known only when all have ended: leave stream or best_of out",
+                param="best_of",
             )
 
     @field_validator("early_stopping", mode="after")
@@ -327,7 +328,7 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
     fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
         if getattr(fields, name, None) is not None and not getattr(server, knob):
-            raise Unsupported(f"{name} is taken only by a server that was started with {flag}", param=name)
+            raise Unsupported(f"{name} is only supported by a server that was started with {flag}", param=name)
     _check_limits(fields, server)
     if (journey := current.get()) is not None:
         journey.reach("parse")
@@ -341,7 +342,7 @@ def _refuse(found: Found, idle: list[tuple[str, str]], server: ServerConfig) -> 
     if server.strict_fields:
         told += [(field.path, _unknown(field)) for field in found.unknown[:MAX_REFUSED]]
         told += [(field.path, _not_offered(field)) for field in found.idle[:MAX_REFUSED]]
-        told += [(name, f"{name} has no effect here, {why}: leave it out") for name, why in idle]
+        told += [(name, f"{name} has no effect here, because {why}: leave it out") for name, why in idle]
         num_all += len(found.unknown) + len(found.idle) + len(idle) + found.num_more
     if told:
         told = told[:MAX_REFUSED]
@@ -371,7 +372,7 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
     messages = getattr(fields, "messages", None)
     if isinstance(messages, list) and len(messages) > server.max_messages:
         raise InvalidRequest(
-            f"messages has {len(messages)} entries; this server takes at most {server.max_messages} (--max-messages)",
+            f"messages has {len(messages)} entries; this server allows at most {server.max_messages} (--max-messages)",
             param="messages",
         )
     if isinstance(fields, LimitFields):
@@ -394,12 +395,12 @@ def _check_limits(fields: RequestFields, server: ServerConfig) -> None:
         fields.max_tokens != fields.max_completion_tokens
     ):
         raise InvalidRequest(
-            "max_tokens and max_completion_tokens are two names of one limit: give one of them",
+            "max_tokens and max_completion_tokens are two names of the same limit: give only one of them",
             param="max_completion_tokens",
         )
     if fields.stream and fields.prompt_logprobs is not None:
         raise InvalidRequest(
-            "prompt_logprobs come with a whole answer only: leave stream or prompt_logprobs out",
+            "prompt_logprobs is not supported with stream: leave one of them out",
             param="prompt_logprobs",
         )
 
@@ -423,9 +424,9 @@ def moot(fields: object) -> Iterator[tuple[str, str]]:
     """Yield the given fields that have no effect beside the request's others, and why."""
     loops = getattr(fields, "repetition_detection", None)
     if loops is not None and not loops.max_pattern_size and (loops.min_pattern_size or loops.min_count):
-        yield "repetition_detection", "for max_pattern_size is 0 and nothing is looked for"
+        yield "repetition_detection", "max_pattern_size is 0"
     is_search = bool(getattr(fields, "use_beam_search", None))
-    why = "a beam search weighs tokens by the model's own logprobs" if is_search else "it is for use_beam_search"
+    why = "beam search ranks tokens by the model's own logprobs" if is_search else "it applies only to use_beam_search"
     for name, says_nothing in (_DRAWS if is_search else _OF_BEAMS).items():
         value = getattr(fields, name, None)
         if value is not None and not says_nothing(value):
@@ -461,7 +462,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         or any(len(value) > MAX_METADATA_VALUE for value in metadata.values())
     ):
         raise InvalidRequest(
-            f"metadata holds at most {MAX_METADATA} entries, keys of {MAX_METADATA_KEY} and values of "
+            f"metadata can have at most {MAX_METADATA} entries, with keys of at most {MAX_METADATA_KEY} and values of at most "
             f"{MAX_METADATA_VALUE} characters",
             param="metadata",
         )

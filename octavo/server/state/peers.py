@@ -17,7 +17,7 @@ from octavo.errors import EngineUnavailable, InvalidRequest
 log = logging.getLogger("octavo.server")
 
 PATIENCE_SECONDS = 5.0  # waiting for a process that does not answer
-CONNECTION_LOST = "the API process that this was asked of has ended"
+CONNECTION_LOST = "the API process that served this has ended"
 
 Answerer = Callable[[bytes], AsyncGenerator[bytes, None] | None]
 """A query of one kind → its answer in chunks, now or as they come. None: this process has none. It may raise InvalidRequest: it
@@ -120,7 +120,7 @@ async def _send(chunks: AsyncGenerator[bytes, None], writer: asyncio.StreamWrite
         except OSError:
             return
         except Exception:  # without the end mark the other side sees that it is incomplete
-            log.exception("an answer to a sibling's question about %s failed", kind)
+            log.exception("an answer to another API process about %s failed", kind)
             return
         writer.write((0).to_bytes(4, "big"))
         await writer.drain()

@@ -68,9 +68,13 @@ class StreamLog:
     def check(self, start: int) -> None:
         """Raise InvalidRequest unless it can be read from event `start` on."""
         if start < self._first:
-            raise InvalidRequest(f"event {start}: those before {self._first} are not kept any more", param="from")
+            raise InvalidRequest(
+                f"event {start} is no longer kept: the first kept event is {self._first}", param="from"
+            )
         if start > self.num_events:
-            raise InvalidRequest(f"event {start}: the stream has come to event {self.num_events - 1}", param="from")
+            raise InvalidRequest(
+                f"event {start} does not exist yet: the last event is {self.num_events - 1}", param="from"
+            )
 
     async def read(self, start: int) -> AsyncGenerator[bytes, None]:
         """Events from `start` on, as they come. The next reader continues where this one leaves."""
@@ -130,7 +134,9 @@ class StreamLogs:
 
     def open(self, stream_id: str, owner: bytes) -> StreamLog:
         if not self._seconds:
-            raise InvalidRequest("this server keeps no streams (--resume-seconds 0)", param="stream_options.resumable")
+            raise InvalidRequest(
+                "this server does not keep streams (--resume-seconds 0)", param="stream_options.resumable"
+            )
         self._make_room()
         if self._num_bytes > self._max_bytes:
             raise Overloaded(
@@ -157,7 +163,7 @@ class StreamLogs:
     def missing(self) -> NotFound:
         return NotFound(
             "no stream with this id can be resumed: it is unknown, or its request did not set stream_options.resumable, or "
-            f"nobody read it for {self._seconds:g} s (--resume-seconds), or it was dropped to make room (--resume-bytes)"
+            f"it was not read for {self._seconds:g} s (--resume-seconds), or it was dropped to make room (--resume-bytes)"
         )
 
     def _changed(self, log: StreamLog, num_bytes: int) -> None:

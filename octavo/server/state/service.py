@@ -97,7 +97,7 @@ class Service:
     def accept(self) -> None:
         """Raise EngineUnavailable unless new work is accepted."""
         if self.draining:
-            raise EngineUnavailable("the server is shutting down and takes no new requests", DRAIN_RETRY_AFTER)
+            raise EngineUnavailable("the server is shutting down and accepts no new requests", DRAIN_RETRY_AFTER)
         _ = self.report
 
     def check_model(self, name: str | None) -> None:

@@ -166,9 +166,9 @@ class ChatTemplate:
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it cannot take "
+                "this model has no chat template, so it does not support "
                 + MESSAGES
-                + ": have it complete a prompt instead, or give it a template with --chat-template FILE"
+                + ": send a plain prompt instead, or set a template with --chat-template FILE"
             )
         values = {
             **self._variables,
@@ -182,10 +182,10 @@ class ChatTemplate:
             with limited():
                 return template.render(values)
         except TemplateLimit as error:
-            raise InvalidRequest(f"{error.message}: it, or these " + MESSAGES + ", must change") from error
+            raise InvalidRequest(f"{error.message}: change the template or the " + MESSAGES) from error
         except Exception as error:
             # The template is foreign code and these messages are its only input: whatever it raises is about them.
-            raise InvalidRequest("the chat template refused the " + MESSAGES + f": {error}") from error
+            raise InvalidRequest("the chat template rejected the " + MESSAGES + f": {error}") from error
 
 
 def _plain(message: Mapping[str, Any], at: int) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _part(part: Any, where: Field) -> str:
             raise InvalidRequest(where / "text" + " must be a string")
         case {"type": str(kind)}:
             raise Unsupported(
-                where + f" has type {kind[:60]!r}; this model takes text parts only", param=where / "type"
+                where + f" has type {kind[:60]!r}; this model supports only text parts", param=where / "type"
             )
         case _:
             raise InvalidRequest(where + " must be an object with a 'type'")

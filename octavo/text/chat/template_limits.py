@@ -59,9 +59,11 @@ def makes(size: int) -> None:
     assert spent is not None, "templates are compiled and rendered inside limited()"
     spent.made += size
     if spent.made > MAX_MADE:
-        raise TemplateLimit(f"the chat template makes more than {MAX_MADE:,} characters of text, which is refused")
+        raise TemplateLimit(
+            f"the chat template produces more than {MAX_MADE:,} characters of text, which is not allowed"
+        )
     if time.thread_time() > spent.deadline:
-        raise TemplateLimit(f"the chat template computes for more than {MAX_SECONDS:g} seconds, which is refused")
+        raise TemplateLimit(f"the chat template runs for more than {MAX_SECONDS:g} seconds, which is not allowed")
 
 
 def counted(value: Any) -> Any:
@@ -157,7 +159,9 @@ def _before(name: str, value: Any, given: list[Any]) -> None:
     if name in _AS_MANY:
         for each in given:
             if isinstance(each, int) and abs(each) > MAX_NUMBER:
-                raise TemplateLimit(f"the chat template asks {name!r} for {each:,} of something, which is refused")
+                raise TemplateLimit(
+                    f"the chat template calls {name!r} with {each:,}, over {MAX_NUMBER:,}, which is not allowed"
+                )
     match name:
         case "replace" if len(given) > 1:
             text = _written(value)
@@ -176,11 +180,11 @@ def _before(name: str, value: Any, given: list[Any]) -> None:
         case "format":
             _before_format(_written(value), given)
         case "sum" if any(not isinstance(each, str | int | float) for each in given):
-            raise TemplateLimit("the chat template sums up something other than numbers, which is refused")
+            raise TemplateLimit("the chat template sums values that are not numbers, which is not allowed")
         case "tojson" if any(isinstance(each, int) and each > 32 for each in given):
-            raise TemplateLimit("the chat template indents JSON by more than 32 characters, which is refused")
+            raise TemplateLimit("the chat template indents JSON by more than 32 characters, which is not allowed")
         case "encode" | "translate" | "maketrans" | "format_map":
-            raise TemplateLimit(f"the chat template calls {name!r} on a text, which is refused")
+            raise TemplateLimit(f"the chat template calls {name!r} on a text, which is not allowed")
         case _ if name not in _LOOK_INTO:
             makes(_text_size(value))
 
@@ -196,7 +200,7 @@ def _widest(given: list[Any]) -> int:
 
 def _before_format(pattern: str, given: Iterable[Any]) -> None:
     if re.search(r"\d{5}", pattern) or "*" in pattern:
-        raise TemplateLimit("the chat template formats a text of enormous width, which is refused")
+        raise TemplateLimit("the chat template formats a text to a very large width, which is not allowed")
     places = pattern.count("{") + pattern.count("%")
     widths = sum(map(int, re.findall(r"\d+", pattern)))
     makes(len(pattern) + widths + places * max(map(_text_size, given), default=0))
@@ -233,10 +237,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         match operator, left, right:
             case "**", int(), int():
                 if right > 0 and left.bit_length() * right > MAX_BITS:
-                    raise TemplateLimit("the chat template computes an enormous number, which is refused")
+                    raise TemplateLimit("the chat template computes a very large number, which is not allowed")
             case "*", int(), int():
                 if left.bit_length() + right.bit_length() > MAX_BITS:
-                    raise TemplateLimit("the chat template computes an enormous number, which is refused")
+                    raise TemplateLimit("the chat template computes a very large number, which is not allowed")
             case ("*", int(times), many) | ("*", many, int(times)) if isinstance(many, str | list | tuple):
                 makes(len(many) * max(times, 0))
             case "%", str(), _:

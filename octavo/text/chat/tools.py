@@ -45,7 +45,7 @@ def parse_tools(value: object) -> list[Tool]:
     names: set[str] = set()
     for at, tool in enumerate(tools):
         if tool.name in names:
-            raise InvalidRequest(_TOOLS / at / "function" / "name" + f" {tool.name!r} is there twice")
+            raise InvalidRequest(_TOOLS / at / "function" / "name" + f" {tool.name!r} is used twice")
         names.add(tool.name)
     return tools
 
@@ -54,7 +54,7 @@ def _tool(entry: object, where: Field) -> Tool:
     if not isinstance(entry, Mapping):
         raise InvalidRequest(where + " must be an object")
     if (kind := entry.get("type")) != "function":
-        raise Unsupported(where / "type" + f" is {repr(kind)[:60]}; only 'function' is offered")
+        raise Unsupported(where / "type" + f" is {repr(kind)[:60]}; only 'function' is supported")
     function, where = entry.get("function"), where / "function"
     if not isinstance(function, Mapping):
         raise InvalidRequest(where + " must be an object")
@@ -80,7 +80,7 @@ def _parameters(schema: object, where: Field) -> dict[str, Any]:
     if not isinstance(schema, Mapping):
         raise InvalidRequest(where + " must be a JSON schema, an object")
     if schema.get("type", "object") != "object":
-        raise InvalidRequest(where / "type" + " must be 'object': arguments are named")
+        raise InvalidRequest(where / "type" + " must be 'object': arguments are passed by name")
     return {"type": "object", **schema}
 
 

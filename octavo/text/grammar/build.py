@@ -51,10 +51,10 @@ def grammar_of(
     given = {key: value for key, value in wish.items() if value is not None and value is not False}
     kinds = [key for key in given if key in _KINDS]
     if unknown := [key for key in given if key not in (*_KINDS, *_STYLES)]:
-        raise Unsupported(field / unknown[0][:60] + " is not offered")
+        raise Unsupported(field / unknown[0][:60] + " is not supported")
     if len(kinds) != 1:
-        named = " and ".join(kinds) if kinds else "none of them"
-        raise InvalidRequest(field + f" takes exactly one of {', '.join(_KINDS)}; {named} is given")
+        named = " and ".join(kinds) if kinds else "none"
+        raise InvalidRequest(field + f" must have exactly one of {', '.join(_KINDS)}; got {named}")
     require_llguidance(field)
     kind = kinds[0]
     value, where = given[kind], where or field / kind
@@ -122,7 +122,7 @@ def _schema_rule(schema: object, field: Field, style: Mapping[str, Any], budget:
         schema = {}
     prepared = prepare(schema, field, budget)
     if not isinstance(prepared, dict):
-        raise InvalidRequest(field + " is false: no answer meets it")
+        raise InvalidRequest(field + " is false: no output satisfies it")
     if style.get("disable_additional_properties"):
         prepared = rebuilt(prepared, _closed)
     guidance: dict[str, Any] = {"whitespace_flexible": False} if style.get("disable_any_whitespace") else {}
@@ -144,22 +144,22 @@ def regex_terminal(value: object, field: Field) -> str:
     """The regex as a Lark terminal. The whole output must match, so anchors at the ends are dropped."""
     pattern = without_anchors(_regex(value, field))
     if not pattern:
-        raise InvalidRequest(field + " matches the empty answer alone")
+        raise InvalidRequest(field + " matches only the empty string")
     return slashed(plain_classes(pattern))
 
 
 def _regex(value: object, field: Field) -> str:
     if not isinstance(value, str) or not value:
-        raise InvalidRequest(field + " must be a regular expression, a string that is not empty")
+        raise InvalidRequest(field + " must be a regular expression: a non-empty string")
     _check_nesting(value, field)
     return value
 
 
 def _choice(value: object, field: Field) -> str:
     if not isinstance(value, list | tuple) or not value or not all(isinstance(item, str) for item in value):
-        raise InvalidRequest(field + " must be a list of strings that is not empty")
+        raise InvalidRequest(field + " must be a non-empty list of strings")
     if len(value) > MAX_CHOICES:
-        raise InvalidRequest(field + f" has {len(value)} entries, at most {MAX_CHOICES} are taken")
+        raise InvalidRequest(field + f" has {len(value)} entries; at most {MAX_CHOICES} are allowed")
     return "start: " + " | ".join(quoted(item) for item in dict.fromkeys(value)) + "\n"
 
 
@@ -181,7 +181,7 @@ def literal(text: str, vocabulary: Vocabulary) -> str:
 
 def _lark(value: object, field: Field, schema_rule: Callable[[object, Field], str]) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise InvalidRequest(field + " must be a grammar in Lark's or GBNF's notation, a string")
+        raise InvalidRequest(field + " must be a string: a grammar in Lark or GBNF notation")
     _check_nesting(value, field)
     from llguidance import gbnf_to_lark
 
@@ -201,7 +201,7 @@ def _checked(rules: str, vocabulary: Vocabulary, field: Field, is_own_text: bool
     grammar = _HEAD + rules
     if problem := _problem(grammar, vocabulary):
         words = in_words(problem, _HEAD.count("\n") if is_own_text else None)
-        raise InvalidRequest(field + f" cannot be kept to: {words}")
+        raise InvalidRequest(field + f" cannot be compiled: {words}")
     return grammar
 
 
@@ -215,18 +215,18 @@ def _problem(grammar: str, vocabulary: Vocabulary) -> str:
         if not matcher.is_error():
             matcher.compute_bitmask()
             if matcher.is_stopped() and not matcher.is_accepting():
-                return "no answer begins as it asks"
+                return "no first token is possible"
         if matcher.is_error():
             return str(matcher.get_error())
         return "; ".join(map(str, matcher.get_grammar_warnings()))
     except RequestError:
         raise
     except Exception as error:  # whatever the compiler cannot handle is this request's fault
-        return str(error) or "it cannot be compiled"
+        return str(error) or "unknown error"
 
 
 def _one_line(error: object) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()[:300] or "it cannot be compiled"
+    return re.sub(r"\s+", " ", str(error)).strip()[:300] or "unknown error"
 
 
 def _parsed(value: object, field: Field) -> object:
@@ -246,7 +246,7 @@ def _check_size(value: object, field: Field, max_bytes: int) -> None:
     except (ValueError, TypeError, RecursionError, UnicodeEncodeError) as error:
         raise InvalidRequest(field + f" cannot be written as JSON: {_one_line(error)}") from error
     if size > max_bytes:
-        raise InvalidRequest(field + f" has {size} bytes; at most {max_bytes} are taken (--max-schema-bytes)")
+        raise InvalidRequest(field + f" has {size} bytes; at most {max_bytes} are allowed (--max-schema-bytes)")
 
 
 def _check_nesting(text: str, field: Field) -> None:
@@ -259,7 +259,7 @@ def _check_nesting(text: str, field: Field) -> None:
         elif character in ")]}":
             depth = max(0, depth - 1)
     if deepest > _MAX_NESTING:
-        raise InvalidRequest(field + f" is nested too deeply: at most {_MAX_NESTING} brackets within one another")
+        raise InvalidRequest(field + f" is nested too deeply: at most {_MAX_NESTING} levels of brackets are allowed")
 
 
 def wish_of_response_format(value: object, field: Field = RESPONSE_FORMAT) -> dict[str, Any] | None:

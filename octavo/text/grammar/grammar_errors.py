@@ -43,7 +43,7 @@ def in_words(problem: str, num_lines_before: int | None = None) -> str:
             if edge
             else "word boundaries (\\b, \\B) are not supported"
         )
-    words = re.sub(r"\s+", " ", _WORDS.get(words, words)).strip()[:MAX_LEN] or "it cannot be compiled"
+    words = re.sub(r"\s+", " ", _WORDS.get(words, words)).strip()[:MAX_LEN] or "unknown error"
     if place and num_lines_before is not None and int(place[1]) > num_lines_before:
         words = f"line {int(place[1]) - num_lines_before}: {words}"
     return words

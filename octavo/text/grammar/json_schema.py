@@ -63,7 +63,7 @@ _COUNT = (_is_count, f"a whole number from 0 to {_MAX_COUNT}")
 _BOUND = (_is_bound, "a number between -2**53 and 2**53")
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (_is_type, f"one or several of {', '.join(_TYPES)}"),
-    "enum": (lambda value: isinstance(value, list) and bool(value), "a list of values that is not empty"),
+    "enum": (lambda value: isinstance(value, list) and bool(value), "a non-empty list"),
     "const": (lambda value: True, ""),
     "required": (_are_strings, "a list of strings"),
     "minimum": _BOUND,
@@ -72,7 +72,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exclusiveMaximum": _BOUND,
     "multipleOf": (
         lambda value: _is_bound(value) and value > 0 and scaled(value) <= MAX_MULTIPLE,
-        f"a number above 0 of at most {MAX_MULTIPLE} (without its decimal point)",
+        f"a number above 0 and, without its decimal point, at most {MAX_MULTIPLE}",
     ),
     "minLength": _COUNT,
     "maxLength": _COUNT,
@@ -81,7 +81,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "minProperties": _COUNT,
     "maxProperties": _COUNT,
     "pattern": (lambda value: isinstance(value, str), "a string"),
-    "format": (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}, which are those that are enforced"),
+    "format": (lambda value: value in _FORMATS, f"one of {', '.join(_FORMATS)}"),
     "$ref": (lambda value: isinstance(value, str), "a string"),
     "$anchor": (lambda value: isinstance(value, str), "a string"),
 }
@@ -120,7 +120,7 @@ class _Checker:
         if not self._budget.is_kept:
             raise self._invalid(
                 "#",
-                f"has multipleOf that may be joined by allOf or $ref: their common multiple can be {MAX_MULTIPLE} at most",
+                f"has multipleOf values that allOf or $ref may combine: their common multiple must be at most {MAX_MULTIPLE}",
             )
         if self._written:  # without references there are no cycles
             self._check_loops()
@@ -139,7 +139,7 @@ class _Checker:
         if depth > MAX_DEPTH or self._num_nodes > MAX_NODES:
             raise InvalidRequest(
                 self._field
-                + f" is too deep or too large: at most {MAX_DEPTH} schemas within one another, {MAX_NODES} in all"
+                + f" is too large: at most {MAX_DEPTH} levels of schemas and {MAX_NODES} schemas in total are allowed"
             )
         if isinstance(schema, bool):
             self._at[place] = schema
@@ -167,14 +167,13 @@ class _Checker:
             return {plain_classes(name): part for name, part in parts.items()} if key == "patternProperties" else parts
         if key in _LISTS:
             if not isinstance(value, list) or not value:
-                raise self._invalid(here, "must be a list of schemas that is not empty")
+                raise self._invalid(here, "must be a non-empty list of schemas")
             return [self._schema(part, f"{here}/{at}", depth + 1) for at, part in enumerate(value)]
         if key in _SINGLES:
             return self._schema(value, here, depth + 1)
         if key not in _VALUES:
             raise Unsupported(
-                self._field
-                + f": {key!r} (at {place}) is not enforced here, and nothing is left unenforced: leave it out"
+                self._field + f": {key!r} (at {place}) cannot be enforced and is not supported: leave it out"
             )
         will_do, words = _VALUES[key]
         if not will_do(value):
@@ -184,7 +183,7 @@ class _Checker:
         if key == "pattern" and isinstance(value, str):
             return plain_classes(value)
         if key == "multipleOf" and _is_number(value) and not self._budget.spend(value):
-            raise self._invalid(here, f"is too much: all multipleOf together come to at most {MAX_MULTIPLE}")
+            raise self._invalid(here, f"is too large: the sum of all multipleOf values must be at most {MAX_MULTIPLE}")
         return value
 
     def _count_properties(self, node: Schema, place: str) -> None:
@@ -208,7 +207,7 @@ class _Checker:
         wanted = node["$ref"]
         target = self._target(wanted)
         if target is None:
-            why = "names nothing in this schema" if wanted.startswith("#") else "leads out of this schema"
+            why = "does not exist in this schema" if wanted.startswith("#") else "points outside this schema"
             raise InvalidRequest(self._field + f": $ref {wanted[:80]!r} (at {place}) {why}")
         node["$ref"] = target
         self._written[place] = "#" + quote(target[1:], safe="/~!$&'()*+,;=:@")
@@ -252,7 +251,7 @@ class _Checker:
                     stack.pop()
                     path.pop()
                 elif following in path:
-                    raise InvalidRequest(self._field + f": {following} leads back to itself")
+                    raise InvalidRequest(self._field + f": {following} refers to itself")
                 elif following not in done:
                     stack.append((following, self._same(following)))
                     path.append(following)
@@ -266,7 +265,7 @@ class _Checker:
                 break
             ends |= more
         if "#" not in ends:
-            raise InvalidRequest(self._field + ": no answer meets this schema and comes to an end")
+            raise InvalidRequest(self._field + ": no finite output satisfies this schema")
 
     def _can_end(self, place: str, ends: set[str]) -> bool:
         node = self._at[place]

@@ -41,15 +41,17 @@ def settle(lark: str, field: Field, schema_rule: Callable[[object, Field], str])
             case "%llguidance" if options := _OPTIONS.match(lark, at):
                 at = options.end()
             case "%llguidance":
-                raise Unsupported(field + ": options by %llguidance are not offered")
+                raise Unsupported(field + ": %llguidance options are not supported")
             case order if order in _KEPT:
                 settled.append(order)
             case order:
-                raise Unsupported(field + f": {order[:60]} is not offered; there are %json, {' and '.join(_KEPT)}")
+                raise Unsupported(
+                    field + f": {order[:60]} is not supported; supported are %json, {' and '.join(_KEPT)}"
+                )
     plain.append(lark[at:])
     settled.append(plain[-1])
     if option := _RULE_OPTION.search(" ".join(plain)):
-        raise Unsupported(field + f": the rule option {option[1]!r} is not enforced here: leave it out")
+        raise Unsupported(field + f": the rule option {option[1]!r} is not supported: leave it out")
     return "".join(settled)
 
 
@@ -59,4 +61,4 @@ def _schema(lark: str, at: int, field: Field) -> tuple[object, int]:
     try:
         return json.JSONDecoder().raw_decode(lark, start)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(field + f": %json needs a schema as JSON after it: {error}") from error
+        raise InvalidRequest(field + f": %json must be followed by a JSON schema: {error}") from error

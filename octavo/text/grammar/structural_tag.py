@@ -90,7 +90,9 @@ class _Rules:
             case {"type": "tags_with_separator", "tags": tags, "separator": str(separator)}:
                 return self._separated(self.entries(tags, where / "tags"), separator, value, where, depth)
             case {"type": kind}:
-                raise Unsupported(where + f": the type {str(kind)[:60]!r} is not offered, or lacks a field")
+                raise Unsupported(
+                    where + f": the type {str(kind)[:60]!r} is not supported, or a required field is missing"
+                )
         raise InvalidRequest(where + " must be an object with a type")
 
     def only(self, value: object, words: set[str], where: Field) -> None:
@@ -98,18 +100,16 @@ class _Rules:
         assert isinstance(value, Mapping)
         for name in value:
             if name not in words and value[name] is not None:
-                raise Unsupported(
-                    where / name[:60] + f" is not offered; what can stand there: {', '.join(sorted(words))}"
-                )
+                raise Unsupported(where / name[:60] + f" is not supported; allowed fields: {', '.join(sorted(words))}")
 
     def _inner(self, value: object, where: Field, depth: int) -> str:
         return self.form(value, where, depth + 1)
 
     def entries(self, value: object, where: Field) -> list[Mapping[str, Any]]:
         if not isinstance(value, list) or not value or not all(isinstance(entry, Mapping) for entry in value):
-            raise InvalidRequest(where + " must be a list of objects that is not empty")
+            raise InvalidRequest(where + " must be a non-empty list of objects")
         if len(value) > MAX_TAGS:
-            raise InvalidRequest(where + f" has {len(value)} entries, at most {MAX_TAGS} are taken")
+            raise InvalidRequest(where + f" has {len(value)} entries; at most {MAX_TAGS} are allowed")
         return value
 
     def triggered(
@@ -123,7 +123,7 @@ class _Rules:
     ) -> str:
         """Free text until one of the triggers; then one of the tags that begin with it; then free text again."""
         if not isinstance(triggers, list) or not triggers or not all(isinstance(t, str) and t for t in triggers):
-            raise InvalidRequest(where / "triggers" + " must be a list of strings that is not empty")
+            raise InvalidRequest(where / "triggers" + " must be a non-empty list of strings")
         names = []
         for number, tag in enumerate(tags):
             at = where / ("structures" if content == "schema" else "tags") / number
@@ -131,7 +131,7 @@ class _Rules:
             begin = self._text(tag, "begin", at)
             trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
             if trigger is None:
-                raise InvalidRequest(at / "begin" + " starts with none of the triggers")
+                raise InvalidRequest(at / "begin" + " must start with one of the triggers")
             names.append(self._new_tag(tag, begin, trigger, content, at, depth))
         for trigger in triggers:
             if not any(self._text(tag, "begin", where).startswith(trigger) for tag in tags):
@@ -185,5 +185,5 @@ class _Rules:
     def _text(self, tag: Mapping[str, Any], key: str, where: Field, may_be_empty: bool = False) -> str:
         text = tag.get(key)
         if not isinstance(text, str) or not (text or may_be_empty):
-            raise InvalidRequest(where / key + f" must be a string{'' if may_be_empty else ' that is not empty'}")
+            raise InvalidRequest(where / key + f" must be a {'' if may_be_empty else 'non-empty '}string")
         return text

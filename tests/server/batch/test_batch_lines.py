@@ -124,7 +124,7 @@ def test_what_a_break_leaves_is_read_back_and_gone_on_with(cut, tmp_path_factory
 def test_a_file_of_something_else_is_left_alone(text, tmp_path):
     path = tmp_path / "out"
     path.write_bytes(text)
-    with open_records(path) as file, pytest.raises(ConfigError, match="line 1 is not a record"):
+    with open_records(path) as file, pytest.raises(ConfigError, match="line 1 is not a batch record"):
         read_back(file, "out", Seen(), Tally())
     assert path.read_bytes() == text
 

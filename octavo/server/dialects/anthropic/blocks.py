@@ -19,7 +19,7 @@ def chat_messages(system: object, messages: list[dict[str, Any]]) -> list[dict[s
     last = told[-1]
     if last["role"] == "assistant" and (last.get("tool_calls") or not last["content"]):
         raise InvalidRequest(
-            "messages ends with the assistant's message: it is gone on with, so it must end with text and call no tool",
+            "messages ends with an assistant message, which is continued: it must end with text and must not call a tool",
             param="messages",
         )
     return told
@@ -75,7 +75,7 @@ def _result(block: dict[str, Any], where: str, names: dict[str, str]) -> dict[st
     call = _string(block, "tool_use_id", where)
     if call not in names:
         raise InvalidRequest(
-            f"{where}.tool_use_id {call[:60]!r} names no tool_use block before it", param=f"{where}.tool_use_id"
+            f"{where}.tool_use_id {call[:60]!r} matches no earlier tool_use block", param=f"{where}.tool_use_id"
         )
     content = block.get("content")
     if content is None:
@@ -127,7 +127,9 @@ def _text(block: dict[str, Any], where: str) -> str:
     if not isinstance(kind, str):
         raise InvalidRequest(f"{where}.type must be a string", param=f"{where}.type")
     if kind != "text":
-        raise Unsupported(f"{where}.type {kind[:60]!r} is not supported here: text blocks are", param=f"{where}.type")
+        raise Unsupported(
+            f"{where}.type {kind[:60]!r} is not supported here; only text blocks are", param=f"{where}.type"
+        )
     return _string(block, "text", where)
 
 
@@ -150,7 +152,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise Unsupported(
-            f"{where}.type {str(kind)[:60]!r} is run by Anthropic and not here: give a tool with an input_schema",
+            f"{where}.type {str(kind)[:60]!r} is a tool that Anthropic runs, not supported here: give a tool with an input_schema",
             param=f"{where}.type",
         )
     if "input_schema" not in tool:

@@ -87,7 +87,7 @@ async def parse(service: Service, fields: CountRequest) -> tuple[chat_request.Ch
     if fields.tools:
         values |= {"tools": chat_tools(fields.tools), "tool_choice": choice, "parallel_tool_calls": is_parallel}
     elif choice not in (None, "auto", "none"):
-        raise InvalidRequest("tool_choice wants a tool, but there are no tools", param="tool_choice")
+        raise InvalidRequest("tool_choice requires a tool, but there are no tools", param="tool_choice")
     if fields.output_config is not None:
         values["reasoning_effort"] = fields.output_config.effort
         if fields.output_config.format is not None:
@@ -123,7 +123,7 @@ def _check_prefill(fields: CountRequest, choice: object) -> None:
     for is_so, param in ((is_thinking, "thinking"), (is_formed, "output_config.format"), (is_call, "tool_choice")):
         if is_so:
             raise InvalidRequest(
-                f"messages ends with the assistant's own words, to be gone on with: {param} can not be had with that",
+                f"messages ends with an assistant message, which is continued: {param} is not supported with that",
                 param=param,
             )
 

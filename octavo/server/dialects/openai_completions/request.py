@@ -34,7 +34,7 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
         raise InvalidRequest("prompt is empty: at least one token is needed", param="prompt")
     elif len(given) > MAX_PROMPTS:
         raise InvalidRequest(
-            f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are taken at once", param="prompt"
+            f"prompt has {len(given)} entries; at most {MAX_PROMPTS} are allowed in one request", param="prompt"
         )
     else:
         prompts = {f"prompt[{at}]": item for at, item in enumerate(given)}
@@ -59,5 +59,6 @@ async def parse(service: Service, fields: CompletionRequest) -> list[Prompt]:
 
 def _wrong_prompt(param: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{param}: a prompt is a string or a list of token ids; several prompts are a list of either", param=param
+        f"{param}: a prompt must be a string or a list of token ids; several prompts must be a list of these",
+        param=param,
     )

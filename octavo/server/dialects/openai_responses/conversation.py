@@ -34,14 +34,14 @@ class Conversation(msgspec.Struct, frozen=True):
         wanted_ids = references(fields.input)
         if len(wanted_ids) > MAX_REFERENCES:
             raise InvalidRequest(
-                f"input refers to {len(wanted_ids)} items, at most {MAX_REFERENCES} are looked up", "input"
+                f"input has {len(wanted_ids)} item references; at most {MAX_REFERENCES} are allowed", "input"
             )
         referred = {wanted: await kept.item(wanted, owner) for wanted in wanted_ids}
         items = [*before, *read_input(fields.input, referred.get)]
         if len(items) > server.max_messages:
             raise InvalidRequest(
-                f"input has {len(items)} items, those before included; this server takes at most {server.max_messages} "
-                "(--max-messages)",
+                f"input has {len(items)} items, including those of earlier responses; this server allows at most "
+                f"{server.max_messages} (--max-messages)",
                 param="input",
             )
         messages = chat_messages(fields.instructions, items)

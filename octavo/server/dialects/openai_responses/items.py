@@ -73,8 +73,8 @@ def _item(entry: object, where: str, find: Find) -> Item:
             raise InvalidRequest(f"{where} must have a type or a role", param=where)
         case kind:
             raise Unsupported(
-                f"{where}.type {str(kind)[:60]!r} is not supported here; message, function_call, function_call_output, "
-                "reasoning and item_reference are",
+                f"{where}.type {str(kind)[:60]!r} is not supported here; supported are message, function_call, "
+                "function_call_output, reasoning and item_reference",
                 param=f"{where}.type",
             )
 
@@ -104,7 +104,7 @@ def _part(part: object, where: str) -> InputText | OutputText | Refusal:
             return Refusal(_text(part, "refusal", where))
         case str(kind):
             raise Unsupported(
-                f"{where}.type {kind[:60]!r} is not supported: this model takes text only", param=f"{where}.type"
+                f"{where}.type {kind[:60]!r} is not supported: this model supports only text", param=f"{where}.type"
             )
         case _:
             raise InvalidRequest(
@@ -115,7 +115,7 @@ def _part(part: object, where: str) -> InputText | OutputText | Refusal:
 def _reasoning(entry: dict[str, Any], where: str) -> ReasoningItem:
     if entry.get("encrypted_content"):
         raise Unsupported(
-            f"{where}.encrypted_content cannot be read here: leave it out, reasoning travels in content",
+            f"{where}.encrypted_content is not supported here: leave it out and send the reasoning in content",
             param=f"{where}.encrypted_content",
         )
     content = [ReasoningText(text) for text in _texts(entry.get("content"), f"{where}.content")]
@@ -131,7 +131,7 @@ def _texts(value: object, where: str) -> list[str]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise InvalidRequest(f"{where} must be a list of parts with a text", param=where)
+        raise InvalidRequest(f"{where} must be a list of parts with text", param=where)
     texts = []
     for at, part in enumerate(value):
         if isinstance(part, dict) and part.get("type") in ("input_image", "input_file"):
@@ -158,7 +158,7 @@ def _arguments(entry: dict[str, Any], where: str) -> str:
         is_object = False
     if not is_object:
         param = f"{where}.arguments"
-        raise InvalidRequest(f"{param} must be the text of a JSON object", param=param)
+        raise InvalidRequest(f"{param} must be a JSON object as a string", param=param)
     return text
 
 
@@ -221,7 +221,7 @@ def _words(item: MessageItem) -> str:
 def _result(item: CallOutputItem, names: dict[str, str]) -> dict[str, Any]:
     if item.call_id not in names:
         raise InvalidRequest(
-            f"input has a function_call_output with call_id {item.call_id[:60]!r}, but no function_call before it has",
+            f"input has a function_call_output with call_id {item.call_id[:60]!r}, but no earlier function_call has that call_id",
             param="input",
         )
     output = item.output if isinstance(item.output, str) else "\n".join(part.text for part in item.output)

@@ -118,7 +118,7 @@ class Output:
             case types.CallItem():
                 return replace(self._open, arguments=text, status=status)
             case _:
-                raise AssertionError("no such item is put out")
+                raise AssertionError("unexpected item type")
 
 
 def item_id(prefix: str) -> str:

@@ -159,7 +159,7 @@ def check(fields: InputRequest, server: ServerConfig) -> None:
         )
     if len(fields.safety_identifier or "") > MAX_SAFETY_IDENTIFIER:
         raise InvalidRequest(
-            f"safety_identifier may have {MAX_SAFETY_IDENTIFIER} characters at most", param="safety_identifier"
+            f"safety_identifier must have at most {MAX_SAFETY_IDENTIFIER} characters", param="safety_identifier"
         )
     check_metadata(fields.metadata or {})
 
@@ -237,7 +237,7 @@ def _chat_tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         )
     if "function" in tool:
         raise InvalidRequest(
-            f"{where}: name, description and parameters stand beside type here, not in 'function'", param=where
+            f"{where}: name, description and parameters must be beside 'type', not inside 'function'", param=where
         )
     kept = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {key: tool[key] for key in kept if tool.get(key) is not None}}

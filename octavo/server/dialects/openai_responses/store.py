@@ -169,5 +169,5 @@ def _size(response: StoredResponse) -> int:
 
 def not_found(response_id: str) -> NotFound:
     return NotFound(
-        f"no response {response_id[:100]!r} is kept here: it was not stored, was deleted or made room for others"
+        f"no response {response_id[:100]!r} is stored here: it was not stored, was deleted, or was removed to make room for others"
     )

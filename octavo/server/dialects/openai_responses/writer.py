@@ -35,7 +35,7 @@ class ResponseWriter:
         is_of_batch: bool,
     ) -> None:
         if fields.store and not store.is_on:
-            raise Unsupported("store: this server keeps no responses (--max-stored-responses)", param="store")
+            raise Unsupported("store: this server does not store responses (--max-stored-responses)", param="store")
         # A batch has its answers in its output file: they are stored here only on request.
         is_wanted = not is_of_batch if fields.store is None else fields.store
         self._store = store if is_wanted and store.is_on else None
