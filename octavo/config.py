@@ -1,5 +1,5 @@
-"""The configuration: one frozen dataclass per subsystem. Every field is a command-line flag, with its default and help text,
-and there are no other flags. limits.py resolves every `auto` that needs no measurement."""
+"""The configuration: one frozen dataclass per subsystem. Every field is a command-line flag, with its default and help text;
+commands add a few of their own (cli/main.py). limits.py resolves most `auto`s that need no measurement."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -269,7 +269,9 @@ class ServerConfig:
         "", "URL that receives every request as OpenTelemetry spans (OTLP over HTTP); needs octavo[otel]"
     )
     journey_bytes: int | str = knob(
-        16 * 2**20, "memory in each process for the journeys of recent requests (GET /v1/requests/ID)", kind="bytes"
+        16 * 2**20,
+        "memory for the journeys of recent requests (GET /v1/requests/ID): so much in the engine, and as much shared by the API processes",
+        kind="bytes",
     )
     shutdown_timeout: float = seconds(30.0, "that running requests have to finish after SIGTERM")
     step_timeout: float = seconds(

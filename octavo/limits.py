@@ -1,4 +1,4 @@
-"""resolve(): the value of every `auto` in the configuration, for one model on one kind of device.
+"""resolve(): the values of the `auto`s in the configuration that decide how a model is loaded, for one model on one kind of device.
 Nothing is measured here: the context may still be shortened when memory is."""
 
 import dataclasses

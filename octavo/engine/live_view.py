@@ -19,7 +19,7 @@ MAX_WAITING = 100
 MAX_ENDED = 100
 MAX_LANES = 8
 MAX_COUNTED = 5000
-"""Of a longer queue the rest is one lane: walking it would hold up the steps."""
+"""Requests of the queue that are shown; the rest is one lane, because walking a long queue would delay the steps."""
 
 
 class Endings:

@@ -64,7 +64,7 @@ def _pages(standing: Standing) -> str:
         needed += f", with {standing.spare_pages:,} more reserved for running requests"
     return (
         f"{_many(standing)}: the next one needs up to {needed}; {standing.num_open_pages:,} of {standing.num_pages:,} are free. "
-        f"{_memory(standing)}; a smaller max_tokens in requests also helps."
+        f"{_memory(standing)}."
     )
 
 

@@ -1,5 +1,5 @@
-"""Recorder: keeps the scheduler's inputs in files of bounded size, so that its plans can be made again. It never makes a step wait:
-records go to shared memory, and a thread writes them to files.
+"""Recorder: keeps the scheduler's inputs in files of bounded size, so that its plans can be made again. Steps do not
+wait for files: records go to shared memory, and a thread writes them out. Only taking the scheduler's state, now and then, delays a step.
 
 Files roll: each begins with the scheduler's state, so the oldest can be removed at any time. If records come faster than the thread
 can write, or the disk is full, they are dropped, with one warning; recording goes on later with a new state."""

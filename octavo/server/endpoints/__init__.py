@@ -1,4 +1,4 @@
-"""The endpoints: the folder is the list. A module here has `router(service) -> APIRouter`; adding one touches no other file.
+"""The endpoints: the folder is the list. A module here has `router(service) -> APIRouter`; adding one touches no other file of octavo/.
 
 What a module's routes accept is in its DIALECT (or DIALECTS), what they return in its SHAPES: /v1/compat and /openapi.json read
 these."""

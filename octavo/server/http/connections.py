@@ -150,8 +150,8 @@ class HttpServer(uvicorn.Server):
     """uvicorn with connections from the supervisor, and without its signal handlers: it would stop listening at the first signal,
     and clients could not be asked to retry.
 
-    A new descriptor has the lowest free number, so its number shows how many are in use. Connections in the last quarter are
-    refused; beyond that, the rest wait in the supervisor."""
+    A new descriptor has the lowest free number, so its number shows how many are in use. Connections are refused
+    within two reserves of the limit (an eighth of it each, at most 1,024); within the last one, they wait in the supervisor."""
 
     def __init__(self, config: uvicorn.Config, channel: socket.socket, patience: Patience) -> None:
         super().__init__(config)

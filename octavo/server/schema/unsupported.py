@@ -63,7 +63,7 @@ LABELS: dict[str, str] = {
     "system[].cache_control": "equal prefixes are shared automatically",
     "system[].citations": "chat templates have no place for citations",
     "tools[].cache_control": "equal prefixes are shared automatically",
-    "tools[].eager_input_streaming": "arguments are always streamed as they are generated",
+    "tools[].eager_input_streaming": "arguments are sent in one piece, once they are complete",
     "tools[].function.cache_control": "equal prefixes are shared automatically",
     # of the Responses API
     "input[].caller": "only the model calls tools",

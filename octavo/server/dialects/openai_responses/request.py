@@ -84,7 +84,7 @@ class ResponseStreamOptions(QueueOptions):
 
 
 class InputRequest(SamplingFields):
-    """What a prompt is made of and how it is to be gone on with: enough to count its tokens."""
+    """The fields that make a prompt and say how it continues: enough to count its tokens."""
 
     input: Input = None
     instructions: str | None = None
