@@ -13,8 +13,7 @@ from starlette.types import Message, Send
 from octavo.client.client import EngineClient, EngineObserver
 from octavo.messages import Answered, GenerateRequest
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
-from octavo.observe.journeys.stages import EngineJourney
-from octavo.observe.logs import stage_seconds
+from octavo.observe.journeys.stages import EngineJourney, stage_seconds
 from octavo.server.state.encoded_json import add_member
 
 log = logging.getLogger("octavo.server")
@@ -124,7 +123,9 @@ class Journeys(EngineObserver):
             told.status,
             told.seconds,
             _encode(told) if journey.method == "POST" else b"",
-            stage_seconds(told) if journey.requests or (journey.method == "POST" and journey.status >= 400) else {},
+            stage_seconds(told.stages)
+            if journey.requests or (journey.method == "POST" and journey.status >= 400)
+            else {},
             told.prompt_tokens,
             told.output_tokens,
             told.preemptions,
