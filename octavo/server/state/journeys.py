@@ -165,9 +165,11 @@ class Journeys(EngineObserver):
         journey = self._by_request.get(travelled.id)
         if journey is not None:
             journey.travelled[travelled.id] = travelled
-            if journey.is_told and (event := self._waiting.get(journey)) is not None:
+            if not journey.is_told:
+                return
+            if (event := self._waiting.get(journey)) is not None:
                 event.set()
-            if journey.is_told and journey in self._over:
+            if journey in self._over:
                 self._tell(journey)
 
 
