@@ -41,7 +41,8 @@ class EngineLoop:
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
         depth = 1 if executor.overlap and not observers.needs_drain() else 0
-        observers.submitted(depth > 0)
+        if depth:
+            observers.submitted()
         deltas: list[TokenDelta] = []
         while len(in_flight) > depth or (in_flight and planned.is_empty):
             result = executor.collect()
