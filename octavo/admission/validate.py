@@ -42,8 +42,10 @@ def admit(
     check_priority(priority, report)
     if params.min_tokens > (params.max_tokens or room):
         raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {params.min_tokens}")
-    check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
-    check_ids(params.allowed_token_ids or (), report, Field("allowed_token_ids"))
+    if params.stop_token_ids:
+        check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
+    if params.allowed_token_ids:
+        check_ids(params.allowed_token_ids, report, Field("allowed_token_ids"))
     for token in params.logit_bias or ():
         if not 0 <= token < report.vocab_size:
             raise InvalidRequest(

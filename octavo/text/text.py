@@ -58,7 +58,7 @@ class Text:
         """Encode a text. `param`: the request's field that it came in, for error messages. A text that is too long for
         `max_tokens`, even if every token were the longest, is rejected without being tokenized. Text that reads like a control
         token becomes one, which is how completion prompts are written; chat messages go through encode_chat."""
-        self._check(text, Field(param), max_tokens)
+        self._check(text, param, max_tokens)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
@@ -73,19 +73,20 @@ class Text:
         kept = inner[: max(0, max_tokens - around)]
         return [*ids[:before], *kept, *ids[before + len(inner) :]][:max_tokens]
 
-    def _check(self, text: str, field: Field, max_tokens: int | None) -> None:
+    def _check(self, text: str, param: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
             limit = max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING
             if len(text) > limit:
                 raise ContextTooLong(
-                    field + f" has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens"
+                    Field(param)
+                    + f" has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens"
                 )
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InvalidRequest(
-                    field
+                    Field(param)
                     + f" is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
                 ) from error
 
@@ -169,7 +170,7 @@ class Text:
         """Render and encode a chat. No special tokens are added: the template writes the BOS itself if the model wants one. Only
         the template can write control tokens: text that reads like one in a message, a tool or a variable stays text."""
         text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
-        self._check(text, Field("messages"), max_tokens)
+        self._check(text, "messages", max_tokens)
         return self._tokenizer.encode_chat(text)
 
     def _render_to(

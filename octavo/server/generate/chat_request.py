@@ -88,7 +88,8 @@ def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
         if tool.strict:
             fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, Field("chat_template_kwargs"))
+    if variables:
+        check_variables(variables, Field("chat_template_kwargs"))
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
     messages = parse_messages(fields.messages)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.admission.validate import admit
+from octavo.admission.validate import MAX_TOKENS, admit
 from octavo.errors import Field, InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
@@ -21,6 +21,7 @@ class Prompt:
     text: str | None = None  # None: it came as token ids, or as a chat
 
 
+MAX_COMPLETION_TOKENS = Field("max_completion_tokens")
 LONG_TEXT = 20_000
 """Characters: longer texts are encoded in a thread, so that other streams of this process do not wait."""
 
@@ -48,7 +49,7 @@ def build_requests(
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
-    limit = Field("max_completion_tokens" if by_other_name else "max_tokens")
+    limit = MAX_COMPLETION_TOKENS if by_other_name else MAX_TOKENS
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequest(limit + f" must be at least 1, got {wanted}")
