@@ -203,16 +203,16 @@ class Text:
     ) -> str:
         """Render with look-alikes of control tokens hidden (special_token_escape.py). If the template does not take tools, they
         are described in messages."""
-        if not self.formats.template_takes_tools:
+        if not self.formats.template_takes_tools and (tools or any(map(_is_about_tools, messages))):
             messages, tools = spell_out(messages, tools or (), self._template), None
         hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
         try:
-            given = hide([messages, tools, variables])
+            messages, tools, variables = hide(messages), tools and hide(tools), variables and hide(variables)
         except RecursionError:
             raise InvalidRequest(Field("messages") + " are nested too deeply") from None
         try:
             return self._template.render(
-                given[0], add_generation_prompt=add_generation_prompt, tools=given[1], **given[2]
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
             )
         except InvalidRequest as error:  # the message may quote hidden text
             raise InvalidRequest(error.sentence.reworded(reveal), error.field) from error
@@ -222,3 +222,8 @@ class Text:
         part of the text."""
         detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)
+
+
+def _is_about_tools(message: Mapping[str, Any]) -> bool:
+    """Whether the message calls a tool or holds a tool's result."""
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))

@@ -20,7 +20,7 @@ from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service
 from octavo.text import Text
-from octavo.text.chat.tools import parse_tool_choice, parse_tools
+from octavo.text.chat.tools import NO_CALLS, Tool, parse_tool_choice, parse_tools
 
 
 class ChatRequest(GenerationFields):
@@ -81,12 +81,15 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
 
 
 def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
-    tools = parse_tools(fields.tools or [])
-    choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
-    check_choice(choice, service)
-    for at, tool in enumerate(tools if choice.mode == "auto" else ()):
-        if tool.strict:
-            fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
+    tools: list[Tool] = []
+    choice = NO_CALLS
+    if fields.tools or fields.tool_choice is not None:
+        tools = parse_tools(fields.tools or [])
+        choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
+        check_choice(choice, service)
+        for at, tool in enumerate(tools if choice.mode == "auto" else ()):
+            if tool.strict:
+                fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
     variables = fields.chat_template_kwargs or {}
     if variables:
         check_variables(variables, Field("chat_template_kwargs"))
