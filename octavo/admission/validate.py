@@ -58,7 +58,8 @@ def admit(
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
     stop_ids = list(dict.fromkeys(stop_ids))
-    params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
+    if params.use_beam_search or params.best_of is not None or params.n > 1:
+        params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
     resolved = msgspec.structs.replace(
         params,
         max_tokens=params.max_tokens or room,
