@@ -76,7 +76,9 @@ class Scheduler:
         self._open[source.id] = choices[:]
         job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
         added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
-        if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
+        if source.begun and any(
+            choice.has_output for choice in choices
+        ):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
                 self._queue(choice)
             return added
