@@ -47,7 +47,9 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
     chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
-    return ChatPrompt(cut_prompt(ids, fields, service.report), MESSAGES, chat=chat)
+    if fields.truncate_prompt_tokens is not None:
+        ids = cut_prompt(ids, fields, service.report)
+    return ChatPrompt(ids, MESSAGES, chat=chat)
 
 
 async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:

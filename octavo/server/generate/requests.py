@@ -81,6 +81,7 @@ def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
 
 
 _BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", "grammar"}
+_BY_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT]
 
 
 def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:
@@ -99,12 +100,12 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
 
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The request's sampling parameters over the model's defaults, without max_tokens, which depends on the prompt."""
-    given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT}
+    given = {name: value for name in _BY_FIELDS if (value := getattr(fields, name)) is not None}
     if fields.repetition_detection is not None:
         given["repetition_detection"] = fields.repetition_detection.params()
     if fields.use_beam_search:  # the model's defaults are about sampling
         defaults = {}
-    values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    values = {**defaults, **given}
     # Beyond the vocabulary means no limit; an unbounded integer would not fit the message format.
     values["top_k"] = min(values.get("top_k", 0), report.vocab_size)
     return values
