@@ -64,9 +64,11 @@ class QueueLimit(StepObserver):
 
     def check(self, request: GenerateRequest, scheduler: "Scheduler", now: float) -> None:
         """Raises Overloaded. As long as there are free rows for all that wait, every request is taken."""
-        waiting, tokens = scheduler.num_waiting - len(scheduler.rows.free), scheduler.rows.num_waiting_tokens
-        if waiting < 0 or not scheduler.num_waiting:
+        num_waiting = scheduler.num_waiting
+        waiting = num_waiting - len(scheduler.rows.free)
+        if waiting < 0 or not num_waiting:
             return
+        tokens = scheduler.rows.num_waiting_tokens
         excess = too_much(waiting, tokens, len(request.prompt_ids), self._max_requests, self._max_tokens)
         if excess is not None:
             self.rejections[excess.reason] += 1

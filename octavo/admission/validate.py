@@ -42,8 +42,10 @@ def admit(
     check_priority(priority, report)
     if params.min_tokens > (params.max_tokens or room):
         raise InvalidRequest(Field("min_tokens") + f" must be at most {room} here, got {params.min_tokens}")
-    check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
-    check_ids(params.allowed_token_ids or (), report, Field("allowed_token_ids"))
+    if params.stop_token_ids:
+        check_ids(params.stop_token_ids, report, Field("stop_token_ids"))
+    if params.allowed_token_ids:
+        check_ids(params.allowed_token_ids, report, Field("allowed_token_ids"))
     for token in params.logit_bias or ():
         if not 0 <= token < report.vocab_size:
             raise InvalidRequest(
@@ -56,7 +58,8 @@ def admit(
     ignores_eos = params.ignore_eos and not params.grammar
     stop_ids = [*params.stop_token_ids] if ignores_eos else [*eos_ids, *params.stop_token_ids]
     stop_ids = list(dict.fromkeys(stop_ids))
-    params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
+    if params.use_beam_search or params.best_of is not None or params.n > 1:
+        params = resolve_search(params, len(prompt_ids), room, len(stop_ids), report)
     resolved = msgspec.structs.replace(
         params,
         max_tokens=params.max_tokens or room,

@@ -85,6 +85,7 @@ class KVCache:
         self.host_free = list(range(num_host_pages))
         self.host_tables: dict[int, list[PageTable]] = {}  # swapped-out sequences: where their pages are
         self._is_single_group = windows == (0,)  # without a window
+        self._has_windows = any(windows)
         self._spans = [most_held(window, max_step_tokens, page_size) if window else None for window in windows]
         # All groups use the same key for a prefix; each group adds its own tag.
         self._tags = [bytes([group]) if group else b"" for group in range(len(windows))]
@@ -285,7 +286,7 @@ class KVCache:
         for window, tag in zip(self.windows, self._tags, strict=True):
             if not window:
                 found = next((i for i in range(found) if keys[i] + tag not in index), found)
-        while (missing := self._last_missing(found, keys)) is not None:
+        while self._has_windows and (missing := self._last_missing(found, keys)) is not None:
             found = missing  # any prefix between `missing` and `found` pages needs that page too
         return found, keys[found - 1] if found else self.root
 
@@ -302,7 +303,8 @@ class KVCache:
     def _found(self, group: int, num_cached: int) -> PageTable:
         """A group's cached pages of the prefix that _match() found."""
         tag, keys, index = self._tags[group], self._head[2], self.pool.index
-        first, end = first_seen(num_cached, self.windows[group], self.page_size), num_cached // self.page_size
+        window, end = self.windows[group], num_cached // self.page_size
+        first = first_seen(num_cached, window, self.page_size) if window else 0
         table = PageTable(first, [index[keys[i] + tag] for i in range(first, end)])
         table.found = end
         return table

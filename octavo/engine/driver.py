@@ -73,12 +73,15 @@ class Driver:
 
     def run(self) -> None:
         """Run until None arrives. An exception ends the engine: every API process is sent Dying, then it is raised."""
+        loop, inbox = self._loop, self._inbox
         try:
             while self._take_in():
                 if self._recovery is not None:
                     self._reunite(self._recovery)
-                if self._loop.has_work:
-                    self._send(self._loop.step())
+                while loop.has_work:
+                    self._send(loop.step())
+                    if self._recovery is not None or not inbox.empty():
+                        break
         except BaseException as error:
             self._outbox.send_all(Dying(f"the engine failed: {type(error).__name__}: {error}"))
             raise

@@ -10,10 +10,9 @@ from octavo.observe.history import History
 from octavo.observe.journeys.stages import WaitReason
 from octavo.observe.live_state import LiveEnd, LiveLane, LiveRow, LiveState, LiveWait
 from octavo.observe.metrics.engine_metrics import EngineMetrics
-from octavo.observe.step_observer import StepObserver, StepTimes
+from octavo.observe.step_observer import StepEnd, StepObserver
 from octavo.schedule import Scheduler
 from octavo.schedule.request import Request
-from octavo.schedule.results import Committed, Planned
 
 MAX_WAITING = 100
 MAX_ENDED = 100
@@ -53,19 +52,17 @@ class Endings:
 
 class LiveView(StepObserver):
     def __init__(self, scheduler: Scheduler, metrics: EngineMetrics) -> None:
-        """`metrics` must hear of a commit before this does."""
+        """`metrics` must hear of a step before this does."""
         self._scheduler, self._metrics = scheduler, metrics
         self._plan: StepPlan | None = None  # the last one that was submitted
         self._endings, self._history = Endings(), History()
 
-    def planned(self, planned: Planned, now: float) -> None:
-        if not planned.is_empty:
-            self._plan = planned.plan
-
-    def committed(self, committed: Committed, times: StepTimes) -> None:
-        if times.now >= self._history.due:
+    def stepped(self, end: StepEnd) -> None:
+        if not end.planned.is_empty:
+            self._plan = end.planned.plan
+        if end.now >= self._history.due:
             used, waiting = self._scheduler.cache.pool.num_used, self._scheduler.num_waiting
-            self._history.note(times.now, self._metrics.totals(), used, waiting)
+            self._history.note(end.now, self._metrics.totals(), used, waiting)
 
     def answered(self, answered: Answered) -> None:
         self._endings.answered(answered)

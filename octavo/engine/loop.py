@@ -31,7 +31,8 @@ class EngineLoop:
         """Make and submit a plan, then take in the results that are due. Returns the tokens that became known. Where all requests
         wait for their grammars, it waits for one."""
         scheduler, executor, observers, in_flight = self.scheduler, self.executor, self.observers, self._in_flight
-        self._take_ready_grammars()
+        if scheduler.rows.awaiting_grammar or not self._ready_grammars.empty():
+            self._take_ready_grammars()
         observers.began()
         planned = scheduler.plan()
         observers.planned(planned)
@@ -40,14 +41,16 @@ class EngineLoop:
             in_flight.append(planned.plan)
         # How many steps may be in flight while the next plan is made.
         depth = 1 if executor.overlap and not observers.needs_drain() else 0
-        observers.submitted(depth > 0)
+        if depth:
+            observers.submitted()
         deltas: list[TokenDelta] = []
         while len(in_flight) > depth or (in_flight and planned.is_empty):
             result = executor.collect()
             observers.collected()
             committed = scheduler.commit(in_flight.popleft(), result)
             observers.committed(committed)
-            self._start(committed.jobs)
+            for job in committed.jobs:
+                self._start(job)
             deltas += committed.deltas
         observers.stepped(planned, len(in_flight))
         return deltas
@@ -55,13 +58,15 @@ class EngineLoop:
     def add(self, request: GenerateRequest) -> None:
         added = self.scheduler.add(request)
         self.observers.arrived(request, added.awaits_grammar)
-        self._start(added.jobs)
+        for job in added.jobs:
+            self._start(job)
 
     def abort(self, abort: Abort) -> None:
         removed = self.scheduler.abort(abort.request_id, abort.index)
         if removed is not None:
             self.observers.removed(abort, removed)
-            self._start(removed.jobs)
+            for job in removed.jobs:
+                self._start(job)
 
     def reset_prefixes(self) -> int:
         """Forget cached prefixes. Returns how many pages that freed."""
@@ -82,7 +87,7 @@ class EngineLoop:
         """Tell the scheduler of all that are compiled. Waits for one only if a request needs it and there is nothing else to do: the
         requests that wanted the last one may have left, and then no other comes."""
         ready, scheduler = self._ready_grammars, self.scheduler
-        must_wait = scheduler.awaiting_grammar and not (self._in_flight or scheduler.has_work)
+        must_wait = scheduler.rows.awaiting_grammar and not (self._in_flight or scheduler.has_work)
         if ready.empty() and not must_wait:
             return
         grammars = [ready.get()]
@@ -90,11 +95,11 @@ class EngineLoop:
             grammars.append(ready.get())
         happened = scheduler.prepared(grammars)
         self.observers.grammars_ready(happened)
-        self._start(happened.jobs)
+        for job in happened.jobs:
+            self._start(job)
 
-    def _start(self, jobs: list[GrammarJob]) -> None:
-        for job in jobs:
-            self.executor.prepare(job.grammar, job.forgets, functools.partial(self._grammar_ready, job.grammar))
+    def _start(self, job: GrammarJob) -> None:
+        self.executor.prepare(job.grammar, job.forgets, functools.partial(self._grammar_ready, job.grammar))
 
     def _grammar_ready(self, grammar: str) -> None:
         """Called by the thread that compiled it."""

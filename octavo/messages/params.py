@@ -194,7 +194,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         The range checks exclude non-finite floats."""
         for name in ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of"):
             value = getattr(self, name)
-            if not _is_whole(value) and not (value is None and name not in ("n", "top_k", "min_tokens")):
+            if not (type(value) is int and value in _INT64) and (value is not None or name in _NEVER_NONE):
                 raise InvalidRequest(Field(name) + f" must be a plain 64-bit integer, got {value!r}")
         for name in _NUMBERS:
             value = getattr(self, name)
@@ -225,6 +225,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
             raise InvalidRequest(f"logit_bias must map token ids to numbers, got {bias!r}", param="logit_bias")
 
 
+_INT64 = range(-(2**63), 2**63)
+_NEVER_NONE = ("n", "top_k", "min_tokens")
 _NUMBERS = (
     "temperature",
     "top_p",
@@ -274,7 +276,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def _is_whole(value: object) -> bool:
-    return type(value) is int and -(2**63) <= value < 2**63
+    return type(value) is int and value in _INT64
 
 
 def _is_bias(item: tuple[object, object]) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from octavo.observe.journeys.journey import Journey, OpenJourney
+from octavo.observe.journeys.stages import stage_seconds, wait_seconds
 
 MAX_WAITING = 10_000
 """Lines that may wait to be written; more are dropped."""
@@ -114,8 +115,8 @@ def request_line(told: Journey, journey: OpenJourney) -> str:
     if told.first_byte_seconds is not None and told.prompt_tokens:
         parts.append(f"first byte {told.first_byte_seconds:.3f} s")
     if told.prompt_tokens:
-        parts.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(told).items()))
-    if waits := wait_seconds(told):
+        parts.append(", ".join(f"{name} {seconds:.3f}" for name, seconds in stage_seconds(told.stages).items()))
+    if waits := wait_seconds(told.stages):
         parts.append("waited for " + ", ".join(f"{reason} {seconds:.3f}" for reason, seconds in waits.items()))
     if told.preemptions:
         parts.append(f"preempted {told.preemptions}")
@@ -141,25 +142,7 @@ def request_fields(told: Journey, journey: OpenJourney) -> dict[str, object]:
         "output_tokens": told.output_tokens,
         "finish_reasons": told.finish_reasons,
         "preemptions": told.preemptions,
-        "stages": stage_seconds(told),
-        "waits": wait_seconds(told),
+        "stages": stage_seconds(told.stages),
+        "waits": wait_seconds(told.stages),
         **({"error": told.error} if told.error else {}),
     }
-
-
-def stage_seconds(told: Journey) -> dict[str, float]:
-    """Seconds by stage, summed over stages of the same name."""
-    seconds: dict[str, float] = {}
-    for stage in told.stages:
-        for name, spent in (stage.stages or {stage.name: stage.seconds}).items():
-            seconds[name] = round(seconds.get(name, 0.0) + spent, 6)
-    return seconds
-
-
-def wait_seconds(told: Journey) -> dict[str, float]:
-    """Seconds in the queue by reason."""
-    seconds: dict[str, float] = {}
-    for stage in told.stages:
-        for wait in stage.waits:
-            seconds[wait.reason] = round(seconds.get(wait.reason, 0.0) + wait.seconds, 6)
-    return seconds

@@ -150,6 +150,7 @@ class Observers:
 
     def planned(self, planned: "Planned") -> None:
         now = self._now = self._clock()
+        self._host_seconds = now - self._started
         if not planned.is_empty:
             self._submitted.append(now)
         if planned.admitted or planned.returned or planned.plan.leaves:
@@ -161,9 +162,10 @@ class Observers:
     def needs_drain(self) -> bool:
         return bool(self._on_needs_drain) and any(asks() for asks in self._on_needs_drain)
 
-    def submitted(self, is_overlapped: bool) -> None:
-        """`is_overlapped`: the step is computed beside the host; else the executor computes it before it returns."""
-        self._host_seconds = (self._clock() if is_overlapped else self._now) - self._started
+    def submitted(self) -> None:
+        """The step is computed beside the host, which has spent this time on it. An executor that computes it before submit()
+        returns spends the device's time there: that does not count."""
+        self._host_seconds = self._clock() - self._started
 
     def collected(self) -> None:
         """The result of the oldest step in flight is there."""

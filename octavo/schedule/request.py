@@ -74,8 +74,9 @@ class Request:
         self.is_finished = False
         self.rank = sequence  # by the policy: the lowest goes first; among equals, the lowest sequence
         # None for a plain prompt with sampled tokens. Steps of others are committed apart, so that plain ones pay nothing.
-        loops = loops_of(params.repetition_detection, begun or ())
-        self.special: PoolingParams | Loops | BeamGroup | None = self.pooling or loops
+        self.special: PoolingParams | Loops | BeamGroup | None = self.pooling
+        if self.pooling is None and params.repetition_detection is not None:
+            self.special = loops_of(params.repetition_detection, begun or ())
         self.followers: list[Request] = []  # choices that will fork from this one when its prompt is computed
 
     @property

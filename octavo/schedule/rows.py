@@ -20,11 +20,6 @@ class Rows:
         self.left: list[int] = []  # rows that were left and that no plan has named yet
 
     @property
-    def has_work(self) -> bool:
-        """Whether a plan could advance or admit a request. Those that wait for a grammar do not count."""
-        return bool(self.running) or len(self.waiting) > 0
-
-    @property
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.awaiting_grammar)
 

@@ -55,7 +55,7 @@ class Scheduler:
         self._watched: set[int] = set()  # sequences of requests that want to hear how far their prompt is
         self._in_flight: deque[Planned] = deque()
         self._next_sequence = 0
-        self._step = 0
+        self.num_steps = 0  # plans that are to be carried out, so far
 
     # ── verbs ──
 
@@ -76,7 +76,9 @@ class Scheduler:
         self._open[source.id] = choices[:]
         job = self.grammar_cache.hold(source.id, params.grammar) if params.grammar else None
         added = Added(self._awaits_grammar(choices[0]), [] if job is None else [job])
-        if any(choice.has_output for choice in choices):  # it outlived an engine: each goes on as if it was preempted
+        if source.begun and any(
+            choice.has_output for choice in choices
+        ):  # it outlived an engine: each goes on as if it was preempted
             for choice in choices:
                 self._queue(choice)
             return added
@@ -116,7 +118,7 @@ class Scheduler:
         return ready
 
     def plan(self) -> Planned:
-        draft = StepPlan(self._step, [], [], [], [], [], [], [], [], [], [], [])
+        draft = StepPlan(self.num_steps, [], [], [], [], [], [], [], [], [], [], [])
         planned = Planned(draft, [], [], [], [], [], [])
         budget = self._plan_running(draft, planned)
         if budget >= 0:
@@ -130,10 +132,11 @@ class Scheduler:
             planned.is_empty = True
             draft.leaves.extend(self.rows.left)  # the next plan that is carried out names them again
         else:
-            draft.leaves.extend(self.rows.take_left())
+            if self.rows.left:
+                draft.leaves.extend(self.rows.take_left())
             planned.num_tokens = sum(draft.counts)
             self._in_flight.append(planned)
-            self._step += 1
+            self.num_steps += 1
         return planned
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
@@ -178,16 +181,14 @@ class Scheduler:
     # ── what it looks like between two steps ──
 
     @property
-    def num_steps(self) -> int:
-        return self._step
-
-    @property
     def is_idle(self) -> bool:
         return not self._open
 
     @property
     def has_work(self) -> bool:
-        return self.rows.has_work
+        """Whether a plan could advance or admit a request. Those that wait for a grammar do not count."""
+        rows = self.rows
+        return bool(rows.running or rows.waiting)
 
     @property
     def running(self) -> list[Request]:

@@ -112,7 +112,7 @@ def take(scheduler: Scheduler, manner: Manner) -> SchedulerState:
         if isinstance(request.special, BeamGroup)
     }
     return SchedulerState(
-        scheduler._step,
+        scheduler.num_steps,
         scheduler._next_sequence,
         scheduler.num_preemptions,
         scheduler.head_waits_for,
@@ -136,7 +136,7 @@ def restore(
 ) -> None:
     """Into a new scheduler with a new cache, constructed with the same arguments."""
     restore_cache(scheduler.cache, state.cache)
-    scheduler._step, scheduler._next_sequence = state.step, state.next_sequence
+    scheduler.num_steps, scheduler._next_sequence = state.step, state.next_sequence
     scheduler.num_preemptions, scheduler.head_waits_for = state.num_preemptions, state.head_waits_for
     rows = scheduler.rows
     rows.free, rows.left = list(state.free_rows), list(state.leaves)

@@ -32,7 +32,7 @@ class TextStream:
         # A stop string was found: the caller must abort the engine's request, and later deltas are ignored.
         self.stopped = False
         self._detokenizer = detokenizer
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop) if params.stop else None
         self._params = params
         self._eos_ids: Collection[int] = () if params.ignore_eos else eos_ids
         self._num_tokens = 0
@@ -40,7 +40,7 @@ class TextStream:
     def push(self, token_ids: Sequence[int], finish: Finish | None = None) -> TextDelta:
         if self.stopped:
             return TextDelta("", None, None, self._num_tokens)
-        if finish is None and not self._params.stop:  # fast path for nearly every token
+        if finish is None and self._stops is None:  # fast path for nearly every token
             self._num_tokens += len(token_ids)
             return TextDelta("".join(map(self._detokenizer.push, token_ids)), None, None, self._num_tokens)
         ended_by = finish.stop_token if finish is not None and finish.reason == "stop" else None
@@ -60,11 +60,14 @@ class TextStream:
         texts.append(released.text)
         if released.stop is not None:
             return self._stop("".join(texts), released.stop)
-        texts.append(self._stops.flush())
+        if self._stops is not None:
+            texts.append(self._stops.flush())
         stop_reason = LOOP if finish.reason == "repetition" else self._stop_reason(ended_by)
         return TextDelta("".join(texts), finish.reason, stop_reason, self._num_tokens)
 
     def _feed(self, text: str) -> Released:
+        if self._stops is None:
+            return Released(text)
         return self._stops.feed(text, counts=self._num_tokens > self._params.min_tokens)
 
     def _stop(self, text: str, stop: str) -> TextDelta:

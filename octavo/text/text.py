@@ -58,7 +58,7 @@ class Text:
         """Encode a text. `param`: the request's field that it came in, for error messages. A text that is too long for
         `max_tokens`, even if every token were the longest, is rejected without being tokenized. Text that reads like a control
         token becomes one, which is how completion prompts are written; chat messages go through encode_chat."""
-        self._check(text, Field(param), max_tokens)
+        self._check(text, param, max_tokens)
         return self._tokenizer.encode(text, add_special_tokens)
 
     def encode_cut(self, text: str, max_tokens: int, *, param: str = "prompt") -> list[int]:
@@ -73,19 +73,20 @@ class Text:
         kept = inner[: max(0, max_tokens - around)]
         return [*ids[:before], *kept, *ids[before + len(inner) :]][:max_tokens]
 
-    def _check(self, text: str, field: Field, max_tokens: int | None) -> None:
+    def _check(self, text: str, param: str, max_tokens: int | None) -> None:
         if max_tokens is not None and len(text) > max_tokens * _MAX_SHRINKING:
             limit = max_tokens * self._tokenizer.longest_token * _MAX_SHRINKING
             if len(text) > limit:
                 raise ContextTooLong(
-                    field + f" has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens"
+                    Field(param)
+                    + f" has {len(text)} characters, which cannot fit into a context of {max_tokens} tokens"
                 )
         if not text.isascii():
             try:
                 text.encode("utf-8")
             except UnicodeEncodeError as error:
                 raise InvalidRequest(
-                    field
+                    Field(param)
                     + f" is not valid Unicode: a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
                 ) from error
 
@@ -169,7 +170,7 @@ class Text:
         """Render and encode a chat. No special tokens are added: the template writes the BOS itself if the model wants one. Only
         the template can write control tokens: text that reads like one in a message, a tool or a variable stays text."""
         text = self._render_to(messages, add_generation_prompt, continue_final_message, tools, variables)
-        self._check(text, Field("messages"), max_tokens)
+        self._check(text, "messages", max_tokens)
         return self._tokenizer.encode_chat(text)
 
     def _render_to(
@@ -202,16 +203,16 @@ class Text:
     ) -> str:
         """Render with look-alikes of control tokens hidden (special_token_escape.py). If the template does not take tools, they
         are described in messages."""
-        if not self.formats.template_takes_tools:
+        if not self.formats.template_takes_tools and (tools or any(map(_is_about_tools, messages))):
             messages, tools = spell_out(messages, tools or (), self._template), None
         hide, reveal = self._tokenizer.lookalikes.hide, self._tokenizer.lookalikes.reveal
         try:
-            given = hide([messages, tools, variables])
+            messages, tools, variables = hide(messages), tools and hide(tools), variables and hide(variables)
         except RecursionError:
             raise InvalidRequest(Field("messages") + " are nested too deeply") from None
         try:
             return self._template.render(
-                given[0], add_generation_prompt=add_generation_prompt, tools=given[1], **given[2]
+                messages, add_generation_prompt=add_generation_prompt, tools=tools, **variables
             )
         except InvalidRequest as error:  # the message may quote hidden text
             raise InvalidRequest(error.sentence.reworded(reveal), error.field) from error
@@ -221,3 +222,8 @@ class Text:
         part of the text."""
         detokenizer = self._tokenizer.detokenizer(prompt_ids, params.skip_special_tokens, marks)
         return TextStream(detokenizer, params, self.eos_ids)
+
+
+def _is_about_tools(message: Mapping[str, Any]) -> bool:
+    """Whether the message calls a tool or holds a tool's result."""
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))

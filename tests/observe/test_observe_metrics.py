@@ -250,7 +250,7 @@ def test_cache_dtype_is_what_the_pages_hold() -> None:
 
 
 def test_host_time_and_busy_time_of_overlapping_steps() -> None:
-    """A step's stages by hand, each at its time; `True`: the executor computes beside the host."""
+    """A step's stages by hand, each at its time; the executor computes beside the host."""
     metrics = EngineMetrics("m", REPORT)
     now = [0.0]
     observers = Observers([metrics.pace], lambda: now[0])
@@ -266,11 +266,11 @@ def test_host_time_and_busy_time_of_overlapping_steps() -> None:
 
     at(9.9998, observers.began)
     at(10.0, observers.planned, planned)
-    at(10.0002, observers.submitted, True)
+    at(10.0002, observers.submitted)
     at(10.0002, observers.stepped, planned, 1)
     at(10.499, observers.began)
     at(10.5, observers.planned, planned)  # while the first is computed
-    at(10.5005, observers.submitted, True)
+    at(10.5005, observers.submitted)
     at(11.0, observers.collected)  # 10 … 11
     at(11.0005, observers.committed, committed)
     at(11.001, observers.stepped, planned, 1)

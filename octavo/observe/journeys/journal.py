@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from octavo.messages import Abort, GenerateRequest, StepPlan
 from octavo.observe.journeys.stages import (
     MAX_CHUNKS,
+    MAX_STAGES,
     Chunk,
     EngineJourney,
     Stage,
@@ -197,7 +198,8 @@ class EngineJournal(StepObserver):
             deltas = committed.deltas
             reasons = {(delta.request_id, delta.index): delta.finish.reason for delta in deltas if delta.finish}
             self._end(committed.ended, reasons, now)
-            self._let_in(committed.let_in, now)
+            if committed.let_in:
+                self._let_in(committed.let_in, now)
 
     # ── for a look between two steps ──
 
@@ -337,7 +339,8 @@ class EngineJournal(StepObserver):
         track.epoch += 1
         if track.name != "decode" or now > track.start:
             track.stages.append(self._stage(track, now))
-            fold(track.stages)
+            if len(track.stages) > MAX_STAGES:
+                fold(track.stages)
 
     def _stage(self, track: _Track, now: float) -> Stage:
         """The track's present stage, if it ended now."""
@@ -377,22 +380,27 @@ class EngineJournal(StepObserver):
 
     def _waits(self, track: _Track, now: float) -> list[Wait]:
         """The time in the queue, divided by reason."""
-        own = dict(track.own_waits)
         if track.grammar_wait_since is not None:
             return [Wait("grammar", now - track.grammar_wait_since)]
+        own = dict(track.own_waits)
         queue = self._queue
         if queue.head is track and queue.reason is not None:
             before = own.get(queue.reason, (0.0, 0))
             own[queue.reason] = (before[0] + now - queue.since, before[1])
-        look = queue.look(now)
-        heads = {reason: seconds - track.queue_look.get(reason, 0.0) for reason, seconds in look.items()}
-        behind = {reason: seconds - own.get(reason, (0.0, 0))[0] for reason, seconds in heads.items()}
-        behind = {reason: round(seconds, 6) for reason, seconds in behind.items() if seconds > 1e-6}
-        waits = [Wait(reason, seconds, steps) for reason, (seconds, steps) in own.items()]  # type: ignore[arg-type]
-        own_seconds = sum(wait.seconds for wait in waits)
+        behind: dict[str, float] = {}  # what the heads lacked, while others than this one were the head
+        for reason, waited in queue.look(now).items():
+            waited = waited - track.queue_look.get(reason, 0.0) - own.get(reason, (0.0, 0))[0]
+            if waited > 1e-6:
+                behind[reason] = round(waited, 6)
+        waits: list[Wait] = []
+        own_seconds, own_steps = 0.0, 0
+        for reason, (seconds, steps) in own.items():
+            waits.append(Wait(reason, seconds, steps))  # type: ignore[arg-type]
+            own_seconds += seconds
+            own_steps += steps
         order = sum(behind.values())
         if behind:
-            num_steps = self._num_plans - track.step_at - sum(wait.steps for wait in waits)
+            num_steps = self._num_plans - track.step_at - own_steps
             waits.append(Wait("order", order, max(0, num_steps), behind))
         rest = now - track.start - own_seconds - order
         if rest > 1e-6:

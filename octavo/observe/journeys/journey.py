@@ -3,6 +3,7 @@
 Stages are consecutive and on one clock, so their times sum to the whole. Where a request has several choices or prompts, its
 stages are those of the one that ended last; the others are in `legs`."""
 
+import operator
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ State = Literal["waiting", "running", "finished", "failed", "aborted"]
 STATES: tuple[State, ...] = ("waiting", "running", "finished", "failed", "aborted")
 Making = Literal["going on", "to its end", "given up"]
 MAX_RING_BYTES = 16 * 2**20
+DIGITS = 6  # of seconds that are shown: microseconds
 ENTRY_BYTES = 500  # what a kept journey takes beside its text: ids and table entries
 
 
@@ -56,6 +58,8 @@ class Journey(msgspec.Struct, frozen=True, gc=False):
     legs: list[Leg] = []  # every choice, where there are several
     note: str = ""
 
+
+_grammar_seconds = operator.attrgetter("grammar_seconds")
 
 current: ContextVar["OpenJourney | None"] = ContextVar("octavo journey", default=None)
 """The journey of the HTTP request in whose task this runs."""
@@ -123,25 +127,31 @@ class OpenJourney:
 
     def tell(self, live: Iterable[EngineJourney] = ()) -> Journey:
         """The journey as it stands. `live`: the engine's part of requests that have not ended there."""
-        known = {**{journey.id: journey for journey in live}, **self.travelled}
-        journeys = [known[id] for id in self.requests if id in known]
-        tracks = [(journey, track) for journey in journeys for track in journey.tracks]
-        seen = max(
-            (track.stages[-1].end for _, track in tracks), default=0.0
-        )  # of an open request: when the engine was asked
+        known = dict(self.travelled)
+        for journey in live:
+            known.setdefault(journey.id, journey)
+        journeys: list[EngineJourney] = []
+        tracks: list[Track] = []
+        for id in self.requests:
+            if (part := known.get(id)) is not None:
+                journeys.append(part)
+                tracks += part.tracks
+        last = max(tracks, key=_end_of, default=None)
+        seen = 0.0 if last is None else _end_of(last)  # of an open request: when the engine was asked
+        status = self.told_status
         # A stream that can be resumed goes on when its client has left.
         ended = 0.0 if self.making == "going on" else self.ended
         has_outlived = 0 < ended < self.delivered
         end = self.delivered if has_outlived else ended or seen or time.monotonic()
         stages = self._front()
         at = stages[-1].end if stages else self.received
-        if tracks:
-            _, last = max(tracks, key=lambda pair: pair[1].stages[-1].end)
+        if last is not None:
             # A stop string ends a response before the engine hears of it.
-            is_whole = ended and self.delivered and self.told_status < 400
-            untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
-            stages += self._untold(at, last.stages[0].start, untold)
-            at = stages[-1].end if stages else self.received
+            is_whole = ended and self.delivered and status < 400
+            if self._losses:
+                untold = last.output_tokens - sum(stage.output_tokens for stage in last.stages)
+                stages += self._untold(at, last.stages[0].start, untold)
+                at = stages[-1].end if stages else self.received
             stages += _cut(last.stages, "hand_over", at, self.delivered if is_whole else end)
         elif self.requests:
             until = min(self.delivered or end, end)
@@ -149,24 +159,24 @@ class OpenJourney:
             at = stages[-1].end if stages else self.received
             stages.append(Stage("engine", at, until))
         at = stages[-1].end if stages else self.received
-        if tracks and ended and self.delivered > at:
+        if last is not None and ended and self.delivered > at:
             stages.append(Stage("detokenise", at, self.delivered))
             at = self.delivered
         if ended and not has_outlived:
-            stages.append(Stage("flush" if self.requests and self.told_status < 400 else "answer", at, max(at, end)))
+            stages.append(Stage("flush" if self.requests and status < 400 else "answer", at, max(at, end)))
         return Journey(
             id=self.id,
-            state=self._state(tracks),
+            state=self._state(tracks, status),
             response_ids=self.requests,
             handler=self.handler,
-            received_at=round(self.received_at, 6),
-            seconds=_round(end - self.received),
+            received_at=round(self.received_at, DIGITS),
+            seconds=round(end - self.received, DIGITS),
             stages=_relative(stages, self.received),
             api_process=self.api_process,
-            status=self.told_status,
-            first_byte_seconds=_round(self.first_byte - self.received) if self.first_byte else None,
-            detokenise_seconds=_round(self.detokenise_seconds),
-            grammar_seconds=_round(self.grammar_seconds + sum(stage.grammar_seconds for stage in stages)),
+            status=status,
+            first_byte_seconds=round(self.first_byte - self.received, DIGITS) if self.first_byte else None,
+            detokenise_seconds=round(self.detokenise_seconds, DIGITS),
+            grammar_seconds=round(self.grammar_seconds + sum(map(_grammar_seconds, stages)), DIGITS),
             error=self.error,
             note=self._note(len(journeys)),
             **_totals(journeys, self.received, self._answers),
@@ -203,10 +213,9 @@ class OpenJourney:
             return f"{many} ended during this request: the stages there are unknown"
         return "" if num_told == len(self.requests) else "the engine did not report its stages"
 
-    def _state(self, tracks: list[tuple[EngineJourney, Track]]) -> State:
+    def _state(self, tracks: list[Track], status: int) -> State:
         if not self.ended or self.making == "going on":
-            return _engine_state(track for _, track in tracks)
-        status = self.told_status
+            return _engine_state(tracks)
         if status == 499 and not (tracks and len(self._answers) == len(tracks)):
             return "aborted"
         return "failed" if (status >= 400 and status != 499) or self.error else "finished"
@@ -214,15 +223,15 @@ class OpenJourney:
 
 def tell_live(journey: EngineJourney, now: float) -> Journey:
     """A request of which only the engine's part is known: it is not over, or another API process has it."""
-    last = max(journey.tracks, key=lambda track: track.stages[-1].end)
+    last = max(journey.tracks, key=_end_of)
     received = journey.received or last.stages[0].start
     return Journey(
         id=journey.http_id or journey.id,
         state=_engine_state(journey.tracks),
         response_ids=[journey.id],
         handler="",
-        received_at=round(time.time() - (time.monotonic() - received), 6),
-        seconds=_round(now - received),
+        received_at=round(time.time() - (time.monotonic() - received), DIGITS),
+        seconds=round(now - received, DIGITS),
         stages=_relative(_cut(last.stages, "before", received, now), received),
         api_process=journey.origin,
         note=f"API process {journey.origin} has the stages before the engine, and reports them when the request is over",
@@ -238,31 +247,40 @@ def _engine_state(tracks: Iterable[Track]) -> State:
 def _totals(
     journeys: list[EngineJourney], received: float, answers: Mapping[tuple[str, int], tuple[str, int]]
 ) -> dict[str, Any]:
-    tracks = [(number, track) for number, journey in enumerate(journeys) for track in journey.tracks]
-    ends = [
-        answers.get((journeys[number].id, track.index), (track.finish_reason, track.output_tokens))
-        for number, track in tracks
-    ]
-    first = [stage for journey in journeys for stage in journey.tracks[0].stages if stage.name == "prefill"][:1]
-    legs = [
-        Leg(
-            number,
-            track.index,
-            track.finish_reason,
-            track.output_tokens,
-            track.preemptions,
-            _relative(track.stages, received),
-        )
-        for number, track in tracks
-    ]
+    prompt_tokens = output_tokens = preemptions = 0
+    tracks: list[tuple[int, Track]] = []
+    finish_reasons: list[str | None] = []
+    prefill: Stage | None = None  # the first, of a journey's first choice
+    for number, journey in enumerate(journeys):
+        prompt_tokens += journey.prompt_tokens
+        for stage in () if prefill is not None else journey.tracks[0].stages:
+            if stage.name == "prefill":
+                prefill = stage
+                break
+        for track in journey.tracks:
+            own = (track.finish_reason, track.output_tokens)
+            reason, num_tokens = answers.get((journey.id, track.index), own)
+            finish_reasons.append(reason)
+            output_tokens += num_tokens
+            preemptions += track.preemptions
+            tracks.append((number, track))
     return {
-        "prompt_tokens": sum(journey.prompt_tokens for journey in journeys),
-        "cached_tokens": sum(stage.cached_tokens for stage in first),
-        "output_tokens": sum(num_tokens for _, num_tokens in ends),
-        "preemptions": sum(track.preemptions for _, track in tracks),
-        "finish_reasons": [reason for reason, _ in ends],
-        "legs": legs if len(legs) > 1 else [],
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": 0 if prefill is None else prefill.cached_tokens,
+        "output_tokens": output_tokens,
+        "preemptions": preemptions,
+        "finish_reasons": finish_reasons,
+        "legs": [_leg(number, track, received) for number, track in tracks] if len(tracks) > 1 else [],
     }
+
+
+def _leg(prompt: int, track: Track, received: float) -> Leg:
+    stages = _relative(track.stages, received)
+    return Leg(prompt, track.index, track.finish_reason, track.output_tokens, track.preemptions, stages)
+
+
+def _end_of(track: Track) -> float:
+    return track.stages[-1].end
 
 
 def _cut(stages: list[Stage], before: StageName, start: float, end: float) -> list[Stage]:
@@ -279,13 +297,9 @@ def _cut(stages: list[Stage], before: StageName, start: float, end: float) -> li
 
 def _relative(stages: list[Stage], zero: float) -> list[Stage]:
     return [
-        msgspec.structs.replace(stage, start=_round(stage.start - zero), end=_round(stage.end - zero))
+        msgspec.structs.replace(stage, start=round(stage.start - zero, DIGITS), end=round(stage.end - zero, DIGITS))
         for stage in stages
     ]
-
-
-def _round(seconds: float) -> float:
-    return round(seconds, 6)  # to the microsecond
 
 
 class JourneyRing:

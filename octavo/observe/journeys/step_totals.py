@@ -1,6 +1,8 @@
 """StepTotals: running totals over all steps. The difference of two readings describes the steps in between, however many; adding a
 step costs the same whatever its rows are."""
 
+import functools
+import operator
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -50,12 +52,17 @@ def between(earlier: Look, later: Look) -> Look:
         later.num_steps - earlier.num_steps,
         later.num_rows - earlier.num_rows,
         later.num_mixed - earlier.num_mixed,
-        tuple(b - a for a, b in zip(earlier.by_ms, later.by_ms, strict=True)),
-        tuple(b - a for a, b in zip(earlier.by_rows, later.by_rows, strict=True)),
+        tuple(map(operator.sub, later.by_ms, earlier.by_ms)),
+        tuple(map(operator.sub, later.by_rows, earlier.by_rows)),
     )
 
 
 def histogram(counts: tuple[int, ...], bounds: tuple[float, ...]) -> dict[str, int]:
     """Counts by the upper bound of their bucket, as text; empty buckets are left out."""
-    names = [*(f"{bound:g}" for bound in bounds), "more"]
-    return {name: count for name, count in zip(names, counts, strict=True) if count}
+    return {name: count for name, count in zip(_names(bounds), counts, strict=True) if count}
+
+
+@functools.cache
+def _names(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Names of the buckets: only a few tuples of bounds exist."""
+    return (*(f"{bound:g}" for bound in bounds), "more")

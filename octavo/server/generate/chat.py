@@ -12,7 +12,15 @@ from octavo.server.generate.structured import grammar_of_schema, read_grammar
 from octavo.server.schema.fields import RequestFields, SamplingFields
 from octavo.server.state.service import Service
 from octavo.text import Text
-from octavo.text.chat.tools import Tool, ToolChoice, call_schema, calls_schema, schemas_by_name, template_form
+from octavo.text.chat.tools import (
+    NO_CALLS,
+    Tool,
+    ToolChoice,
+    call_schema,
+    calls_schema,
+    schemas_by_name,
+    template_form,
+)
 from octavo.text.parsers import ToolFormat, tool_format
 
 RESERVED = (
@@ -39,7 +47,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 class Chat:
     messages: list[dict[str, Any]]  # as generate/messages.py makes them
     tools: list[Tool] = field(default_factory=list)
-    choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    choice: ToolChoice = NO_CALLS  # one that enforces a call has tools to choose from
     variables: Mapping[str, Any] = field(default_factory=dict)  # for the template: enable_thinking, …
     text: Text | None = None  # None: the server's; else possibly with the request's own template
     ending: Ending = "answer"
@@ -57,18 +65,20 @@ class Chat:
     def shape(self, text: Text, *, is_constrained: bool = False, include_reasoning: bool = True) -> AnswerShape:
         """`is_constrained`: a grammar governs the answer from its first token on, so it holds no reasoning."""
         formats = (self.text or text).formats
-        calls = formats.tools if self.offered else None
-        if self.choice.is_enforced:
+        calls, schemas, is_enforced = None, {}, False
+        if offered := self.offered:
+            calls, schemas, is_enforced = formats.tools, schemas_by_name(offered), self.choice.is_enforced
+        if is_enforced:
             calls, is_constrained = self.required_format(text), True
         thinking = formats.thinking
         if thinking is not None and self.ending == "open":  # a continued answer is past its reasoning
             thinking = replace(thinking, opens_unsaid=False)
         return AnswerShape(
             tool_format=calls,
-            tools=schemas_by_name(self.offered),
+            tools=schemas,
             think_format=None if is_constrained else thinking,
             is_parallel=self.choice.parallel,
-            is_calls_alone=self.choice.is_enforced,
+            is_calls_alone=is_enforced,
             include_reasoning=include_reasoning,
         )
 
@@ -131,7 +141,7 @@ def effort_variables(
 async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, response_format: object = None) -> str:
     """The grammar of an answer; empty: none. `response_format` is about text answers, and ignored where calls are required."""
     wished = await read_grammar(service, fields, response_format)
-    if not chat.choice.is_enforced:
+    if not chat.tools or not chat.choice.is_enforced:
         return wished
     if wished and response_format is None:
         raise InvalidRequest(
@@ -145,7 +155,8 @@ async def answer_grammar(service: Service, chat: Chat, fields: SamplingFields, r
 async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> list[int]:
     """The prompt's tokens. A long prompt, or one with a request's own template, is encoded in a thread."""
     text = chat.text or service.text
-    tools = template_form(chat.offered)
+    offered = chat.offered
+    tools = template_form(offered) if offered else []
 
     def work() -> list[int]:
         return text.encode_chat(
@@ -157,6 +168,6 @@ async def encode(service: Service, chat: Chat, *, max_tokens: int | None) -> lis
             **chat.variables,
         )
 
-    size = sum(len(str(part)) for part in (*chat.messages, *tools))
+    size = sum(map(len, map(str, (*chat.messages, *tools))))
     is_slow = size > LONG_TEXT or text is not service.text
     return await asyncio.to_thread(work) if is_slow else work()

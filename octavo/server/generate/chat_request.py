@@ -20,7 +20,7 @@ from octavo.server.schema.fields import GenerationFields
 from octavo.server.schema.shapes import Messages, ToolChoice, Tools
 from octavo.server.state.service import Service
 from octavo.text import Text
-from octavo.text.chat.tools import parse_tool_choice, parse_tools
+from octavo.text.chat.tools import NO_CALLS, Tool, parse_tool_choice, parse_tools
 
 
 class ChatRequest(GenerationFields):
@@ -47,7 +47,9 @@ async def parse(service: Service, fields: ChatRequest) -> ChatPrompt:
     chat = parse_chat(service, fields, await text_for(service, fields.chat_template))
     longest = service.report.max_model_len if fields.truncate_prompt_tokens is None else None
     ids = await encode(service, chat, max_tokens=longest)
-    return ChatPrompt(cut_prompt(ids, fields, service.report), MESSAGES, chat=chat)
+    if fields.truncate_prompt_tokens is not None:
+        ids = cut_prompt(ids, fields, service.report)
+    return ChatPrompt(ids, MESSAGES, chat=chat)
 
 
 async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
@@ -81,14 +83,18 @@ async def parse_cut(service: Service, fields: ChatRequest) -> ChatPrompt:
 
 
 def parse_chat(service: Service, fields: ChatRequest, text: Text) -> Chat:
-    tools = parse_tools(fields.tools or [])
-    choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
-    check_choice(choice, service)
-    for at, tool in enumerate(tools if choice.mode == "auto" else ()):
-        if tool.strict:
-            fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
+    tools: list[Tool] = []
+    choice = NO_CALLS
+    if fields.tools or fields.tool_choice is not None:
+        tools = parse_tools(fields.tools or [])
+        choice = parse_tool_choice(fields.tool_choice, tools, parallel=fields.parallel_tool_calls is not False)
+        check_choice(choice, service)
+        for at, tool in enumerate(tools if choice.mode == "auto" else ()):
+            if tool.strict:
+                fields.pass_over(Field("tools", at, "function", "strict"), service.config.server)
     variables = fields.chat_template_kwargs or {}
-    check_variables(variables, Field("chat_template_kwargs"))
+    if variables:
+        check_variables(variables, Field("chat_template_kwargs"))
     by_effort = effort_variables(service, fields, fields.reasoning_effort, text)
     messages = parse_messages(fields.messages)
     ending = read_ending(messages, fields.add_generation_prompt, fields.continue_final_message)

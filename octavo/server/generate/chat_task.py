@@ -110,9 +110,11 @@ class ChatTask:
         still runs."""
         async with aclosing(self.generation.pieces()) as steps:
             async for pieces in steps:
-                read = [self._readers[piece.index].read(piece) for piece in pieces]
-                if not self._every_token:
-                    read = [piece for piece in read if piece.events or piece.finish_reason or piece.progress]
+                read: list[AnswerPiece] = []
+                for piece in pieces:
+                    answer = self._readers[piece.index].read(piece)
+                    if self._every_token or answer.events or answer.finish_reason or answer.progress:
+                        read.append(answer)
                 if read:
                     yield read
 

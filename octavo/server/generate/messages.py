@@ -3,12 +3,13 @@
 octavo/text checks the content."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from octavo.errors import Field, InvalidRequest, Unsupported
+from octavo.errors import Field, InvalidRequest, RequestError, Unsupported
 
 MESSAGES = Field("messages")
+_HERE = Field()  # a message itself: the path of its fields begins there
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """developer is OpenAI's newer name of system; templates of open models know only the older one."""
 
@@ -24,7 +25,13 @@ _OF_ROLE = {
 def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not values:
         raise InvalidRequest(MESSAGES + " is empty: at least one message is needed")
-    messages = [parse_message(value, MESSAGES / at) for at, value in enumerate(values)]
+    messages: list[dict[str, Any]] = []
+    for at, value in enumerate(values):
+        try:
+            messages.append(parse_message(value))
+        except RequestError as error:
+            error.rename(_within(at))
+            raise
     name_of: dict[str, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -34,55 +41,61 @@ def parse_messages(values: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return messages
 
 
-def parse_message(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
+def _within(at: int) -> Callable[[Field], Field]:
+    """Return a function that renames a field of a message to that of the request."""
+    return lambda field: Field("messages", at, *field.path)
+
+
+def parse_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Errors name fields by their path within the message."""
     role = message.get("role")
     if role == "function":
-        raise Unsupported(where / "role" + " 'function' is not supported: use 'tool'")
+        raise Unsupported(Field("role") + " 'function' is not supported: use 'tool'")
     if not isinstance(role, str) or role not in ROLES:
-        raise InvalidRequest(where / "role" + f" must be one of {', '.join(ROLES)}")
+        raise InvalidRequest(Field("role") + f" must be one of {', '.join(ROLES)}")
     content = message.get("content")
     if not isinstance(content, str | list) and not (content is None and role in ("assistant", "tool")):
-        raise InvalidRequest(where / "content" + " must be a string or a list of parts")
-    _check_role(message, where)
+        raise InvalidRequest(Field("content") + " must be a string or a list of parts")
+    _check_role(message)
     if role == "assistant":
-        content = _with_refusals(message, content, where)
+        content = _with_refusals(message, content)
     parsed = {"role": ROLES[role], "content": content}
-    if (name := _string(message, "name", where)) is not None:
+    if (name := _string(message, "name")) is not None:
         parsed["name"] = name
     if role == "assistant":
-        parsed |= _of_assistant(message, where)
-    if role == "tool" and (call_id := _string(message, "tool_call_id", where)) is not None:
+        parsed |= _of_assistant(message)
+    if role == "tool" and (call_id := _string(message, "tool_call_id")) is not None:
         parsed["tool_call_id"] = call_id
     return parsed
 
 
-def _check_role(message: Mapping[str, Any], where: Field) -> None:
+def _check_role(message: Mapping[str, Any]) -> None:
     for role, names in _OF_ROLE.items():
         for name in names if message["role"] != role else ():
             if message.get(name) not in (None, [], ""):
-                raise InvalidRequest(where / name + f" is not allowed in a message of role {message['role']!r}")
+                raise InvalidRequest(Field(name) + f" is not allowed in a message of role {message['role']!r}")
 
 
-def _with_refusals(message: Mapping[str, Any], content: object, where: Field) -> object:
+def _with_refusals(message: Mapping[str, Any], content: object) -> object:
     """The content with refusals as plain text: templates know no other kind."""
     if isinstance(content, list):
         return [
-            {"type": "text", "text": _string(part, "refusal", where / "content" / at) or ""}
+            {"type": "text", "text": _string(part, "refusal", Field("content", at)) or ""}
             if isinstance(part, dict) and part.get("type") == "refusal"
             else part
             for at, part in enumerate(content)
         ]
-    return content or _string(message, "refusal", where) or content
+    return content or _string(message, "refusal") or content
 
 
-def _of_assistant(message: Mapping[str, Any], where: Field) -> dict[str, Any]:
+def _of_assistant(message: Mapping[str, Any]) -> dict[str, Any]:
     parsed: dict[str, Any] = {}
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise InvalidRequest(where / "tool_calls" + " must be a list")
+        raise InvalidRequest(Field("tool_calls") + " must be a list")
     if calls:
-        parsed["tool_calls"] = [_call(call, where / "tool_calls" / at) for at, call in enumerate(calls)]
-    thoughts = [text for key in REASONING if (text := _string(message, key, where))]
+        parsed["tool_calls"] = [_call(call, Field("tool_calls", at)) for at, call in enumerate(calls)]
+    thoughts = [text for key in REASONING if (text := _string(message, key))]
     if thoughts:
         parsed |= dict.fromkeys(REASONING, thoughts[0])
     return parsed
@@ -114,7 +127,7 @@ def _arguments(value: object, where: Field) -> dict[str, Any]:
     return value
 
 
-def _string(message: Mapping[str, Any], key: str, where: Field) -> str | None:
+def _string(message: Mapping[str, Any], key: str, where: Field = _HERE) -> str | None:
     value = message.get(key)
     if value is not None and not isinstance(value, str):
         raise InvalidRequest(where / key + " must be a string")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.admission.validate import admit
+from octavo.admission.validate import MAX_TOKENS, admit
 from octavo.errors import Field, InvalidRequest
 from octavo.messages import EngineReport, GenerateRequest, SamplingParams
 from octavo.server.schema.fields import GenerationFields
@@ -21,6 +21,7 @@ class Prompt:
     text: str | None = None  # None: it came as token ids, or as a chat
 
 
+MAX_COMPLETION_TOKENS = Field("max_completion_tokens")
 LONG_TEXT = 20_000
 """Characters: longer texts are encoded in a thread, so that other streams of this process do not wait."""
 
@@ -48,7 +49,7 @@ def build_requests(
     if fields.bad_words:
         values["bad_word_ids"] = text.bad_word_ids(SamplingParams(bad_words=fields.bad_words).bad_words)
     by_other_name = fields.max_tokens is None and fields.max_completion_tokens is not None
-    limit = Field("max_completion_tokens" if by_other_name else "max_tokens")
+    limit = MAX_COMPLETION_TOKENS if by_other_name else MAX_TOKENS
     wanted = fields.max_completion_tokens if by_other_name else fields.max_tokens
     if wanted is not None and wanted < 1:
         raise InvalidRequest(limit + f" must be at least 1, got {wanted}")
@@ -80,6 +81,7 @@ def _wishes(fields: GenerationFields, arrived: float) -> dict[str, Any]:
 
 
 _BY_ENDPOINT = {"max_tokens", "logprobs", "bad_word_ids", "structured_outputs", "grammar"}
+_BY_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT]
 
 
 def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -> list[int]:
@@ -98,12 +100,12 @@ def cut_prompt(ids: list[int], fields: GenerationFields, report: EngineReport) -
 
 def sampling_values(fields: GenerationFields, report: EngineReport, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The request's sampling parameters over the model's defaults, without max_tokens, which depends on the prompt."""
-    given = {name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if name not in _BY_ENDPOINT}
+    given = {name: value for name in _BY_FIELDS if (value := getattr(fields, name)) is not None}
     if fields.repetition_detection is not None:
         given["repetition_detection"] = fields.repetition_detection.params()
     if fields.use_beam_search:  # the model's defaults are about sampling
         defaults = {}
-    values = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    values = {**defaults, **given}
     # Beyond the vocabulary means no limit; an unbounded integer would not fit the message format.
     values["top_k"] = min(values.get("top_k", 0), report.vocab_size)
     return values

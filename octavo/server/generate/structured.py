@@ -58,8 +58,8 @@ async def grammar_of_schema(
 def _wishes(fields: SamplingFields, response_format: object) -> list[tuple[Field, Field | None, Mapping[str, Any]]]:
     """(field, the part of it that holds the constraint, the same as vLLM's structured_outputs) of each field that is set."""
     found: list[tuple[Field, Field | None, Mapping[str, Any]]] = []
-    wish = wish_of_response_format(response_format)
-    if wish is not None:
+    wish: Mapping[str, Any] | None
+    if response_format is not None and (wish := wish_of_response_format(response_format)) is not None:
         where = RESPONSE_FORMAT
         if isinstance(response_format, Mapping) and response_format.get("type") == "json_object":
             where /= "schema" if "json" in wish else "type"

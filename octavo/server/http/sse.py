@@ -131,7 +131,9 @@ class EventStream(Response):
         last = b""
         async with aclosing(self._events) as events:
             try:
-                first = name_back(await anext(events, b""), self._ignored_fields)
+                first = await anext(events, b"")
+                if self._ignored_fields:
+                    first = name_back(first, self._ignored_fields)
                 self._queued = ()
                 await self._send_head(send)
                 self._last_sent = time.monotonic()

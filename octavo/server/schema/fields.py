@@ -156,7 +156,8 @@ class LimitFields(BaseModel):
         return {name: arrived + limit / 1000 for name, limit in given if limit is not None}
 
     def check_limits(self) -> None:
-        for name, limit in self.limits.items():
+        for name in LimitFields.model_fields:
+            limit = getattr(self, name)
             if limit is not None and not 1 <= limit <= MAX_MILLISECONDS:
                 raise InvalidRequest(f"{name} must be between 1 and {MAX_MILLISECONDS}, got {limit}", param=name)
 
@@ -306,7 +307,7 @@ async def read_fields(request: Request, dialect: Dialect[Body], server: ServerCo
     fields = (
         await asyncio.to_thread(parse_body, body, dialect, server) if is_large else parse_body(body, dialect, server)
     )
-    if fields.ignored:
+    if fields._ignored or fields._num_more:
         level = logging.INFO if _is_old_news(dialect.path, fields.passed_over) else logging.WARNING
         names = ", ".join(_short(name, 120) for name in fields.ignored)
         log.log(level, "%s %s: fields without effect: %s", request.scope["octavo.request_id"], dialect.path, names)
@@ -322,10 +323,11 @@ def parse_body(body: bytes, dialect: Dialect[Body], server: ServerConfig) -> Bod
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from None
     found = look(dialect.tree, fields)
     idle = [*moot(fields)]
-    _refuse(found, idle, server)
-    names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
-    fields._ignored = tuple(map(Field, names))
-    fields._num_more = found.num_more
+    if found.refused or found.unknown or found.idle or idle:
+        _refuse(found, idle, server)
+        names = [*(stranger.path for stranger in (*found.unknown, *found.idle)), *(name for name, _ in idle)]
+        fields._ignored = tuple(map(Field, names))
+        fields._num_more = found.num_more
     for name, (knob, flag) in BY_FLAG.items():
         if getattr(fields, name, None) is not None and not getattr(server, knob):
             raise Unsupported(f"{name} is only supported by a server that was started with {flag}", param=name)

@@ -13,8 +13,7 @@ from starlette.types import Message, Send
 from octavo.client.client import EngineClient, EngineObserver
 from octavo.messages import Answered, GenerateRequest
 from octavo.observe.journeys.journey import ENTRY_BYTES, Journey, OpenJourney, current
-from octavo.observe.journeys.stages import EngineJourney
-from octavo.observe.logs import stage_seconds
+from octavo.observe.journeys.stages import EngineJourney, stage_seconds
 from octavo.server.state.encoded_json import add_member
 
 log = logging.getLogger("octavo.server")
@@ -124,7 +123,9 @@ class Journeys(EngineObserver):
             told.status,
             told.seconds,
             _encode(told) if journey.method == "POST" else b"",
-            stage_seconds(told) if journey.requests or (journey.method == "POST" and journey.status >= 400) else {},
+            stage_seconds(told.stages)
+            if journey.requests or (journey.method == "POST" and journey.status >= 400)
+            else {},
             told.prompt_tokens,
             told.output_tokens,
             told.preemptions,
@@ -164,9 +165,11 @@ class Journeys(EngineObserver):
         journey = self._by_request.get(travelled.id)
         if journey is not None:
             journey.travelled[travelled.id] = travelled
-            if journey.is_told and (event := self._waiting.get(journey)) is not None:
+            if not journey.is_told:
+                return
+            if (event := self._waiting.get(journey)) is not None:
                 event.set()
-            if journey.is_told and journey in self._over:
+            if journey in self._over:
                 self._tell(journey)
 
 

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from octavo.errors import ConfigError
 from octavo.observe.journeys.journey import Journey, OpenJourney
-from octavo.observe.journeys.stages import Stage
-from octavo.observe.logs import stage_seconds, wait_seconds
+from octavo.observe.journeys.stages import Stage, stage_seconds, wait_seconds
 
 FLUSH_SECONDS = 2.0
 COLLECTORS_PATH = "v1/traces"
@@ -82,7 +81,7 @@ def traces_url(endpoint: str) -> str:
 def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> dict[str, Any]:
     kind = journey.handler.rstrip("/").rsplit("/", 1)[-1]
     name = OPERATIONS.get("chat" if "/chat/" in journey.handler else kind, "generate_content")
-    seconds = stage_seconds(told)
+    seconds = stage_seconds(told.stages)
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": name,
         "gen_ai.provider.name": "octavo",
@@ -107,7 +106,7 @@ def request_attributes(told: Journey, journey: OpenJourney, model_name: str) -> 
     }
     if told.first_byte_seconds is not None:
         attributes["gen_ai.latency.time_to_first_token"] = told.first_byte_seconds
-    for reason, spent in wait_seconds(told).items():
+    for reason, spent in wait_seconds(told.stages).items():
         attributes[f"octavo.wait.{reason}"] = spent
     if told.error or told.state != "finished":
         attributes["error.type"] = told.error.split(" ")[0] or told.state

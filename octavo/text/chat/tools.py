@@ -37,6 +37,9 @@ class ToolChoice(msgspec.Struct, frozen=True):
         return self.mode in ("required", "named")
 
 
+NO_CALLS = ToolChoice("none")
+
+
 def parse_tools(value: object) -> list[Tool]:
     """Parse `tools` of OpenAI's chat API: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
     if not isinstance(value, list):

@@ -33,20 +33,21 @@ class AnswerParser:
 
     def feed(self, text: str) -> list[Event]:
         """Add text and return all events that are now certain. Nothing may be fed after finish()."""
-        return self._to_calls(self._thinking.feed(text) if self._thinking else [Content(text)] if text else [])
+        events: list[Event] = self._thinking.feed(text) if self._thinking else [Content(text)] if text else []
+        return events if self._calls is None else _to_calls(self._calls, events)
 
     def finish(self) -> list[Event]:
         """Return the last events at the end of the output: held-back text becomes content, reasoning or a complete call."""
-        events = self._to_calls(self._thinking.finish() if self._thinking else [])
-        return events + self._calls.finish() if self._calls else events
+        events: list[Event] = self._thinking.finish() if self._thinking else []
+        return events if self._calls is None else _to_calls(self._calls, events) + self._calls.finish()
 
-    def _to_calls(self, events: list[Event]) -> list[Event]:
-        if self._calls is None:
-            return events
-        given: list[Event] = []
-        for event in events:
-            given += self._calls.feed(event.text) if isinstance(event, Content) else [event]
-        return given
+
+def _to_calls(calls: CallParser, events: list[Event]) -> list[Event]:
+    """The events with the calls in their content."""
+    given: list[Event] = []
+    for event in events:
+        given += calls.feed(event.text) if isinstance(event, Content) else [event]
+    return given
 
 
 class WholeCall(msgspec.Struct, frozen=True):

@@ -38,8 +38,9 @@ class ChatWriter:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         task, fields = self._task, self._fields
+        wants_usage = fields.wants_usage
         every = fields.wants_usage_in_every_chunk
-        quiet: UnsetType | None = None if fields.wants_usage else UNSET
+        quiet: UnsetType | None = None if wants_usage else UNSET
         before = b"".join(
             self._event(ChunkChoice(index, Delta("assistant", "")), task.usage if every else quiet, self._prompt_ids())
             for index in range(task.num_choices)
@@ -58,7 +59,7 @@ class ChatWriter:
                         chunks += [self._event(choice, usage, UNSET, progress) for choice in self._chunk_choices(piece)]
                 yield before + b"".join(chunks)
                 before = b""
-        if fields.wants_usage:
+        if wants_usage:
             before += event(ChatChunk(*self._head, [], task.usage))
         yield before + DONE
 
