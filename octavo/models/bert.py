@@ -6,15 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, LearnedPositions
+from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import DecoderLayer, DecoderModel
 from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slot, Slots, check_shares, plain
 from octavo.models import gguf_vocab_size, number, positive, share
@@ -56,7 +55,7 @@ def _epsilon(config: dict[str, Any]) -> float:
     return number(config, "layer_norm_eps", 1e-12)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
@@ -67,8 +66,8 @@ class Layer(nn.Module):
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, None, context)
         self.mlp_norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention_norm(self.attention(x, batch))
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention_norm(self.attention(x, batch, rotation))
         x = self.mlp_norm(self.mlp(x))
         return x
 
@@ -88,26 +87,20 @@ class Model(DecoderModel):
     first_position = 0
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         check_shares(
             context.group.size,
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
         )
-        self.attention_backend = context.attention
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        layers = (Layer(index, config, spec, context) for index in range(spec.num_layers))
+        super().__init__(spec, context, layers)
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
         self.token_types = context.empty(positive(config, "type_vocab_size", 2), spec.hidden_size)
         self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        x = self.norm(self.positions(self.embedding(batch.input_ids), batch.positions))
-        for layer in self.layers:
-            x = layer(x, batch)
-        hidden: torch.Tensor = x
-        return hidden
+    def embed(self, batch: Batch) -> torch.Tensor:
+        embedded: torch.Tensor = self.norm(self.positions(super().embed(batch), batch.positions))
+        return embedded
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.clone()
@@ -125,10 +118,7 @@ class Model(DecoderModel):
         shape = (table.shape[0] + self.first_position, table.shape[1])
         slots["embeddings.position_embeddings.weight"] = Slot(shape, store_positions)
         slots["embeddings.token_type_embeddings.weight"] = Slot(tuple(self.token_types.shape), store_types)
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"encoder.layer.{index}")
-        return slots
+        return slots | self.layer_slots("encoder.layer")
 
     def is_ignored(self, name: str) -> bool:
         # Old checkpoints store the positions' own numbers.

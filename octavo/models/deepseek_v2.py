@@ -13,11 +13,10 @@ from torch import nn
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.experts import Experts
 from octavo.layers.latent_attention import LatentAttention, LatentSizes
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.moe import Router
 from octavo.layers.norm import RMSNorm
 from octavo.layers.rope import Rope, longest_len, rope_settings
@@ -187,7 +186,7 @@ def mlp_slots(mlp: GatedMLP, name: str) -> Slots:
     return mlp.gate_up.slots(f"{name}.gate_proj", f"{name}.up_proj") | mlp.down.slots(f"{name}.down_proj")
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     experts_type: type[SharedAndRouted] = SharedAndRouted
 
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
@@ -246,12 +245,12 @@ def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
     return scale * stretch * stretch
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
     defaults = DEFAULTS
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         config = self.defaults | config
         check_shares(
             context.group.size,
@@ -259,43 +258,20 @@ class Model(DecoderModel):
             intermediate_size=spec.intermediate_size,
             moe_intermediate_size=positive(config, "moe_intermediate_size"),
         )
-        self.num_layers = spec.num_layers
-        self.attention_backend = context.attention
+        super().__init__(
+            spec,
+            context,
+            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            RMSNorm(spec.hidden_size, llama.epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
         sizes = latent_sizes(config)
         # Half a number more, so that no rounding of the quotient turns one less.
         settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
         self.rope = Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, llama.epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotation = self.rope.rotation(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
-    def slots(self) -> Slots:
-        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head") | self.norm.slots("model.norm")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"model.layers.{index}")
-        return slots
 
     def is_ignored(self, name: str) -> bool:
-        # Layers that guess further tokens come after the last one; a tied head is sometimes written out all the same.
+        # Layers that guess further tokens come after the last one.
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        is_beyond = layer is not None and int(layer[1]) >= self.num_layers
-        return is_beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        is_beyond = layer is not None and int(layer[1]) >= len(self.layers)
+        return is_beyond or name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)

@@ -5,15 +5,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head, LearnedPositions
+from octavo.layers.embedding import LearnedPositions
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
@@ -50,7 +49,7 @@ def _epsilon(config: dict[str, Any]) -> float:
     return number(config, "layer_norm_epsilon", 1e-5)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         epsilon = _epsilon(config)
@@ -60,8 +59,8 @@ class Layer(nn.Module):
         self.mlp = MLP(spec.hidden_size, spec.intermediate_size, act, mlp_norm, context)
         self.is_transposed = not config.get(_OUTPUTS_FIRST, False)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        x = self.attention(x, batch)
+    def forward(self, x: torch.Tensor, batch: Batch, rotation: torch.Tensor | None) -> torch.Tensor:
+        x = self.attention(x, batch, rotation)
         x = self.mlp(x)
         return x
 
@@ -83,49 +82,30 @@ def _transposed(slot: Slot) -> Slot:
     return Slot((slot.shape[1], slot.shape[0]), lambda tensor: slot.store(tensor.t()))
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head")
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
-        check_shares(
-            context.group.size,
-            n_head=spec.num_heads,
-            n_inner=spec.intermediate_size,
+        check_shares(context.group.size, n_head=spec.num_heads, n_inner=spec.intermediate_size)
+        super().__init__(
+            spec,
+            context,
+            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            LayerNorm(spec.hidden_size, _epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", True)),
         )
-        self.attention_backend = context.attention
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", True))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        x = self.positions(self.embedding(batch.input_ids), batch.positions)
-        for layer in self.layers:
-            x = layer(x, batch)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
+    def embed(self, batch: Batch) -> torch.Tensor:
+        embedded: torch.Tensor = self.positions(super().embed(batch), batch.positions)
+        return embedded
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("transformer.wte") | self.head.slots("lm_head")
-        slots |= self.positions.slots("transformer.wpe")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"transformer.h.{index}")
-        slots |= self.norm.slots("transformer.ln_f")
-        return slots
+        return super().slots() | self.positions.slots("transformer.wpe")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the causal mask; a tied head is sometimes written out all the same.
-        return name.endswith((".attn.bias", ".attn.masked_bias")) or (name == "lm_head.weight" and self.is_tied)
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        # Old checkpoints store the causal mask.
+        return name.endswith((".attn.bias", ".attn.masked_bias")) or super().is_ignored(name)
 
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         # The first published checkpoints lack the prefix.

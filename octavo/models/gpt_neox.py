@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.batch import Batch
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import MLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
 from octavo.layers.sharding import Slot, Slots, check_shares
@@ -53,7 +51,7 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     return rope_settings(config, can_be_partial=True)
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     def __init__(self, index: int, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
         super().__init__()
         norm, mlp_norm = (LayerNorm(spec.hidden_size, _epsilon(config), context) for _ in range(2))
@@ -112,49 +110,28 @@ def together_by_head(weight: SameWeight, head_size: int) -> SameWeight:
     return weight.reshape(3, -1, head_size, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
+    names = TensorNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out")
+
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__()
         check_shares(
             context.group.size,
             num_attention_heads=spec.num_heads,
             intermediate_size=spec.intermediate_size,
         )
-        self.attention_backend = context.attention
+        super().__init__(
+            spec,
+            context,
+            (Layer(index, config, spec, context) for index in range(spec.num_layers)),
+            LayerNorm(spec.hidden_size, _epsilon(config), context),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
         self.rope = Rope(_rope(config), spec.head_size, context.device, context.ops, context.max_len)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = nn.ModuleList(Layer(index, config, spec, context) for index in range(spec.num_layers))
-        self.norm = LayerNorm(spec.hidden_size, _epsilon(config), context)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotation = self.rope.rotation(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer in self.layers:
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
-    def slots(self) -> Slots:
-        slots = self.embedding.slots("gpt_neox.embed_in") | self.head.slots("embed_out")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"gpt_neox.layers.{index}")
-        return slots | self.norm.slots("gpt_neox.final_layer_norm")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the causal mask and the rope frequencies; a tied head is sometimes written out all the same.
+        # Old checkpoints store the causal mask and the rope frequencies.
         is_old = name.endswith((".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"))
-        return is_old or (name == "embed_out.weight" and self.is_tied)
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        return is_old or super().is_ignored(name)
 
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         # Transformers 5 calls the head as it does everywhere; the published checkpoints do not.

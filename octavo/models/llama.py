@@ -1,6 +1,6 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +11,8 @@ from octavo.batch import Batch
 from octavo.errors import ConfigError
 from octavo.layers.attention import SelfAttention
 from octavo.layers.context import BuildContext
-from octavo.layers.embedding import Embedding, Head
 from octavo.layers.mlp import GatedMLP
-from octavo.layers.model import DecoderModel
+from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
@@ -82,7 +81,7 @@ class NormNames(NamedTuple):
     after_mlp: str = ""
 
 
-class Layer(nn.Module):
+class Layer(DecoderLayer):
     """What follows `*` is for families that are a Llama but for these, and make_mlp and mlp_slots for those with another MLP.
     `output_bias` None: one where q, k and v have one."""
 
@@ -194,10 +193,12 @@ class Layer(nn.Module):
         return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
 
 
-class Model(DecoderModel):
+class Model(CausalModel):
     """What follows `*` is for families that are a Llama but for these."""
 
+    names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
+    rope: Rope
 
     def __init__(
         self,
@@ -209,18 +210,20 @@ class Model(DecoderModel):
         logits_factor: float = 1.0,
         logits_softcap: float = 0.0,
     ) -> None:
-        super().__init__()
         check_shares(context.group.size, **self.shares(config, spec))
-        self.attention_backend = context.attention
-        self.rope = self.make_rope(self.rope_settings(config), spec, context)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, embedding_factor)
-        self.layers = nn.ModuleList(self.layer_type(index, config, spec, context) for index in range(spec.num_layers))
         offset = self.layer_type.norm_offset
+        super().__init__(
+            spec,
+            context,
+            (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
+            # Multiplied into the last norm's weight, logits' factor costs nothing.
+            RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            embedding_factor=embedding_factor,
+            logits_softcap=logits_softcap,
+        )
         self._logits_factor = logits_factor
-        # Multiplied into the last norm's weight, logits' factor costs nothing.
-        self.norm = RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor)
-        self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.head = Head(spec.hidden_size, spec.vocab_size, context, self.is_tied, logits_softcap)
+        self.rope = self.make_rope(self.rope_settings(config), spec, context)
 
     def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
         """What ranks share out among them, by the name it has in config.json."""
@@ -236,41 +239,16 @@ class Model(DecoderModel):
     def make_rope(self, settings: dict[str, Any], spec: ModelSpec, context: BuildContext) -> Rope:
         return Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
-    def rotations(self, positions: torch.Tensor) -> Sequence[torch.Tensor | None]:
-        """Of each layer: here it is the same for all."""
-        return [self.rope.rotation(positions)] * len(self.layers)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.attention_backend.plan(batch)
-        rotations = self.rotations(batch.positions)
-        x = self.embedding(batch.input_ids)
-        for layer, rotation in zip(self.layers, rotations, strict=True):
-            x = layer(x, batch, rotation)
-        hidden: torch.Tensor = x
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(hidden, self.norm)
-        return logits
-
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         return super().final(hidden) / self._logits_factor
 
     def slots(self) -> Slots:
-        slots = self.embedding.slots("model.embed_tokens") | self.head.slots("lm_head")
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            slots |= layer.slots(f"model.layers.{index}")
-        slots |= self.norm.slots("model.norm")
-        slots[_ROPE_FACTORS] = Slot(tuple(self.rope.frequencies.shape), self.rope.divide_frequencies, is_optional=True)
-        return slots
+        shape = tuple(self.rope.frequencies.shape)
+        return super().slots() | {_ROPE_FACTORS: Slot(shape, self.rope.divide_frequencies, is_optional=True)}
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the rope frequencies; a tied head is sometimes written out all the same.
-        return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.is_tied)
-
-    def finish_loading(self) -> None:
-        self.head.tie(self.embedding)
+        # Old checkpoints store the rope frequencies.
+        return name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)
 
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         # Checkpoints that were made for embeddings were saved without what holds the head, and lack the prefix.
