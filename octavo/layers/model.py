@@ -88,6 +88,10 @@ class DecoderModel(nn.Module):
             slots |= layer.slots(f"{name}.{index}")
         return slots
 
+    def hf_name(self, name: str) -> str:
+        """The slot's name of a checkpoint's tensor, for checkpoints that call it otherwise."""
+        return name
+
     def is_ignored(self, name: str) -> bool:
         """Tensors that some checkpoints bring and the model does not need."""
         return False
@@ -95,7 +99,7 @@ class DecoderModel(nn.Module):
     def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
         """Take this rank's shares. Missing, unexpected or mis-shaped tensors are a ConfigError that names them."""
         with torch.no_grad():
-            fill(self.slots(), tensors, self.is_ignored)
+            fill(self.slots(), ((self.hf_name(name), tensor) for name, tensor in tensors), self.is_ignored)
             self.finish_loading()
         self.weights_bytes = self._count_bytes()
 

@@ -2,7 +2,7 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,15 +128,11 @@ class Model(DecoderModel):
         # A prompt is one text, so every token is of the first type: its vector is added to the positions', once.
         self.positions.weight.add_(self.token_types[0])
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        super().load((_plain_name(name), tensor) for name, tensor in tensors)
-
-
-def _plain_name(name: str) -> str:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    # The first published checkpoints call a norm's weight and bias so.
-    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+    def hf_name(self, name: str) -> str:
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        # The first published checkpoints call a norm's weight and bias so.
+        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,13 +2,11 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from octavo.errors import ConfigError
 from octavo.layers.context import BuildContext
 from octavo.models import gemma3_text
-from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 # What the text part's configuration may leave out beside what a text model's may.
@@ -35,8 +33,8 @@ class Model(gemma3_text.Model):
     def is_ignored(self, name: str) -> bool:
         return name.startswith(_IMAGES) or super().is_ignored(name)
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
-        super().load((_text_name(name), tensor) for name, tensor in tensors)
+    def hf_name(self, name: str) -> str:
+        return super().hf_name(_text_name(name))
 
 
 def _text_name(name: str) -> str:

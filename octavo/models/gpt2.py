@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head.
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from octavo.layers.model import CausalModel, DecoderLayer, TensorNames
 from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
-from octavo.quants import SameWeight, Weight
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _OUTPUTS_FIRST = "weights_have_outputs_first"  # our name for what is so in GGUF files and in no other checkpoint
@@ -107,13 +107,9 @@ class Model(CausalModel):
         # Old checkpoints store the causal mask.
         return name.endswith((".attn.bias", ".attn.masked_bias")) or super().is_ignored(name)
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # The first published checkpoints lack the prefix.
-        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
-
-
-def _with_prefix(name: str) -> str:
-    return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
+        return f"transformer.{name}" if name.split(".")[0] in ("wte", "wpe", "h", "ln_f") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: attention and MLP both read the layer's input, a part of each head is rotated, q, k and v are fused."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from octavo.layers.norm import LayerNorm, norm_slots
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, rotated_size
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, llama, number, positive, require_causal, share
-from octavo.quants import Quants, SameWeight, Weight
+from octavo.quants import Quants, SameWeight
 from octavo.spec import ModelSpec
 
 
@@ -133,9 +133,9 @@ class Model(CausalModel):
         is_old = name.endswith((".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"))
         return is_old or super().is_ignored(name)
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # Transformers 5 calls the head as it does everywhere; the published checkpoints do not.
-        super().load(("embed_out.weight" if name == "lm_head.weight" else name, tensor) for name, tensor in tensors)
+        return "embed_out.weight" if name == "lm_head.weight" else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,6 @@
 """The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from octavo.layers.norm import RMSNorm, SplitRMSNorm
 from octavo.layers.rope import Rope, interleave, longest_len, rope_settings, split_halves
 from octavo.layers.sharding import Slot, Slots, check_shares
 from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, require_causal, share
-from octavo.quants import SameWeight, Weight
+from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
 _ROPE_FACTORS = "model.rope_factors"  # our name for a tensor that only GGUF files have
@@ -250,13 +250,9 @@ class Model(CausalModel):
         # Old checkpoints store the rope frequencies.
         return name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # Checkpoints that were made for embeddings were saved without what holds the head, and lack the prefix.
-        super().load((_with_prefix(name), tensor) for name, tensor in tensors)
-
-
-def _with_prefix(name: str) -> str:
-    return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
+        return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────

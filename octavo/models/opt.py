@@ -2,7 +2,6 @@
 Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from octavo.layers.norm import LayerNorm
 from octavo.layers.sharding import Slots, check_shares
 from octavo.models import positive, require_causal, share
 from octavo.parallel import Group
-from octavo.quants import Weight
 from octavo.spec import ModelSpec
 
 _EPSILON = 1e-5
@@ -135,6 +133,6 @@ class Model(CausalModel):
             slots |= self.widen.slots("model.decoder.project_in") | self.narrow.slots("model.decoder.project_out")
         return slots
 
-    def load(self, tensors: Iterator[tuple[str, Weight]]) -> None:
+    def hf_name(self, name: str) -> str:
         # The first published checkpoints lack the prefix.
-        super().load((f"model.{name}" if name.startswith("decoder.") else name, tensor) for name, tensor in tensors)
+        return f"model.{name}" if name.startswith("decoder.") else name
