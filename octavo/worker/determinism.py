@@ -1,5 +1,4 @@
-"""What --deterministic means on a device: what it costs, in words for the start-up print, and where it is refused.
-Knows nothing of kernels: it says which of them a rank is built with."""
+"""What --deterministic means on a device: what it costs, as notes for the start report, and where it is refused."""
 
 from octavo.errors import ConfigError
 from octavo.spec import ModelSpec
@@ -9,8 +8,8 @@ COST = "the cost on an H200: 0.74 to 0.82 of the tokens/s with an 8B model, 0.5 
 
 
 def about_determinism(is_asked: bool, device: str, dtype: str, spec: ModelSpec, has_native: bool) -> list[str]:
-    """Lines for people. `device` is "cpu" or "cuda"; `has_native`: a CPU's own kernels compute. ConfigError where it cannot
-    be had."""
+    """Notes for the start report; ConfigError where --deterministic is not supported. `device`: "cpu" or "cuda".
+    `has_native`: native CPU kernels compute."""
     if not is_asked:
         return []
     if device == "cpu" and not has_native:
