@@ -1,5 +1,4 @@
-"""BERT: an encoder with learned positions, norms after each part, and no head: its hidden states are what it is for.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""BERT: an encoder with learned positions, norms after attention and MLP, and no head: its output is the hidden states."""
 
 import re
 from collections.abc import Mapping
@@ -21,18 +20,18 @@ from octavo.quants import SameWeight, Weight
 from octavo.spec import ModelSpec
 
 _PREFIXES = ("bert.", "roberta.")  # of checkpoints that were saved with a head
-_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # made for other tasks than vectors
+_HEADS = ("pooler.", "cls.", "lm_head.", "classifier.")  # heads for other tasks than embeddings
 
 
 def spec(config: dict[str, Any], first_position: int = 0) -> ModelSpec:
-    """`first_position`: the row of the table of positions that a prompt's first token takes."""
+    """`first_position`: the row of the position table that a prompt's first token uses."""
     if config.get("is_decoder"):
         raise ConfigError("is_decoder is set: only BERT models that encode are supported")
     if config.get("position_embedding_type", "absolute") != "absolute":
         raise ConfigError(
             f"position_embedding_type is {config['position_embedding_type']!r}: only absolute positions are supported"
         )
-    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _epsilon(config)  # checked here, not in a layer: only errors raised here name the file
     num_positions = positive(config, "max_position_embeddings", 512)
     if num_positions <= first_position:
         raise ConfigError(f"max_position_embeddings is {num_positions}: it must be above {first_position}")
@@ -121,23 +120,23 @@ class Model(DecoderModel):
         return slots | self.layer_slots("encoder.layer")
 
     def is_ignored(self, name: str) -> bool:
-        # Old checkpoints store the positions' own numbers.
+        # Old checkpoints store the position ids.
         return name.startswith(_HEADS) or name == "embeddings.position_ids"
 
     def finish_loading(self) -> None:
-        # A prompt is one text, so every token is of the first type: its vector is added to the positions', once.
+        # A prompt is one text, so every token has the first type: add its vector to the positions once, here.
         self.positions.weight.add_(self.token_types[0])
 
     def hf_name(self, name: str) -> str:
         for prefix in _PREFIXES:
             name = name.removeprefix(prefix)
-        # The first published checkpoints call a norm's weight and bias so.
+        # The first published checkpoints call a norm's weight gamma and its bias beta.
         return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd": "embeddings.word_embeddings",
     "position_embd": "embeddings.position_embeddings",
@@ -157,7 +156,7 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata."""
+    """Make an HF-style config from a GGUF file's metadata."""
     return {
         "model_type": "bert",
         "hidden_size": positive(metadata, "bert.embedding_length"),
@@ -173,7 +172,7 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     names = _GGUF_NAMES if match is None or match[1] is None else _GGUF_LAYER_NAMES
     if match is None or match[2] not in names:
@@ -182,5 +181,5 @@ def gguf_name(name: str) -> str | None:
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo: everything stands as in the checkpoint."""
+    """Return the tensor unchanged: the converter keeps the checkpoint's order."""
     return tensor

@@ -1,6 +1,6 @@
-"""DeepSeek-V2: attention over latents, and experts of which some see every token and others those that a router sends them.
+"""DeepSeek-V2: latent attention, shared experts that process every token, and routed experts.
 
-A page holds a token's latent as one KV head, and once more as its value: docs/decisions says what that costs."""
+A page holds a token's latent as one KV head, and once more as its value: docs/decisions has the cost."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ from octavo.parallel import Group
 from octavo.spec import ModelSpec
 from octavo.weights.methods.base import Gate
 
-_INNER_EPSILON = 1e-6  # of the norms of latents, whatever config.json says of the others
-_NOT_CHOSEN = -1e30  # the logarithm of no weight at all
+_INNER_EPSILON = 1e-6  # of the latents' norms, whatever config.json has for the others
+_NOT_CHOSEN = -1e30  # stands for log(0)
 DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -55,14 +55,14 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def require(config: dict[str, Any], **supported: Any) -> None:
-    """What the makers' own code reads and published checkpoints all have alike: anything else is refused, not passed over."""
+    """Refuse any value but the supported one, for keys that the original code reads and all published checkpoints share."""
     for key, value in supported.items():
         if config.get(key, value) not in (value, None):
             raise ConfigError(f"{key} is {str(config[key])[:40]!r}: only {value!r} is supported")
 
 
 def common_spec(config: dict[str, Any], family: str) -> ModelSpec:
-    """Refused here rather than by a layer: only here does a refusal name the file."""
+    """The spec of V2 and V3. Values are checked here, not in layers: only errors raised here name the file."""
     llama.epsilon(config)
     require_causal(config)
     llama.check_rope(config)
@@ -103,9 +103,9 @@ def latent_sizes(config: dict[str, Any]) -> LatentSizes:
 class Routing:
     num_experts: int
     num_chosen: int
-    factor: float  # what the chosen ones' weights are multiplied by
+    factor: float  # multiplies the weights of the chosen experts
     num_groups: int = 1
-    num_chosen_groups: int = 1  # the chosen experts are of these
+    num_chosen_groups: int = 1  # the chosen experts come from these
 
 
 def routing(config: dict[str, Any], has_groups: bool) -> Routing:
@@ -149,7 +149,7 @@ class SharedAndRouted(nn.Module):
         """[T, hidden], which may be changed."""
         normed = self.norm(x)
         chosen, weights = self.choose(self.router(normed).float())  # [T, K] each
-        # The experts' layer makes weights of logits, and theirs add up to 1: it is given logarithms, and their sum comes after.
+        # The experts' layer applies a softmax, so its weights add up to 1: pass logarithms, and multiply by their sum afterwards.
         logits = torch.full((len(x), self.routing.num_experts), _NOT_CHOSEN, device=x.device)
         logits.scatter_(1, chosen, weights.log().clamp_(min=_NOT_CHOSEN / 2))
         routed = self.experts(normed, logits, self.routing.num_chosen, True, torch.zeros_like(x))
@@ -158,7 +158,7 @@ class SharedAndRouted(nn.Module):
         return out
 
     def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [T, E] → the experts of each token and their weights, [T, K]. Groups go by their best expert."""
+        """logits [T, E] → the experts of each token and their weights, [T, K] each. A group's score is its best expert's."""
         scores = logits.softmax(dim=-1)
         best = self._by_group(scores).amax(dim=-1)
         weights, chosen = self._within(best, scores, 0.0).topk(self.routing.num_chosen, dim=-1)
@@ -168,7 +168,7 @@ class SharedAndRouted(nn.Module):
         return scores.view(len(scores), self.routing.num_groups, -1)
 
     def _within(self, of_groups: torch.Tensor, scores: torch.Tensor, otherwise: float) -> torch.Tensor:
-        """scores [T, E], but `otherwise` for experts that are not of the groups with the largest numbers."""
+        """scores [T, E], with `otherwise` for experts outside the groups with the highest scores."""
         groups = of_groups.topk(self.routing.num_chosen_groups, dim=-1).indices
         is_other = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, groups, False)
         return self._by_group(scores).masked_fill(is_other[:, :, None], otherwise).view(scores.shape)
@@ -234,7 +234,7 @@ class Layer(DecoderLayer):
 
 
 def _scale(config: dict[str, Any], sizes: LatentSizes) -> float:
-    """Yarn stretches scores by more than it stretches what is rotated, by as much as mscale_all_dim says."""
+    """The scale of scores. Yarn scales them beyond the rotated part, as set by mscale_all_dim."""
     settings = rope_settings(config)
     scale = float((sizes.plain + sizes.rotated) ** -0.5)
     over_all = number(settings, "mscale_all_dim", 0.0)
@@ -266,12 +266,12 @@ class Model(CausalModel):
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )
         sizes = latent_sizes(config)
-        # Half a number more, so that no rounding of the quotient turns one less.
+        # Add a half, so that rounding the quotient down never loses one.
         settings = rope_settings(config) | {"partial_rotary_factor": (sizes.rotated + 0.5) / spec.head_size}
         self.rope = Rope(settings, spec.head_size, context.device, context.ops, context.max_len)
 
     def is_ignored(self, name: str) -> bool:
-        # Layers that guess further tokens come after the last one.
+        # Layers for multi-token prediction come after the last one.
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         is_beyond = layer is not None and int(layer[1]) >= len(self.layers)
         return is_beyond or name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)

@@ -1,5 +1,4 @@
-"""GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""GPT-2: learned positions, LayerNorm with bias, biases everywhere, weights stored transposed, tied head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from octavo.models import gguf_tensor_name, gguf_vocab_size, number, positive, r
 from octavo.quants import SameWeight
 from octavo.spec import ModelSpec
 
-_OUTPUTS_FIRST = "weights_have_outputs_first"  # our name for what is so in GGUF files and in no other checkpoint
+_OUTPUTS_FIRST = "weights_have_outputs_first"  # our own key: true for GGUF files only
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -29,7 +28,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if config.get("scale_attn_weights", True) is False:
         raise ConfigError("this GPT-2 has scale_attn_weights switched off, which is not supported")
     require_causal(config)
-    _epsilon(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _epsilon(config)  # checked here, not in a layer: only errors raised here name the file
     num_heads, hidden_size = positive(config, "n_head"), positive(config, "n_embd")
     is_old = config.get("n_positions") is None and config.get("n_ctx") is not None
     return ModelSpec(
@@ -114,7 +113,7 @@ class Model(CausalModel):
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "transformer.wte.weight",
     "position_embd.weight": "transformer.wpe.weight",
@@ -133,7 +132,7 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks."""
     hidden_size = positive(metadata, "gpt2.embedding_length")
     return {
         "model_type": "gpt2",
@@ -146,15 +145,15 @@ def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object]) -> dict
         "vocab_size": gguf_vocab_size(metadata, "gpt2.vocab_size"),
         "activation_function": "gelu_new",
         "tie_word_embeddings": "output.weight" not in tensors,
-        _OUTPUTS_FIRST: True,  # the converter turns them: they stay so, and packed
+        _OUTPUTS_FIRST: True,  # the converter transposes them; they are used like that, and stay packed
     }
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     return gguf_tensor_name(name, _GGUF_NAMES, "transformer.h", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Nothing to undo."""
+    """Return the tensor unchanged: the layers read the converter's layout."""
     return tensor

@@ -1,4 +1,4 @@
-"""The Llama family: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
+"""Llama: RMSNorm, rotary positions, grouped-query attention, gated MLP, tied or untied head."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ _ROPE_NUMBERS = (
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     require_causal(config)
-    epsilon(config)  # these two are refused here rather than by a layer: only here does a refusal name the file
+    epsilon(config)  # these two are checked here, not in a layer: only errors raised here name the file
     check_rope(config)
     num_heads = positive(config, "num_attention_heads")
     if config.get("num_key_value_heads") is not None:
@@ -54,7 +54,7 @@ def epsilon(config: dict[str, Any]) -> float:
 
 
 def _head_size(table: Mapping[str, Any], key: str, hidden_size: str, num_heads: str) -> int:
-    """Said under `key`, else the hidden size is shared among the heads."""
+    """The head size: the value at `key`, else the hidden size divided by the number of heads."""
     size = share(table, hidden_size, num_heads) if table.get(key) is None else positive(table, key)
     if size % 2:
         raise ConfigError(f"the size of a head ({key}) is {size}: it must be even, rotary positions turn pairs")
@@ -73,7 +73,7 @@ def check_rope(config: dict[str, Any]) -> None:
 
 
 class NormNames(NamedTuple):
-    """What checkpoints call a layer's norms; "": there is none."""
+    """The names of a layer's norms in checkpoints; "": the layer has no such norm."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -82,12 +82,12 @@ class NormNames(NamedTuple):
 
 
 class Layer(DecoderLayer):
-    """What follows `*` is for families that are a Llama but for these, and make_mlp and mlp_slots for those with another MLP.
-    `output_bias` None: one where q, k and v have one."""
+    """Parameters after `*` are for families that differ from Llama in these; families with another MLP override make_mlp and
+    mlp_slots. `output_bias` None: as for q, k and v."""
 
     norm_names = NormNames()
     norm_offset = 0.0  # added to every norm's weight
-    rotated = 0  # how many of a head's numbers are rotated; 0: all
+    rotated = 0  # dimensions of a head that are rotated; 0: all
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Layer(DecoderLayer):
         )
 
     def _make_head_norms(self, epsilon: float, context: BuildContext) -> HeadNorms:
-        """One weight for all heads, so every rank holds it whole; in float32 for the reason that RMSNorm gives."""
+        """One weight for all heads, so every rank holds all of it. In float32 with an offset, for the reason given in RMSNorm."""
         dtype = torch.float32 if self.norm_offset else context.dtype
         self.q_norm, self.k_norm = (torch.empty(self.head_size, dtype=dtype, device=context.device) for _ in range(2))
         return HeadNorms(self.q_norm, self.k_norm, epsilon)
@@ -175,7 +175,7 @@ class Layer(DecoderLayer):
         return Slot((self.head_size,), store)
 
     def qkv_slots(self, name: str) -> Slots:
-        """`name`: the attention's."""
+        """`name`: the attention's name in the checkpoint."""
         slots = self.attention.qkv.slots(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         for key, slot in slots.items():
             if "v_proj" not in key:
@@ -183,18 +183,18 @@ class Layer(DecoderLayer):
         return slots
 
     def interleaved(self, rows: SameWeight) -> SameWeight:
-        """Rows of q or k, a bias of theirs or the weight of a norm of theirs, in the order in which they are rotated."""
+        """Rows of q or k, of their bias or of their norm's weight, in the order that the rotation expects."""
         return interleave(rows, self.head_size, self.rotated)
 
     def mlp_slots(self, name: str) -> Slots:
-        """`name`: the layer's."""
+        """`name`: the layer's name in the checkpoint."""
         assert isinstance(self.mlp, GatedMLP)
         gate_up = self.mlp.gate_up.slots(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         return gate_up | self.mlp.down.slots(f"{name}.mlp.down_proj")
 
 
 class Model(CausalModel):
-    """What follows `*` is for families that are a Llama but for these."""
+    """Parameters after `*` are for families that differ from Llama in these."""
 
     names = TensorNames("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     layer_type: type[Layer] = Layer
@@ -216,7 +216,7 @@ class Model(CausalModel):
             spec,
             context,
             (self.layer_type(index, config, spec, context) for index in range(spec.num_layers)),
-            # Multiplied into the last norm's weight, logits' factor costs nothing.
+            # Multiplied into the last norm's weight, the logits' factor costs nothing.
             RMSNorm(spec.hidden_size, epsilon(config), context, offset=offset, factor=logits_factor),
             is_tied=bool(config.get("tie_word_embeddings", False)),
             embedding_factor=embedding_factor,
@@ -226,7 +226,7 @@ class Model(CausalModel):
         self.rope = self.make_rope(self.rope_settings(config), spec, context)
 
     def shares(self, config: dict[str, Any], spec: ModelSpec) -> dict[str, int]:
-        """What ranks share out among them, by the name it has in config.json."""
+        """Sizes that are split over ranks, by their name in config.json."""
         return {
             "num_attention_heads": spec.num_heads,
             "num_key_value_heads": spec.num_kv_heads,
@@ -251,13 +251,13 @@ class Model(CausalModel):
         return name.endswith("rotary_emb.inv_freq") or super().is_ignored(name)
 
     def hf_name(self, name: str) -> str:
-        # Checkpoints that were made for embeddings were saved without what holds the head, and lack the prefix.
+        # Checkpoints of embedding models were saved without the head's wrapper, and lack the prefix.
         return f"model.{name}" if name.split(".")[0] in ("embed_tokens", "layers", "norm") else name
 
 
 # ── GGUF ────────────────────────────────────────────────────────────────────────────────────────────
 
-GGUF_ROWS_STAY_WHOLE = True  # by gguf_fix: a weight need not be decoded for it
+GGUF_ROWS_STAY_WHOLE = True  # gguf_fix moves whole rows only, so packed weights need not be decoded for it
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -278,8 +278,8 @@ _GGUF_LAYER_NAMES = {
 
 
 def gguf_config(metadata: dict[str, Any], tensors: Mapping[str, object], architecture: str = "llama") -> dict[str, Any]:
-    """An HF-style config from a GGUF file's metadata; `tensors`, its directory, tells what the metadata leaves out.
-    `architecture`: what its keys begin with."""
+    """Make an HF-style config from a GGUF file's metadata; `tensors`, its directory, supplies what the metadata lacks.
+    `architecture`: the prefix of its keys."""
     attention, width = f"{architecture}.attention", f"{architecture}.embedding_length"
     num_heads = positive(metadata, f"{attention}.head_count")
     head_size = _head_size(metadata, f"{attention}.key_length", width, f"{attention}.head_count")
@@ -315,7 +315,7 @@ def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> d
         "rope_theta": number(metadata, f"{architecture}.rope.freq_base", 10000.0),
     }
     num_rotated = positive(metadata, f"{architecture}.rope.dimension_count", head_size)
-    if num_rotated != head_size:  # a family that can do it is told, and others refuse it
+    if num_rotated != head_size:  # families without partial rotation refuse it
         rope["partial_rotary_factor"] = num_rotated / head_size
     scaling = f"{architecture}.rope.scaling"
     kind = metadata.get(f"{scaling}.type", "none")
@@ -330,14 +330,14 @@ def _gguf_rope(metadata: dict[str, Any], architecture: str, head_size: int) -> d
 
 
 def gguf_name(name: str) -> str | None:
-    """The HF name of a GGUF tensor; None: the model does not need it."""
+    """The HF name of a GGUF tensor; None: the model does not use it."""
     return gguf_tensor_name(name, _GGUF_NAMES, "model.layers", _GGUF_LAYER_NAMES)
 
 
 def gguf_fix(name: str, tensor: SameWeight, config: dict[str, Any]) -> SameWeight:
-    """Undo what the converter did: it interleaves the rows of q and k for its own rotary kernel."""
+    """Undo the converter's change: it interleaves the rows of q and k for its own rotary kernel."""
     if name.rsplit(".", 2)[-2] not in ("q_proj", "k_proj"):
         return tensor
     head_size = spec(config).head_size
-    # What is no whole number of heads has the wrong shape: its slot says so, by name.
+    # Without a whole number of heads the shape is wrong: the slot raises an error that names the tensor.
     return split_halves(tensor, head_size) if tensor.shape and tensor.shape[0] % head_size == 0 else tensor

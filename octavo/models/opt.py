@@ -1,5 +1,4 @@
-"""OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers.
-Knows nothing of ranks, pages or files: layers, the attention backend and weights/ do."""
+"""OPT and Galactica: learned positions, LayerNorm before or after, plain MLP, embeddings that may be narrower than the layers."""
 
 import dataclasses
 from typing import Any
@@ -20,12 +19,12 @@ from octavo.parallel import Group
 from octavo.spec import ModelSpec
 
 _EPSILON = 1e-5
-_NUM_SKIPPED = 2  # rows of the table of positions before the first one's
+_NUM_SKIPPED = 2  # rows of the position table before the first position
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     require_causal(config)
-    _embedding_size(config)  # refused here rather than by a layer: only here does a refusal name the file
+    _embedding_size(config)  # checked here, not in a layer: only errors raised here name the file
     num_heads = positive(config, "num_attention_heads")
     return ModelSpec(
         family="opt",
@@ -102,7 +101,7 @@ class Model(CausalModel):
         self.positions = LearnedPositions(spec.context_len, spec.hidden_size, context, _NUM_SKIPPED)
         self.widen = self.narrow = None
         if width != spec.hidden_size:
-            # Small, and read once a step: whole on every rank, rather than gathered from all.
+            # Small, and read once a step: held whole on every rank instead of gathered.
             alone = dataclasses.replace(context, group=Group.single())
             self.widen = ColumnLinear(width, (spec.hidden_size,), alone)
             self.narrow = ColumnLinear(spec.hidden_size, (width,), alone)
