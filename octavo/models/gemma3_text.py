@@ -47,12 +47,12 @@ def local_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
 def rope_config(config: dict[str, Any], kind: str) -> dict[str, Any]:
     """The rope configuration of one kind of layers, in the form that other families use for all. It is in rope_parameters
     under the kind or, before transformers 5, in rope_scaling for layers without a window."""
-    told = config.get("rope_parameters") or {}
-    if not isinstance(told, dict):
+    parameters = config.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
         raise ConfigError(f"rope_parameters must be an object with {_FULL} and {_SLIDING}")
     is_full = kind == _FULL
     return {
-        "rope_scaling": told.get(kind) or (config.get("rope_scaling") if is_full else None),
+        "rope_scaling": parameters.get(kind) or (config.get("rope_scaling") if is_full else None),
         "rope_theta": number(config, *(("rope_theta", _THETA) if is_full else ("rope_local_base_freq", _LOCAL_THETA))),
         "max_position_embeddings": config["max_position_embeddings"],
     }

@@ -35,15 +35,15 @@ _DEFAULTS = {
 _WINDOW, _ALPHA, _LIMIT = 128, 1.702, 7.0
 
 
-def _told(config: dict[str, Any]) -> dict[str, Any]:
-    told = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
-    if "rope_parameters" not in told and "rope_scaling" not in told:
-        told["rope_parameters"] = _ROPE
-    return told
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    given = _DEFAULTS | {key: value for key, value in config.items() if value is not None}
+    if "rope_parameters" not in given and "rope_scaling" not in given:
+        given["rope_parameters"] = _ROPE
+    return given
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    config = _told(config)
+    config = _with_defaults(config)
     plain = llama.spec(config)
     routing(config)
     gate(config)
@@ -156,4 +156,4 @@ class Model(llama.Model):
     layer_type = Layer
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        super().__init__(_told(config), spec, context)
+        super().__init__(_with_defaults(config), spec, context)

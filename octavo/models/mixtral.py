@@ -61,5 +61,5 @@ class Model(llama.Model):
     layer_type = Layer
 
     def __init__(self, config: dict[str, Any], spec: ModelSpec, context: BuildContext) -> None:
-        told = {key: value for key, value in config.items() if value is not None}
-        super().__init__({"rope_theta": _THETA, "rms_norm_eps": _EPSILON} | told, spec, context)
+        given = {key: value for key, value in config.items() if value is not None}
+        super().__init__({"rope_theta": _THETA, "rms_norm_eps": _EPSILON} | given, spec, context)

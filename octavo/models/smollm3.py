@@ -30,13 +30,13 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 def rope_layers(config: dict[str, Any], num_layers: int) -> list[bool]:
     """Which layers have rope. Despite its name, config.json's no_rope_layers has 1 for those that do."""
-    told = config.get("no_rope_layers")
-    if told is None:
+    given = config.get("no_rope_layers")
+    if given is None:
         interval = positive(config, "no_rope_layer_interval", _INTERVAL)
         return [bool((index + 1) % interval) for index in range(num_layers)]
-    if not isinstance(told, list) or len(told) < num_layers or any(flag not in (0, 1) for flag in told):
+    if not isinstance(given, list) or len(given) < num_layers or any(flag not in (0, 1) for flag in given):
         raise ConfigError(f"no_rope_layers must be a list of {num_layers} numbers, 1 for a layer with rope, 0 without")
-    return [bool(flag) for flag in told[:num_layers]]
+    return [bool(flag) for flag in given[:num_layers]]
 
 
 def _windows(config: dict[str, Any], num_layers: int) -> tuple[int, ...]:
