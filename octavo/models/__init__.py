@@ -123,7 +123,7 @@ def sliding_layers(config: Mapping[str, Any], num_layers: int, is_sliding: Calla
 def require_causal(config: Mapping[str, Any]) -> None:
     """Refuse decoders that were retrained as encoders, which only is_causal shows."""
     if config.get("is_causal") is False:
-        raise ConfigError("is_causal is false: a decoder whose tokens also look ahead is not supported")
+        raise ConfigError("is_causal is false: a decoder with bidirectional attention is not supported")
 
 
 def gguf_vocab_size(metadata: Mapping[str, Any], key: str) -> int:

@@ -25,7 +25,9 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 def plain_spec(config: dict[str, Any], family: str) -> ModelSpec:
     """The part of the spec that all generations share."""
     if config.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention is set: a model that also looks ahead cannot write text")
+        raise ConfigError(
+            "use_bidirectional_attention is set: a model with bidirectional attention cannot generate text"
+        )
     return dataclasses.replace(llama.spec(config), family=family)
 
 

@@ -57,7 +57,7 @@ def _fit(config: CacheConfig, reports: list[LoadReport]) -> EngineReport:
     num_warm_pages = _warm_pages(config, reports)
     if num_warm_pages is not None:
         notes.append(
-            f"of the KV store {in_words(_WARM_BYTES)} may hold prefixes nobody is using; more is taken only for requests that run"
+            f"idle prefixes may keep {in_words(_WARM_BYTES)} of the KV store in memory; more is taken only for running requests"
         )
     return msgspec.structs.replace(
         _without_pages(config, reports),
@@ -248,8 +248,8 @@ def decoded_weights(held: int, stored: int, packing: str, dtype: str) -> str:
     if held < 1.2 * stored:
         return ""
     return (
-        f"the weights take {in_words(held)} here and {in_words(stored)} in the checkpoint ({packing}): what no kernel here "
-        f"multiplies as it is stored is held in a larger form, or in {dtype}"
+        f"the weights take {in_words(held)} here and {in_words(stored)} in the checkpoint ({packing}): weights "
+        f"without a kernel for their stored format are held in a larger one, or in {dtype}"
     )
 
 
